@@ -1,0 +1,49 @@
+"""The engine without Lightning: a plain PyTorch loop around a model that is streamed.
+
+python examples/plain_loop.py
+"""
+
+import torch
+from torch import nn
+
+from sp_lightning import superpipeline
+
+
+class Block(nn.Module):
+    """A residual multilayer perceptron, as a stand-in for any layer of your own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add what the layers make of `x` to `x`."""
+        return x + self.inner(x)
+
+
+def main() -> None:
+    """Teach a stack of blocks to reverse a vector."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(64) for _ in range(12)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    pipeline = superpipeline(model, k=2)  # the accelerator if there is one, else the CPU
+
+    for step in range(30):
+        x = torch.randn(32, 64, device=pipeline.device)
+        with pipeline.step():
+            loss = nn.functional.mse_loss(model(x), x.flip(1))
+            loss.backward()
+        optimizer.step()  # gradients and weights are ordinary CPU tensors out here
+        optimizer.zero_grad()
+        if step % 10 in (0, 9):
+            print(f"step {step:2d}  loss {loss.item():.4f}")
+
+    print(pipeline.summary())
+    print(f"{pipeline.stats.loads} loads of units in {pipeline.stats.steps} steps")
+    pipeline.detach()  # the model is a plain one again
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What every test gets: one thread, one seed, an empty folder, and a check that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+# Before torch is imported: two shared cores are slower with more threads, and sums in parallel have no fixed order.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Nothing is downloaded: models are built from configurations.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+# No deadline: on a shared machine a slow example says nothing. CI draws the same examples each time.
+settings.register_profile(
+    "sp_lightning", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("sp_lightning")
+
+# Variables that Lightning, torch or pytest leave by design.
+ALLOWED_VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    "PYTEST_CURRENT_TEST",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a device where there is none."""
+    if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
+        pytest.skip("needs an accelerator, this machine has none")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same random numbers for each test, whichever ran before."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run in a folder of the test's own: what it writes beside itself does not land in the repository.
+
+    Not by `monkeypatch`: a fixture that asks for it here would keep the test's own patches alive
+    until after the checks below.
+    """
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("cwd"))
+    yield
+    os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def no_new_variables() -> Iterator[None]:
+    """Fail a test that changes the environment, and restore it."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(before)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    left = sorted(changed - ALLOWED_VARIABLES)
+    assert not left, f"the test changed environment variables: {left}"
+
+
+@pytest.fixture(autouse=True)
+def no_new_threads() -> Iterator[None]:
+    """Fail a test that leaves threads running."""
+    before = set(threading.enumerate())
+    yield
+
+    def leaked() -> list[str]:
+        # A dummy is Python's view of a thread of C++, such as autograd's for a device: torch keeps those.
+        return [
+            thread.name
+            for thread in set(threading.enumerate()) - before
+            if not isinstance(thread, threading._DummyThread) and thread.name != "tqdm_monitor"
+        ]
+
+    if leaked():
+        gc.collect()  # some threads end with the object that owns them
+    end = time.monotonic() + 2
+    while leaked() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not leaked(), f"the test left threads running: {leaked()}"
+
+
+@pytest.fixture(autouse=True)
+def no_new_device_memory() -> Iterator[None]:
+    """Fail a test that leaves tensors on the device."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = _cuda_bytes()
+    yield
+    after = _cuda_bytes()
+    assert after <= before, f"the test left {after - before} bytes on the device"
+
+
+def _cuda_bytes() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # torch keeps these for the next matrix product
+    return torch.cuda.memory_allocated()

@@ -1,0 +1,86 @@
+"""The documents hold what they say: their code runs, their commands are CI's, their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    text = document.read_text(encoding="utf-8")
+    return [match[2] for match in FENCE.finditer(text) if match[1] == language]
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a shell text, one by one, without comments."""
+    lines = [line.split("  #")[0].strip() for line in text.splitlines()]
+    return [part.strip() for line in lines if line and not line.startswith("#") for part in line.split("&&")]
+
+
+def python_blocks() -> list[object]:
+    return [
+        pytest.param(document, code, id=f"{document.name}-{number}")
+        for document in DOCUMENTS
+        for number, code in enumerate(blocks(document, "python"))
+    ]
+
+
+@pytest.mark.parametrize(("document", "code"), python_blocks())
+def test_python_runs(document, code):
+    """Each block alone, as a reader would paste it into a new session."""
+    exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
+
+
+def test_readme_has_code_in_every_form():
+    assert len(blocks(README, "python")) >= 3
+    assert blocks(README, "yaml")
+
+
+def test_readme_yaml_is_that_of_the_example():
+    config = yaml.safe_load((ROOT / "examples" / "configs" / "finetune_lm.yaml").read_text(encoding="utf-8"))
+    (text, *_) = blocks(README, "yaml")
+    assert yaml.safe_load(text)["trainer"]["strategy"] == config["trainer"]["strategy"]
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    told = [command for text in blocks(README, "bash") for command in commands(text)]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    run = commands(script.partition("source ")[2].partition("\n")[2])
+    assert run
+    assert not [command for command in run if command not in told]
+    # The README's line for the tests is installing and testing, in this order and nothing between.
+    assert 'pip install -e ".[dev]" && pytest\n' in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("document", [README, ROOT / "examples" / "README.md"], ids=["README", "examples"])
+def test_scripts_in_commands_exist(document):
+    text = "\n".join(blocks(document, "bash"))
+    for match in re.finditer(r"\b(examples/[\w./]+)", text):
+        assert (ROOT / match[1]).is_file(), match[1]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document):
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue  # the network is not asked
+        path, _, anchor = target.partition("#")
+        file = document.parent / path if path else document
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", document.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,0 +1,105 @@
+"""Each example runs as its reader would run it, and learns."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SMALL = ["--layers=6", "--hidden=32", "--heads=2", "--length=32", "--batch-size=4", "--accelerator=cpu"]
+
+
+def run(script: str, *arguments: str, code: int = 0) -> str:
+    """Run a script of examples/ and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    return output
+
+
+def losses(output: str) -> tuple[float, float]:
+    match = re.search(r"first (\d+\.\d+), last (\d+\.\d+)", output)
+    assert match, output
+    return float(match[1]), float(match[2])
+
+
+def test_finetune_lm_learns_and_says_what_it_streamed():
+    output = run("finetune_lm.py", *SMALL, "--steps=30", "--k=2", "--k-prime=1")
+    first, last = losses(output)
+    assert last < 0.8 * first
+    loads, steps = map(int, re.search(r"(\d+) loads in (\d+) steps", output).groups())
+    assert steps == 30
+    assert loads > 6 * steps  # six blocks go up in each forward, and most of them again in the backward
+    assert int(re.search(r"(\d+)% less", output)[1]) > 0
+    # The same run without streaming gives the same numbers.
+    assert losses(run("finetune_lm.py", *SMALL, "--steps=30", "--strategy=auto")) == (first, last)
+
+
+def test_finetune_lm_reads_a_file(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 100, encoding="utf-8")
+    first, last = losses(run("finetune_lm.py", *SMALL, "--steps=8", f"--text={text}"))
+    assert last < first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps=0"], "--steps"),
+        (["--heads=3"], "--hidden 128 must be an even multiple of --heads 3"),
+        (["--text=nowhere.txt"], "--text nowhere.txt: no such file"),
+        (["--k=2", "--k-prime=3"], "k_prime"),
+        (["--memory-budget=plenty"], "memory_budget"),
+    ],
+)
+def test_finetune_lm_refuses(monkeypatch, capsys, arguments, message):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from finetune_lm import parse
+
+    with pytest.raises(SystemExit) as stop:
+        parse(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_finetune_lm_refuses_a_short_text(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from finetune_lm import TextData
+
+    text = tmp_path / "text.txt"
+    text.write_text("too short", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"has 9 tokens, but one batch takes batch_size \* length = 512"):
+        TextData(str(text)).setup("fit")
+
+
+def test_plain_loop_learns():
+    values = [float(value) for value in re.findall(r"loss (\d+\.\d+)", run("plain_loop.py"))]
+    assert len(values) == 4
+    assert values[-1] < values[0]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        [],
+        ["--trainer.strategy.k=3"],
+        ["--trainer.strategy=superpipeline"],
+    ],
+    ids=["class path", "class path with an option", "name"],
+)
+def test_cli(strategy):
+    config = str(EXAMPLES / "configs" / "finetune_lm.yaml")
+    small = ["--trainer.max_steps=2", "--trainer.accelerator=cpu", "--model.layers=4", "--model.hidden=32"]
+    assert "`max_steps=2` reached" in run("cli.py", "fit", f"--config={config}", *small, *strategy)

@@ -1,0 +1,123 @@
+"""The shape of the package: which way its imports point, what lies where, and what a reader finds in each file."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import pytest
+
+import sp_lightning
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "sp_lightning"
+EXAMPLES = ROOT / "examples"
+
+# The rooms, from the lowest up: a room imports from itself and from rooms before it in this list.
+ROOMS = ["pipeline", "planning", "glue"]
+
+
+def modules(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a module of the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file imports, at any depth of its code, by its absolute name."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                # Relative to the folder of the file, one folder up for each further dot.
+                folder = path.parent
+                for _ in range(node.level - 1):
+                    folder = folder.parent
+                base = ".".join([*folder.relative_to(ROOT).parts, *filter(None, [base])])
+            # `from package import x` may import a module x.
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+    return names
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else "glue"
+
+
+@pytest.mark.parametrize("path", modules(PACKAGE), ids=name_of)
+def test_imports_point_one_way(path):
+    mine = ROOMS.index(room_of(name_of(path)))
+    ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
+    assert not {name for name in ours if ROOMS.index(room_of(name)) > mine}
+
+
+@pytest.mark.parametrize("path", modules(PACKAGE / "pipeline"), ids=name_of)
+def test_the_engine_knows_torch_alone(path):
+    allowed = {"torch", "typing_extensions", "sp_lightning"} | sys.stdlib_module_names
+    assert not {name for name in imported(path) if name.split(".")[0] not in allowed}
+
+
+@pytest.mark.parametrize("path", modules(EXAMPLES), ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_examples_use_public_names_alone(path):
+    public = {"sp_lightning", *(f"sp_lightning.{name}" for name in sp_lightning.__all__)}
+    assert not {name for name in imported(path) if name.split(".")[0] == "sp_lightning"} - public
+
+
+def test_public_names_exist():
+    assert len(set(sp_lightning.__all__)) == len(sp_lightning.__all__)
+    assert not [name for name in sp_lightning.__all__ if not hasattr(sp_lightning, name)]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in sp_lightning.__all__ if not name.startswith("__")], ids=lambda name: name
+)
+def test_public_names_are_documented(name):
+    assert (getattr(sp_lightning, name).__doc__ or "").strip()
+
+
+@pytest.mark.parametrize("path", modules(PACKAGE) + modules(EXAMPLES), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def test_every_room_is_on_the_map():
+    """The architecture page names each file of the package: a new one does not slip in beside the picture."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert not [name_of(path) for path in modules(PACKAGE) if path.stem != "__init__" and path.name not in text]
+
+
+def test_top_level():
+    allowed = {"docs", "examples", "sp_lightning", "tests"}
+    caches = {"build", "dist"}
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))}
+    assert {name for name in folders - caches if not name.endswith(".egg-info")} == allowed
+
+
+def test_metadata():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert (PACKAGE / "py.typed").is_file()
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["sp_lightning"]
+    assert sp_lightning.__version__ == importlib.metadata.version("sp-lightning") == project["project"]["version"]
+
+
+def test_declared_dependencies_are_those_imported():
+    """What the package imports is declared, and nothing else is."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {line.split(">=")[0].replace("-", "_") for line in project["dependencies"]}
+    found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
+    # Every `lightning` brings `pytorch_lightning` of the same release.
+    assert found - sys.stdlib_module_names - {"sp_lightning", "pytorch_lightning"} == declared
