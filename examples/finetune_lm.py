@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import sp_lightning
 
 BYTES = 256  # without a hub model the text is read byte by byte
+PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 
 
 class CausalLM(L.LightningModule):
@@ -116,31 +117,15 @@ class TextData(L.LightningDataModule):
         return DataLoader(self.chunks, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
 
-class Report(L.Callback):
-    """Keeps the loss of every step and, at the end, what the strategy says about itself."""
+class Losses(L.Callback):
+    """Keeps the loss of every step."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.streamed: list[str] = []
+        self.values: list[float] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         """Keep the loss of this step."""
-        self.losses.append(float(outputs["loss"]))
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ask the pipeline before the strategy takes it down."""
-        if not isinstance(trainer.strategy, sp_lightning.SuperpipelineStrategy):
-            return
-        pipeline = trainer.strategy.pipeline
-        summary, stats = pipeline.summary(), pipeline.stats
-        saved = 1 - summary.device_bytes / summary.model_bytes
-        self.streamed = [
-            str(summary),
-            f"streamed: {stats.loads} loads in {stats.steps} steps, {mib(stats.bytes_to_device)} to the device, "
-            f"{mib(stats.bytes_to_host)} of gradients back",
-            f"saved:    {mib(summary.device_bytes)} of weights on {summary.device} at most, "
-            f"of a model of {mib(summary.model_bytes)}: {saved:.0%} less",
-        ]
+        self.values.append(float(outputs["loss"]))
 
 
 def read_text(path: str | None) -> str:
@@ -151,11 +136,6 @@ def read_text(path: str | None) -> str:
     from pydoc_data.topics import topics
 
     return "\n".join(topics.values())
-
-
-def mib(count: int) -> str:
-    """Write a number of bytes in MiB."""
-    return f"{count / 2**20:.1f} MiB"
 
 
 def positive(text: str) -> int:
@@ -188,8 +168,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     train.add_argument("--length", type=positive, default=64, help="tokens in a chunk (default: %(default)s)")
     train.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: %(default)s)")
     train.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: %(default)s)")
-    train.add_argument("--accelerator", default="auto", help="where to compute, as in Trainer (default: %(default)s)")
-    train.add_argument("--precision", default="32-true", help="as in Trainer (default: %(default)s)")
+    train.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="where to compute")
+    train.add_argument(
+        "--precision", choices=PRECISIONS, default="32-true", help="as in Trainer (default: %(default)s)"
+    )
     stream = parser.add_argument_group("streaming")
     stream.add_argument("--strategy", choices=["superpipeline", "auto"], default="superpipeline")
     stream.add_argument("--k", type=auto_or_positive, default="auto", help="units on the device (default: %(default)s)")
@@ -217,27 +199,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, then say how the loss fell and what was streamed."""
     options = parse(arguments)
     L.seed_everything(options.seed, verbose=False)
-    report = Report()
+    losses = Losses()
+    callbacks: list[L.Callback] = [losses]
+    if options.strategy != "auto":
+        callbacks.append(sp_lightning.SuperpipelineCallback())  # says what the units are, and what came of it
     trainer = L.Trainer(
         strategy=options.strategy,
         accelerator=options.accelerator,
         devices=1,
         precision=options.precision,
         max_steps=options.steps,
-        max_epochs=-1,
-        callbacks=[report],
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
     )
     model = CausalLM(options.model, options.layers, options.hidden, options.heads, options.lr)
+    data = TextData(options.text, options.model, options.batch_size, options.length)
     start = time.perf_counter()
-    trainer.fit(model, TextData(options.text, options.model, options.batch_size, options.length))
+    trainer.fit(model, data)
     seconds = time.perf_counter() - start
-
-    print(*report.streamed, sep="\n")
-    print(f"loss:     first {report.losses[0]:.4f}, last {report.losses[-1]:.4f}", end="")
-    print(f" ({len(report.losses)} steps in {seconds:.1f} s)")
+    first, last = losses.values[0], losses.values[-1]
+    print(f"Loss: first {first:.4f}, last {last:.4f} ({len(losses.values)} steps in {seconds:.1f} s)")
     return 0
 
 

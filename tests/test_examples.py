@@ -39,10 +39,10 @@ def test_finetune_lm_learns_and_says_what_it_streamed():
     output = run("finetune_lm.py", *SMALL, "--steps=30", "--k=2", "--k-prime=1")
     first, last = losses(output)
     assert last < 0.8 * first
-    loads, steps = map(int, re.search(r"(\d+) loads in (\d+) steps", output).groups())
-    assert steps == 30
-    assert loads > 6 * steps  # six blocks go up in each forward, and most of them again in the backward
-    assert int(re.search(r"(\d+)% less", output)[1]) > 0
+    steps, loads = map(int, re.search(r"(\d+) steps, (\d+) unit loads", output).groups())
+    assert steps >= 30
+    assert loads > 6 * 30  # six blocks go up in each forward, and most of them again in the backward
+    assert int(re.search(r"(\d+)% saved", output)[1]) > 0
     # The same run without streaming gives the same numbers.
     assert losses(run("finetune_lm.py", *SMALL, "--steps=30", "--strategy=auto")) == (first, last)
 
