@@ -1,0 +1,54 @@
+"""Models larger than GPU memory in PyTorch Lightning: `Trainer(strategy="superpipeline")`.
+
+Importing this package registers the strategy with Lightning. The registry must know the name before the Trainer is
+built, and Lightning has no entry point for strategies. `lightning.pytorch` and `pytorch_lightning` have separate
+registries and classes that do not mix: the name is registered in each one that is imported already, or else in the
+one that is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions, superpipeline
+
+if TYPE_CHECKING:
+    from sp_lightning.lightning import SuperpipelineCallback, SuperpipelineCheckpointIO, SuperpipelineStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Pipeline",
+    "PipelineOptions",
+    "SuperpipelineCallback",
+    "SuperpipelineCheckpointIO",
+    "SuperpipelineStrategy",
+    "__version__",
+    "superpipeline",
+]
+
+_ADAPTORS = {"lightning": "sp_lightning.lightning", "pytorch_lightning": "sp_lightning.pytorch_lightning"}
+"""The top package of each namespace, and the module that registers the strategy there when it is imported."""
+
+
+def _register() -> None:
+    loaded = [package for package in _ADAPTORS if package in sys.modules]
+    installed = [package for package in _ADAPTORS if find_spec(package) is not None]
+    for package in loaded or installed[:1]:
+        import_module(_ADAPTORS[package])
+
+
+def __getattr__(name: str) -> Any:
+    """Give the classes that need Lightning: for `lightning` where it is installed, else for `pytorch_lightning`."""
+    if name in __all__:
+        for package, adaptor in _ADAPTORS.items():
+            if find_spec(package) is not None:
+                return getattr(import_module(adaptor), name)
+        raise ImportError(f"`sp_lightning.{name}` needs Lightning: `pip install lightning`.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_register()

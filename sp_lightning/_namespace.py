@@ -1,0 +1,81 @@
+"""Everything of Lightning that the adaptor borrows, once per namespace.
+
+`lightning.pytorch` and `pytorch_lightning` ship the same code twice: registries, base classes and exceptions of one
+are unknown to the other. The shared implementation therefore asks a `Namespace` for what it needs. Private Lightning
+names are gathered here, each with the reason why it is needed, so that a change in Lightning has one place to be
+followed up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+"""The two namespaces, each with the Fabric package that its classes come from."""
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """The names of one namespace that the shared implementation uses.
+
+    Attributes:
+        name: The import path of the namespace.
+        misconfiguration: Its `MisconfigurationException`.
+        fitting: The value of `trainer.state.fn` while `fit` runs.
+        precisions: Plugins whose weights are plain tensors that live anywhere.
+        precision: The base class of all precision plugins, which is also the plugin of `32-true`.
+        mixed_precision: The plugin of `16-mixed` and `bf16-mixed`.
+        averaging: Callbacks that keep a second copy of the model, on the device unless told otherwise.
+        wrapping_checkpoint_io: Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
+        update_properties: Private. Sets `LightningModule.device` without moving a weight.
+        empty_init: Private. The mode behind `trainer.init_module(empty_init=True)`.
+        info: Logs on rank zero.
+        warn: Warns on rank zero.
+    """
+
+    name: str
+    misconfiguration: type[Exception]
+    fitting: Any
+    precisions: tuple[type, ...]
+    precision: type
+    mixed_precision: type
+    averaging: tuple[type, ...]
+    wrapping_checkpoint_io: type
+    update_properties: Callable[..., None]
+    empty_init: Callable[..., Any]
+    info: Callable[..., None]
+    warn: Callable[..., None]
+
+    def check(self, condition: bool, message: str) -> None:
+        """Raise `MisconfigurationException` with `message` unless `condition` holds."""
+        if not condition:
+            raise self.misconfiguration(message)
+
+
+@cache
+def namespace(name: str) -> Namespace:
+    """Return what the adaptor borrows from `lightning.pytorch` or `pytorch_lightning`."""
+    fabric = FABRIC[name]
+    plugins = import_module(f"{name}.plugins")
+    callbacks = import_module(f"{name}.callbacks")
+    rank_zero = import_module(f"{name}.utilities.rank_zero")
+    # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
+    averaging = (getattr(callbacks, name, None) for name in ("StochasticWeightAveraging", "WeightAveraging"))
+    return Namespace(
+        name=name,
+        misconfiguration=import_module(f"{name}.utilities.exceptions").MisconfigurationException,
+        fitting=import_module(f"{name}.trainer.states").TrainerFn.FITTING,
+        precisions=(plugins.HalfPrecision, plugins.DoublePrecision, plugins.MixedPrecision),
+        precision=plugins.Precision,
+        mixed_precision=plugins.MixedPrecision,
+        averaging=tuple(cls for cls in averaging if cls is not None),
+        wrapping_checkpoint_io=import_module(f"{name}.plugins.io.wrapper")._WrappingCheckpointIO,
+        update_properties=import_module(f"{fabric}.utilities.device_dtype_mixin")._update_properties,
+        empty_init=import_module(f"{fabric}.utilities.init")._EmptyInit,
+        info=rank_zero.rank_zero_info,
+        warn=rank_zero.rank_zero_warn,
+    )

@@ -1,0 +1,97 @@
+"""The Callback: prints the plan and what came of it. It only observes; the strategy is complete without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from typing_extensions import override
+
+from sp_lightning._namespace import Namespace
+from sp_lightning.pipeline import Stats, Summary
+from sp_lightning.strategy import SuperpipelineMixin
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Callback as _Base
+else:
+    _Base = object
+
+
+class CallbackMixin(_Base):
+    """What `SuperpipelineCallback` is in every namespace."""
+
+    lightning: ClassVar[Namespace]
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, SuperpipelineMixin):
+            self.lightning.warn(
+                f"`{type(self).__name__}` does nothing: it describes `Trainer(strategy='superpipeline')`, but this"
+                f" Trainer runs `{type(trainer.strategy).__name__}`."
+            )
+
+    # The strategy sets up after `setup` above and is torn down before `on_fit_end`: these hooks run in between.
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._plan(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != self.lightning.fitting:
+            self._plan(trainer)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._plan(trainer)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._plan(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._outcome(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != self.lightning.fitting:
+            self._outcome(trainer)
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._outcome(trainer)
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._outcome(trainer)
+
+    def _plan(self, trainer: Trainer) -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, SuperpipelineMixin) and strategy.pipeline is not None:
+            self.lightning.info(str(strategy.pipeline.summary()))
+
+    def _outcome(self, trainer: Trainer) -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, SuperpipelineMixin) and strategy.pipeline is not None:
+            self.lightning.info(outcome(strategy.pipeline.stats, strategy.pipeline.summary()))
+
+
+def outcome(stats: Stats, summary: Summary) -> str:
+    """Say in a few lines what was streamed, and what it saved.
+
+    Args:
+        stats: What the pipeline counted.
+        summary: Its plan.
+    """
+    saved = 1 - summary.device_bytes / summary.model_bytes if summary.model_bytes else 0.0
+    return (
+        f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {_size(stats.bytes_to_device)} to the device,"
+        f" {_size(stats.bytes_to_host)} back; {stats.misses} loads came late, {stats.heals} were repeated.\n"
+        f"Weights on {summary.device}: at most {_size(summary.device_bytes)} of {_size(summary.model_bytes)}"
+        f" ({saved:.0%} saved)."
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"

@@ -1,0 +1,116 @@
+"""The strategy, the callback and the checkpoint plugin for `lightning.pytorch`. `pytorch_lightning.py` is its twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import ClassVar, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+
+from sp_lightning._namespace import Namespace, namespace
+from sp_lightning.callback import CallbackMixin
+from sp_lightning.checkpoint_io import StreamingCheckpointIO
+from sp_lightning.pipeline import PipelineOptions
+from sp_lightning.strategy import SuperpipelineMixin
+
+
+class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
+    """Lightning's `TorchCheckpointIO`, without its second copy of the checkpoint in host memory."""
+
+
+class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
+    """Trains, validates, tests and predicts with models larger than the memory of the device.
+
+    Weights, gradients and optimizer state live in host memory. The model is split into units (layers, blocks), of
+    which `k` are on the device at once, and the moving hides behind the computing. Losses, gradients and weights are
+    those of plain training.
+
+    Args:
+        accelerator: As in every Lightning strategy; the Trainer sets it.
+        parallel_devices: As in every Lightning strategy; the Trainer sets it. One device.
+        cluster_environment: As in every Lightning strategy; the Trainer sets it.
+        checkpoint_io: How checkpoints are written and read. By default they are streamed, without a second copy in
+            memory.
+        precision_plugin: As in every Lightning strategy; the Trainer sets it.
+        process_group_backend: For training on several devices, which is not built yet.
+        timeout: For training on several devices, which is not built yet.
+        k: How many units are on the device at once. With `k` at least the number of units, nothing is streamed.
+        k_prime: How many units one transfer moves, at most `k`.
+        memory_budget: The device memory that a step may take, in bytes, as "12GB", or as a fraction of the device.
+            None is all of it.
+        units: What a unit is: module classes or their names, or a function of a module's name and the module. None
+            finds them.
+        resident: Names of modules or parameters that always stay on the device.
+        pin_memory: Whether host memory is page-locked, which makes transfers fast.
+        debug: Whether to poison free device memory, to delay transfers at random and to check every access.
+
+    Raises:
+        ValueError: An argument has a value that it cannot have.
+        MisconfigurationException: There is more than one device, node or process.
+
+    Example::
+
+        trainer = Trainer(strategy="superpipeline", precision="bf16-mixed")
+        trainer = Trainer(strategy=SuperpipelineStrategy(k=4, memory_budget="12GB"))
+    """
+
+    lightning: ClassVar[Namespace] = namespace("lightning.pytorch")
+    streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        k: int | Literal["auto"] = "auto",
+        k_prime: int | Literal["auto"] = "auto",
+        memory_budget: int | float | str | None = None,
+        units: str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None,
+        resident: Sequence[str] = (),
+        pin_memory: bool | Literal["auto"] = "auto",
+        debug: bool = False,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            options=PipelineOptions(
+                k=k,
+                k_prime=k_prime,
+                memory_budget=memory_budget,
+                units=units,
+                resident=resident,
+                pin_memory=pin_memory,
+                debug=debug,
+            ),
+        )
+
+
+class SuperpipelineCallback(CallbackMixin, Callback):
+    """Prints the plan when a run begins, and what was streamed and saved when it ends. It observes only.
+
+    Example::
+
+        trainer = Trainer(strategy="superpipeline", callbacks=SuperpipelineCallback())
+    """
+
+    lightning: ClassVar[Namespace] = namespace("lightning.pytorch")
+
+
+SuperpipelineStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,368 @@
+"""The Strategy: Lightning's contract, translated for the pipeline, and nothing else.
+
+`SuperpipelineMixin` is the whole implementation. Each namespace joins it with its own `ParallelStrategy` (see
+`lightning.py` and `pytorch_lightning.py`), because classes of one namespace are refused by the other's Trainer.
+"Hazard N" in comments and tests is the N-th way in which Lightning's defaults go wrong for weights in host memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from sp_lightning._host import fused_kernels, use_all_cores
+from sp_lightning._namespace import Namespace
+from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
+from sp_lightning.materialize import materialize
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.precision import host_precision
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.strategies import ParallelStrategy as _Base
+else:
+    _Base = object
+
+T = TypeVar("T")
+
+
+class SuperpipelineMixin(_Base):
+    """What `SuperpipelineStrategy` is in every namespace.
+
+    Attributes:
+        lightning: What is borrowed from the namespace.
+        streaming_checkpoint_io: The namespace's default checkpoint plugin.
+        num_nodes: Set by the Trainer.
+        pipeline: The engine, from `setup` to `teardown`; `None` otherwise.
+    """
+
+    strategy_name = "superpipeline"
+    lightning: ClassVar[Namespace]
+    streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
+
+    def __init__(
+        self, *, options: PipelineOptions, process_group_backend: str | None, timeout: timedelta | None, **plugins: Any
+    ) -> None:
+        super().__init__(**plugins)
+        self.options = options
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
+        self.num_nodes = 1
+        self.pipeline: Pipeline | None = None
+        self._threads_before: int | None = None
+
+    # ---------------------------------------------------------------------------------------------- topology
+    # One process: neither a launcher (hazard 27: notebooks) nor a process group, and no question to the cluster
+    # environment about ranks (hazard 26: variables are missing in an interactive SLURM shell).
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[0]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process. Lightning adds distributed samplers and refuses its tuners if so."""
+        return self.world_size > 1
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return 1
+
+    def set_world_ranks(self) -> None:
+        """Refuse what is not built. The Trainer calls this when it has assigned devices, nodes and the environment."""
+        devices = self.parallel_devices or []
+        self.lightning.check(
+            len(devices) <= 1 and self.num_nodes == 1,
+            f"`strategy='superpipeline'` trains on one device so far, found {len(devices)} device(s) per node and"
+            f" {self.num_nodes} node(s). Set `Trainer(devices=1, num_nodes=1)`.",
+        )
+        processes = self._launched_processes()
+        self.lightning.check(
+            processes == 1,
+            f"`strategy='superpipeline'` trains in one process so far, but {type(self.cluster_environment).__name__}"
+            f" says that {processes} were launched, and each would train a model of its own. Launch one: `torchrun"
+            " --nproc-per-node=1`, `srun --ntasks=1`.",
+        )
+
+    def _launched_processes(self) -> int:
+        environment = self.cluster_environment
+        if environment is None or not environment.creates_processes_externally:
+            return 1
+        try:
+            return environment.world_size()
+        except KeyError:  # an interactive SLURM shell has no SLURM_NTASKS, and runs one process
+            return 1
+
+    @override
+    def reduce(self, tensor: T, *args: Any, **kwargs: Any) -> T:
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return tensor
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return obj
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        pass
+
+    # ---------------------------------------------------------------------------------------------- plugins
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else host_precision(precision_plugin, self.lightning)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        io: Any = self._checkpoint_io
+        if io is None:
+            io = self._checkpoint_io = self.streaming_checkpoint_io()
+        elif isinstance(io, self.lightning.wrapping_checkpoint_io):
+            # The setter keeps what the user wrapped.
+            io.checkpoint_io = self.streaming_checkpoint_io()  # type: ignore[attr-defined]
+        return cast("CheckpointIO", io)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    # ---------------------------------------------------------------------------------------------- set up
+
+    @override
+    def setup_environment(self) -> None:
+        # Before any work: callbacks copy the model in their `setup`, long before ours.
+        self._refuse_averaging_on_device()
+        super().setup_environment()
+        if self.root_device.type != "cpu" and self._threads_before is None:
+            # On the CPU the same threads compute the model, and other numbers of threads sum in another order than
+            # plain training.
+            self._threads_before = use_all_cores()
+            if self._threads_before is not None:
+                self.lightning.info(
+                    f"The optimizer steps on the host: torch uses {torch.get_num_threads()} threads there, and not the"
+                    f" {self._threads_before} of OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}."
+                )
+
+    def _refuse_averaging_on_device(self) -> None:
+        """Hazard 9: averaging callbacks keep a copy of the whole model on the device by default."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, self.lightning.averaging):
+                name, chosen = type(callback).__name__, callback._device  # type: ignore[attr-defined]
+                device = torch.device(chosen or self.root_device)
+                self.lightning.check(
+                    device.type == "cpu" or self.root_device.type == "cpu",
+                    f"`{name}(device={chosen!r})` keeps a second copy of the whole model on {device}, but"
+                    f" `strategy='superpipeline'` keeps weights in host memory. Set `{name}(device='cpu')`.",
+                )
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Hazard 3: the base class builds the whole model on the device.
+        with (
+            self.lightning.empty_init(enabled=bool(empty_init)),
+            torch.device("cpu"),
+            self.precision_plugin.tensor_init_context(),
+        ):
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        # Not the base class's: it moves the model, and the optimizer state after it, to the device (hazard 4).
+        self._detach()
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == self.lightning.fitting
+        assert self.model is not None
+        if fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+        materialize(self.model, self.lightning)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+        else:
+            self._reset_optimizers_and_schedulers()
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        """Attach the pipeline, which moves the buffers. Metrics are moved here; the weights stay where they are."""
+        module = self._module
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                _move_metric(metric, self.root_device)
+        self.pipeline = Pipeline(module, self.root_device, options=self.options)
+        # Hazard 1: `self.device`, `self.log` and others rely on it, and nothing was moved that would have set it.
+        self.lightning.update_properties(module, device=self.root_device)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # ---------------------------------------------------------------------------------------------- steps
+
+    def _step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.pipeline is None else self.pipeline.step()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self._step():
+            if kwargs.get("inputs") is not None and self.pipeline is not None:
+                inputs = kwargs["inputs"]
+                # The weights that a user names are not the tensors that the graph was built with.
+                kwargs["inputs"] = self.pipeline.backward_inputs([inputs] if isinstance(inputs, Tensor) else inputs)
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        # On the CPU the user's flags stand: the same numbers as plain training, which takes the same kernels.
+        fused = nullcontext(closure) if self.root_device.type == "cpu" else fused_kernels(optimizer, closure)
+        with fused as closure:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.pipeline is not None:
+            self.pipeline.weights_changed()
+        return result
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self.pipeline is not None:
+            self.pipeline.reset()
+
+    # ---------------------------------------------------------------------------------------------- state
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        materialize(self._module, self.lightning)  # loading into a meta tensor does nothing but warn
+        super().load_model_state_dict(checkpoint, strict)
+        if self.pipeline is not None:
+            self.pipeline.weights_changed()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # Hazard 4: the base class moves it to the device; state belongs where its weight is.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+            own_memory(optimizer)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = standalone(value)
+        return state
+
+    # ---------------------------------------------------------------------------------------------- end
+
+    @override
+    def teardown(self) -> None:
+        # The module goes back to its user plain and on the CPU, whatever happened before (hazard 10).
+        try:
+            self._detach()
+        finally:
+            trainer = None if self.lightning_module is None else self.lightning_module._trainer
+            if self._layer_sync is not None and trainer is not None and trainer.state.fn == self.lightning.fitting:
+                assert self.model is not None
+                self.model = self._layer_sync.revert(self.model)
+            if self._threads_before is not None:
+                torch.set_num_threads(self._threads_before)
+                self._threads_before = None
+            super().teardown()
+
+    def _detach(self) -> None:
+        pipeline, self.pipeline = self.pipeline, None
+        if pipeline is not None:
+            pipeline.detach()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "pipeline": None}  # threads, streams and device memory belong to this process
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the strategy's names, unless they are there already (Lightning refuses a second time)."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+
+def _move_metric(metric: Metric, device: torch.device) -> None:
+    """Move a metric's states (hazard 2), but not the weights of networks inside of it: they are streamed like others."""
+    hidden = {name: metric.__dict__[name] for name in ("_parameters", "_modules")}
+    metric.__dict__.update({name: {} for name in hidden})
+    try:
+        metric.to(device)
+    finally:
+        metric.__dict__.update(hidden)
