@@ -1,0 +1,302 @@
+"""The exactness harness: train the same thing twice, write down all a user can see, compare bit by bit.
+
+A *trace* is an ordered dict from a readable label (``step 2 / grad / blocks.0.up.weight``) to what was seen there.
+The reference trace comes from a plain PyTorch loop, or from Lightning's single-device strategy.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+
+from .zoo import CASES, Batch, Case
+
+torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+
+Trace = dict[str, Any]
+Scope = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train: what both runs have in common."""
+
+    steps: int = 3
+    accumulate: int = 2
+    clip: float | None = None
+    autocast: bool = False
+    sanity: bool = False  # an evaluation under inference_mode comes first, as under Lightning
+    set_to_none: bool = True
+
+    @staticmethod
+    def of(case: Case, **changes: Any) -> Plan:
+        """The plan that a zoo entry asks for."""
+        return replace(Plan(accumulate=case.accumulate, clip=case.clip), **changes)
+
+
+# ------------------------------------------------------------------------------------------------------------- traces
+
+
+def frozen(value: Any) -> Any:
+    """What a tensor looks like now, safe from later changes."""
+    if not isinstance(value, Tensor):
+        return copy.copy(value)
+    with torch.inference_mode(False), torch.no_grad():
+        return value.detach().to("cpu", copy=True)
+
+
+def same(expected: Any, actual: Any) -> bool:
+    """Bitwise equality in which NaN equals NaN, and a missing gradient is not a zero one."""
+    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+        return type(expected) is type(actual) and expected == actual
+    if expected.dtype != actual.dtype or expected.shape != actual.shape or expected.layout != actual.layout:
+        return False
+    if expected.layout != torch.strided:
+        expected, actual = expected.coalesce(), actual.coalesce()
+        return same(expected.indices(), actual.indices()) and same(expected.values(), actual.values())
+    if torch.equal(expected, actual):
+        return True
+    return bool(((expected == actual) | (expected.isnan() & actual.isnan())).all())
+
+
+def describe_difference(expected: Any, actual: Any) -> str:
+    """What differs, in one line."""
+    tensors = isinstance(expected, Tensor) and isinstance(actual, Tensor)
+    if not tensors or (expected.shape, expected.dtype, expected.layout) != (actual.shape, actual.dtype, actual.layout):
+        return f"expected {summarise(expected)}, got {summarise(actual)}"
+    expected, actual = (t.coalesce().values() if t.layout != torch.strided else t for t in (expected, actual))
+    if expected.shape != actual.shape:
+        return f"{len(expected)} sparse rows expected, got {len(actual)}"
+    wrong = ~((expected == actual) | (expected.isnan() & actual.isnan()))
+    gap = (expected[wrong].cdouble() - actual[wrong].cdouble()).abs()
+    nans = int(actual[wrong].isnan().sum())
+    text = f"{int(wrong.sum())} of {wrong.numel()} elements of {tuple(wrong.shape)} differ, by up to {gap.max():.3g}"
+    return text + (f", {nans} of them NaN where plain has numbers" if nans else "")
+
+
+def summarise(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return repr(value)[:80]
+
+
+def assert_same_trace(expected: Trace, actual: Trace, shown: int = 8) -> None:
+    """Fail with the first labels that differ, in the order in which they were seen."""
+    problems = [f"{label}: never seen" for label in expected if label not in actual]
+    problems += [f"{label}: only seen in the streamed run" for label in actual if label not in expected]
+    problems += [
+        f"{label}: {describe_difference(value, actual[label])}"
+        for label, value in expected.items()
+        if label in actual and not same(value, actual[label])
+    ]
+    if problems:
+        more = f"\n  ... and {len(problems) - shown} more" if len(problems) > shown else ""
+        raise AssertionError("not bit-equal to plain training:\n  " + "\n  ".join(problems[:shown]) + more)
+
+
+def note_outputs(trace: Trace, label: str, outputs: Any) -> None:
+    """Write down every tensor in a structure of outputs."""
+    for index, value in enumerate(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)):
+        trace[f"{label} / output {index}"] = frozen(value)
+
+
+def note_gradients(trace: Trace, label: str, parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        trace[f"{label} / grad / {name}"] = frozen(parameter.grad)
+
+
+def note_state(trace: Trace, label: str, model: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Weights, buffers, optimizer state, and where the random generators are."""
+    for name, parameter in model.named_parameters():
+        trace[f"{label} / weight / {name}"] = frozen(parameter)
+    for name, buffer in model.named_buffers():
+        trace[f"{label} / buffer / {name}"] = frozen(buffer)
+    for index, optimizer in enumerate(optimizers):
+        for number, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                trace[f"{label} / optimizer {index} / parameter {number} / {key}"] = frozen(value)
+    trace[f"{label} / torch's random state"] = torch.get_rng_state()
+    trace[f"{label} / Python's random state"] = random.getstate()
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def train(case: Case, plan: Plan, model: nn.Module, trace: Trace, scope: Scope, detach: Callable[[], None]) -> None:
+    """Train, evaluate, detach, and train one more step as a plain module; write everything down."""
+    parameters = dict(model.named_parameters())
+    optimizers = case.optimizers(model)
+    batches = iter(case.batches((plan.steps + 1) * plan.accumulate))
+    torch.manual_seed(7)
+    random.seed(7)
+
+    if plan.sanity:
+        evaluate(case, model, trace, "sanity check", scope, torch.inference_mode)
+    for step in range(plan.steps):
+        one_step(case, plan, model, parameters, optimizers, batches, trace, f"step {step}", scope)
+        if step == 0:
+            evaluate(case, model, trace, "validation after step 0", scope, torch.inference_mode)
+    for mode in (torch.no_grad, torch.inference_mode):
+        evaluate(case, model, trace, f"eval under {mode.__name__}", scope, mode)
+    detach()
+    note_state(trace, "after detach", model, optimizers)
+    one_step(case, plan, model, parameters, optimizers, batches, trace, "a plain step after detach", nullcontext)
+    if case.seen is not None:
+        note_outputs(trace, "seen by user hooks", case.seen(model))
+
+
+def one_step(
+    case: Case,
+    plan: Plan,
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    optimizers: list[Optimizer],
+    batches: Iterator[Batch],
+    trace: Trace,
+    label: str,
+    scope: Scope,
+) -> None:
+    """One optimizer step over ``plan.accumulate`` micro-batches."""
+    if case.train_step is not None:
+        with scope():
+            note_outputs(trace, label, list(case.train_step(model, next(batches), optimizers)))
+        note_state(trace, label, model, optimizers)
+        return
+    for micro in range(plan.accumulate):
+        here = f"{label} / micro-batch {micro}"
+        cast = torch.autocast("cpu", dtype=torch.bfloat16) if plan.autocast else None
+        with scope():
+            losses = case.forward_backward(model, next(batches), cast)
+            note_outputs(trace, f"{here} / loss", losses)
+            note_gradients(trace, here, parameters)  # complete when backward returns, still inside of the step
+    if plan.clip is not None:
+        trace[f"{label} / norm"] = frozen(nn.utils.clip_grad_norm_(model.parameters(), plan.clip))
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=plan.set_to_none)
+    note_state(trace, label, model, optimizers)
+
+
+def evaluate(
+    case: Case, model: nn.Module, trace: Trace, label: str, scope: Scope, mode: Callable[[], AbstractContextManager]
+) -> None:
+    """The outputs in eval mode; the model is back in its own modes afterwards."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    with mode(), scope():
+        note_outputs(trace, label, case.call(model, case.batches(1)[0]))
+    for module, flag in training.items():
+        module.training = flag
+
+
+@dataclass
+class Fingerprint:
+    """What a plain module looks like from outside; an attached and detached one must look the same."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: nn.Module) -> Fingerprint:
+        """Classes, attributes, hooks, and what kind of tensors the parameters are."""
+        facts: dict[str, Any] = {}
+        for name, module in model.named_modules():
+            facts[f"class of {name!r}"] = f"{type(module).__module__}.{type(module).__qualname__}"
+            facts[f"attributes of {name!r}"] = sorted(module.__dict__)
+            facts[f"hooks of {name!r}"] = {k: len(v) for k, v in module.__dict__.items() if k.endswith("_hooks") and v}
+            own = module.named_parameters(recurse=False, remove_duplicate=False)
+            facts[f"parameters of {name!r}"] = [key for key, _ in own]
+        for name, parameter in model.named_parameters():
+            facts[f"parameter {name!r}"] = (
+                type(parameter), parameter.device, parameter.dtype, parameter.stride(), parameter.requires_grad,
+                sorted(parameter.__dict__), len(parameter._backward_hooks or ()),
+                len(parameter._post_accumulate_grad_hooks or ()),
+            )  # fmt: skip
+        for name, buffer in model.named_buffers():
+            facts[f"buffer {name!r}"] = (type(buffer), buffer.device, buffer.dtype)
+        facts["pickles"] = can(lambda: pickle.loads(pickle.dumps(model)))
+        facts["deepcopies"] = can(lambda: copy.deepcopy(model))
+        return Fingerprint(facts)
+
+
+def can(action: Callable[[], object]) -> bool:
+    """Whether an action works; some plain modules cannot be pickled, and need not be afterwards."""
+    try:
+        action()
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
+        return False
+    return True
+
+
+@functools.cache
+def plain_run(name: str, plan: Plan) -> tuple[Trace, Fingerprint]:
+    """The reference, once per process: a plain PyTorch loop."""
+    return reference_of(CASES[name], plan)
+
+
+def reference_of(case: Case, plan: Plan) -> tuple[Trace, Fingerprint]:
+    model, trace = case.model(), Trace()
+    train(case, plan, model, trace, nullcontext, lambda: None)
+    return trace, Fingerprint.of(model)
+
+
+def assert_exact(
+    case: Case, options: PipelineOptions, plan: Plan, reference: tuple[Trace, Fingerprint] | None = None
+) -> None:
+    """Train through a Pipeline and through a plain loop: everything is bit-equal, and the module is given back."""
+    expected, plain = reference or plain_run(case.name, plan)
+    model, actual = case.model(), Trace()
+    before, threads = dict(model.named_parameters()), set(threading.enumerate())
+    classes = {module: type(module) for module in model.modules()}
+
+    pipe = Pipeline(model, "cpu", options=replace(options, units=case.units))
+    assert same_objects(before, dict(model.named_parameters())), "attaching replaced a Parameter object"
+    try:
+        train(case, plan, model, actual, pipe.step, pipe.detach)
+    finally:
+        pipe.detach()
+    assert_same_trace(expected, actual)
+
+    assert pipe.stats.resets == 0, "nothing went wrong, yet the pipeline was reset"
+    if case.streams and isinstance(options.k, int) and options.k < pipe.summary().units:
+        assert pipe.stats.loads > plan.steps * plan.accumulate, f"nothing was streamed:\n{pipe.summary()}"
+    assert same_objects(before, dict(model.named_parameters())), "detaching replaced a Parameter object"
+    assert classes == {module: type(module) for module in model.modules()}, "a class was not given back"
+    assert_same_facts(plain, Fingerprint.of(model))
+    assert set(threading.enumerate()) <= threads, "a worker thread outlived detach()"
+
+
+def same_objects(left: dict[str, nn.Parameter], right: dict[str, nn.Parameter]) -> bool:
+    return left.keys() == right.keys() and all(left[name] is right[name] for name in left)
+
+
+def assert_same_facts(expected: Fingerprint, actual: Fingerprint) -> None:
+    """The detached module looks like one that was never attached."""
+    different = {
+        key: (expected.facts.get(key), actual.facts.get(key))
+        for key in expected.facts.keys() | actual.facts.keys()
+        if expected.facts.get(key) != actual.facts.get(key)
+    }
+    assert not different, "the detached module is not plain (plain, detached):\n" + "\n".join(
+        f"  {key}: {pair[0]!r} != {pair[1]!r}" for key, pair in list(different.items())[:8]
+    )
+
+
+def collect_garbage() -> None:
+    """Free what only reference cycles hold, before a test counts what is left."""
+    for _ in range(2):
+        gc.collect()

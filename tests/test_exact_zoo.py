@@ -1,0 +1,52 @@
+"""Every model of the zoo trains bit-equal to plain PyTorch, on the emulated device with delays and poisoned slots."""
+
+from __future__ import annotations
+
+import pytest
+
+from sp_lightning.pipeline import PipelineOptions
+
+from .helpers import Plan, assert_exact
+from .zoo import CASES
+
+EVERYTHING = 10_000  # more slots than any model here has units
+GRID = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (EVERYTHING, 1)]
+FEW = [(1, 1), (2, 1), (3, 2)]
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad:UserWarning",  # reentrant checkpoints in evaluation
+    "ignore:The PyTorch API of nested tensors:UserWarning",
+    "ignore:`torch.jit:FutureWarning",
+    "ignore:`torch.jit:DeprecationWarning",
+)
+
+
+def grid() -> list[object]:
+    """All combinations for cheap models, a few for those that take longer."""
+    return [
+        pytest.param(name, k, k_prime, id=f"{name}-k{'N' if k == EVERYTHING else k}-kprime{k_prime}")
+        for name, case in CASES.items()
+        for k, k_prime in (FEW if case.heavy else GRID)
+    ]
+
+
+@pytest.mark.parametrize(("name", "k", "k_prime"), grid())
+def test_zoo_is_exact(name: str, k: int, k_prime: int) -> None:
+    """Losses, gradients, weights, buffers and optimizer state in fp32; half of the runs begin with a sanity check."""
+    options = PipelineOptions(k=k, k_prime=k_prime, debug=True)
+    assert_exact(CASES[name], options, Plan.of(CASES[name], sanity=k == 2))
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.autocast])
+def test_zoo_is_exact_under_autocast(name: str, k: int, k_prime: int) -> None:
+    """Streaming weights that are already cast gives autocast's own numbers."""
+    options = PipelineOptions(k=k, k_prime=k_prime, debug=True)
+    assert_exact(CASES[name], options, Plan.of(CASES[name], autocast=True, sanity=k == 3))
+
+
+@pytest.mark.parametrize("name", ["chain", "gpt2-tied", "stochastic-depth", "vgg"])
+def test_zoo_is_exact_when_gradients_are_zeroed_in_place(name: str) -> None:
+    """zero_grad(set_to_none=False) keeps the gradient tensors, so zeros stay zeros and None stays None."""
+    options = PipelineOptions(k=2, k_prime=1, debug=True)
+    assert_exact(CASES[name], options, Plan.of(CASES[name], set_to_none=False))

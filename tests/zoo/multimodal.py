@@ -1,0 +1,100 @@
+"""Models with two towers or two kinds of input: CLIP, LLaVA, Whisper."""
+
+from __future__ import annotations
+
+import torch
+import transformers as hf
+from torch import nn
+
+from .case import Batch, Case, own_loss
+from .language import VOCABULARY, tokens
+
+IMAGE_TOKEN, PATCHES = 1, 4
+
+
+def clip() -> nn.Module:
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    text = {**tower, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 0}
+    vision = {**tower, "image_size": 8, "patch_size": 4}
+    return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).train()
+
+
+def clip_batch() -> Batch:
+    return {"input_ids": tokens(3), "pixel_values": torch.randn(3, 3, 8, 8)}
+
+
+def llava() -> nn.Module:
+    """A CLIP tower whose last layer but one feeds a Llama: its last layer gets no gradient."""
+    vision = hf.CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+        projection_dim=8,
+    )
+    text = hf.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN)
+    return hf.LlavaForConditionalGeneration(config).train()
+
+
+def llava_batch() -> Batch:
+    ids = torch.cat([torch.full((2, PATCHES), IMAGE_TOKEN), tokens()], 1)
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(2, 3, 8, 8),
+        "labels": ids.masked_fill(ids == IMAGE_TOKEN, -100),
+    }
+
+
+def whisper() -> nn.Module:
+    return hf.WhisperForConditionalGeneration(
+        hf.WhisperConfig(
+            vocab_size=VOCABULARY,
+            num_mel_bins=8,
+            d_model=16,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            max_source_positions=8,
+            max_target_positions=16,
+            dropout=0.1,
+            pad_token_id=0,
+            bos_token_id=2,
+            eos_token_id=2,
+            decoder_start_token_id=3,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        )
+    ).train()
+
+
+def whisper_batch() -> Batch:
+    return {"input_features": torch.randn(2, 8, 16), "labels": tokens()}
+
+
+CASES = [
+    Case(
+        "clip",
+        clip,
+        clip_batch,
+        own_loss,
+        lambda model, batch: model(**batch, return_loss=True),
+        heavy=True,
+        lightning=True,
+    ),
+    Case("llava", llava, llava_batch, own_loss, heavy=True, autocast=True, lightning=True),
+    Case("whisper", whisper, whisper_batch, own_loss, heavy=True, lightning=True),
+]

@@ -1,0 +1,477 @@
+"""What real modules do that a streaming engine must survive: odd outputs, odd weights, weights used from outside."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
+
+from .blocks import WIDTH, Block, Chain, chain, rows
+from .case import Batch, Case, adamw_loop
+
+# ------------------------------------------------------------------------------------------- outputs and activations
+
+
+class InplaceResidual(Chain):
+    """``y += x`` on a view output drops hooks that sit on the output, silently (pytorch#181832)."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None].expand(-1, 3, -1)
+        for block in self.blocks:
+            y = block(x)  # three dimensions and a bias: a view
+            y += x
+            x = y.tanh()
+        return x
+
+
+class InplaceOnInput(nn.Module):
+    """Changes its input in place, which is the block before's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return x + F.relu_(self.linear(x))
+
+
+class StashOnContext(torch.autograd.Function):
+    """Keeps the weight on ``ctx``, where saved-tensor hooks never see it (fused kernels do this)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient @ ctx.weight, gradient.t() @ ctx.x
+
+
+class Stashing(nn.Module):
+    """A layer over StashOnContext; ``inplace`` edits a view of its output as well, the worst of both."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = StashOnContext.apply(x, self.weight)
+        return out.view(len(x), -1)[:, :] if self.inplace else out
+
+
+class StashingChain(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y.tanh()
+        return x
+
+
+@dataclass
+class Packed:
+    """A dataclass output that holds tensors at several depths."""
+
+    value: Tensor
+    extra: dict[str, Tensor]
+    note: str = "kept"
+
+
+class DataclassBlock(Block):
+    def forward(self, packed: Packed) -> Packed:
+        return Packed(super().forward(packed.value), {"half": packed.value / 2, **packed.extra})
+
+
+class DictBlock(Block):
+    def forward(self, *, state: dict[str, Any]) -> dict[str, Any]:
+        return {"x": super().forward(state["x"]), "nested": [state["x"], (state["x"] * 2, None, 3)]}
+
+
+class TupleBlock(Block):
+    def forward(self, x: Tensor, previous: tuple[Tensor, ...] = ()) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return super().forward(x), (*previous, x)
+
+
+class Structured(nn.Module):
+    """Blocks that take and give dataclasses, dicts of keywords, and tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.ModuleList(DataclassBlock() for _ in range(2))
+        self.dicts = nn.ModuleDict({"a": DictBlock(), "b": DictBlock()})
+        self.tuples = nn.ModuleList(TupleBlock() for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        packed = Packed(x, {})
+        for block in self.packed:
+            packed = block(packed)
+        state: dict[str, Any] = {"x": packed.value + packed.extra["half"]}
+        for block in self.dicts.values():
+            state = block(state=state)
+        x, previous = state["x"] + state["nested"][1][0], ()
+        for block in self.tuples:
+            x, previous = block(x, previous=previous)
+        return {"out": x, "sum": torch.stack(previous).sum(0)}
+
+
+class ReturnsWeights(nn.Module):
+    """Gives back its own parameter, whole or a slice of it, or views of it: the caller must not hold a slot."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.randn(6, WIDTH))
+        self.form = form
+
+    def forward(self, count: int) -> Any:
+        if self.form == "whole":
+            return self.tokens
+        if self.form == "slice":
+            return self.tokens[:count]
+        return {"head": self.tokens[:count], "tail": (self.tokens[count:].t(),)}
+
+
+class Prompted(nn.Module):
+    """Prompts that modules return are used long after, when other units have taken the slots."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.prompts = nn.ModuleList(ReturnsWeights(form) for _ in range(3))
+        self.body = chain(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = [prompt(3) for prompt in self.prompts]
+        x = self.body(x)
+        parts = []
+        for prompt in given:
+            parts += [prompt["head"], prompt["tail"][0].t()] if isinstance(prompt, dict) else [prompt]
+        return torch.cat([x, *parts]) @ given[0].T if torch.is_tensor(given[0]) else torch.cat([x, *parts])
+
+
+# --------------------------------------------------------------------------------- weights used outside of their unit
+
+
+class TiedByUse(nn.Module):
+    """The head uses the embedding's weight without owning it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, WIDTH)
+        self.body = chain(3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.body(self.embedding(ids)), self.embedding.weight)
+
+
+def l2_penalty(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """A penalty over all parameters, read outside of every unit."""
+    loss = model(*batch).square().mean() + 1e-2 * sum(p.square().sum() for p in model.parameters())
+    loss.backward()
+    return [loss]
+
+
+def l1_of_one(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """A penalty on one block's weight, before the forward."""
+    penalty = model.blocks[2].up.weight.abs().sum()
+    loss = model(*batch).square().mean() + 1e-2 * penalty
+    loss.backward()
+    return [loss]
+
+
+class ParentReads(Chain):
+    """The parent reads a child's weight before the child runs, and another one's after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.blocks[1].up.weight.norm()
+        for block in self.blocks:
+            x = block(x)
+        return x * scale + self.blocks[0].down.bias
+
+
+class CallsForward(Chain):
+    """``block.forward(x)`` goes past ``__call__`` and whatever hooks into it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+class SometimesForward(Chain):
+    """Some blocks are called, some through ``forward``, and inner layers past their block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        x = self.blocks[1].forward(x)
+        x = self.blocks[2].down(self.blocks[2].up(x))
+        return self.blocks[3](x)
+
+
+class Functional(Chain):
+    """functional_call with other weights for one block, and with the block's own for another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        halved = {name: p * 0.5 for name, p in self.blocks[1].named_parameters()}
+        x = functional_call(self.blocks[1], halved, (x,))
+        x = functional_call(self.blocks[2], dict(self.blocks[2].named_parameters()), (x,))
+        return self.blocks[1](self.blocks[3](x))
+
+
+def maml(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """One inner step of MAML: gradients of gradients through functional_call on the whole model."""
+    weights = dict(model.named_parameters())
+    inner = functional_call(model, weights, batch).square().mean()
+    gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+    fast = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), gradients, strict=True)}
+    outer = functional_call(model, fast, batch).square().mean()
+    outer.backward()
+    return [inner, outer]
+
+
+class Scripted(Chain):
+    """Scripted blocks run in C++, where no Python hook of ours is called between their layers."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():  # torch.jit.script is deprecated, and in many code bases
+            warnings.simplefilter("ignore")
+            super().__init__([Block(), torch.jit.script(Block()), Block(), torch.jit.script(Block()), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.jit.optimized_execution(False):  # its optimizer rounds otherwise after two calls than before
+            return super().forward(x)
+
+
+class Holder(nn.Module):
+    """Owns a weight and layers, and is never called: its parent uses what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+
+
+class ParentCallsChildren(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holders = nn.ModuleList(Holder() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for holder in self.holders:
+            for layer in holder.layers:
+                x = layer(x)
+            x = holder.norm(x) * holder.scale
+        return x
+
+
+class NestedLists(nn.Module):
+    """Lists of lists and dicts of lists of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(n)) for n in (1, 3, 2))
+        self.named = nn.ModuleDict({"a": nn.ModuleList([Block()]), "b": nn.ModuleList([Block(), Block()])})
+        self.empty = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for group in (*self.stages, *self.named.values()):
+            for block in group:
+                x = block(x=x)
+        return x
+
+
+# ------------------------------------------------------------------------------------------------------- odd weights
+
+
+def weight_norm(old: bool) -> nn.Module:
+    """The old weight_norm writes ``module.weight`` in a pre-hook, the new one is a parametrization."""
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            wrap = nn.utils.weight_norm if old else parametrizations.weight_norm
+            layers.append(nn.Sequential(wrap(nn.Linear(WIDTH, WIDTH)), nn.Tanh()))
+    return Chain(layers)
+
+
+def spectral_norm(old: bool) -> nn.Module:
+    """Power iteration changes buffers in every training forward."""
+    wrap = nn.utils.spectral_norm if old else parametrizations.spectral_norm
+    return Chain(nn.Sequential(wrap(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(4))
+
+
+class MaxNorm(nn.Module):
+    """``max_norm`` rescales rows of the weight in place, in forward: a change that must not be lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, WIDTH, max_norm=1.0)
+        self.body = chain(4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.body(self.embedding(ids))
+
+
+class ComplexBlock(nn.Module):
+    """A complex filter between two transforms, and a float64 gain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+        self.gain = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(self.linear(x)) * self.filter, n=WIDTH)
+        return (x.double() * self.gain).float().tanh()
+
+
+class Listed(nn.Module):
+    """ParameterList, ParameterDict, an integer and an empty parameter, a scalar, and a non-persistent buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(4))
+        self.named = nn.ParameterDict({"bias": torch.randn(WIDTH), "scale": torch.tensor(0.5)})
+        self.index = nn.Parameter(torch.arange(WIDTH).flip(0), requires_grad=False)
+        self.nothing = nn.Parameter(torch.empty(0, WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for matrix in self.matrices:
+            x = (x @ matrix).tanh()[:, self.index]
+        return torch.cat([x * self.named["scale"] + self.named["bias"], self.nothing])
+
+
+def strided() -> nn.Module:
+    """Weights that are not contiguous: kernels (and their rounding) depend on strides."""
+    model = Chain([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    model.blocks[1].weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+    model.blocks[2].weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)[:, ::2])
+    return model
+
+
+class SharedAcross(nn.Module):
+    """One weight in several blocks, one block in several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.blocks[3].up.weight = self.blocks[0].up.weight
+        self.blocks[4].down = self.blocks[1].down
+        self.again = self.blocks[2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.again(x)
+
+
+# ---------------------------------------------------------------------------------------------------------- user hooks
+
+
+def with_parameter_hooks() -> nn.Module:
+    """A gradient hook that returns something else, and a post-accumulate hook that reads and edits ``.grad``."""
+    model = chain(4)
+    model.seen = []
+
+    def accumulated(parameter: Tensor) -> None:
+        model.seen.append(parameter.grad.clone())
+        parameter.grad.clamp_(-1e-2, 1e-2)
+
+    model.blocks[1].up.weight.register_hook(lambda gradient: gradient * 0.5)
+    model.blocks[3].down.bias.register_hook(lambda gradient: model.seen.append(gradient.clone()))
+    for name in ("norm.weight", "down.weight"):
+        model.blocks[2].get_parameter(name).register_post_accumulate_grad_hook(accumulated)
+    return model
+
+
+def with_module_hooks() -> nn.Module:
+    """The user's own module hooks read weights and gradients and change inputs and outputs."""
+    model = chain(4)
+    model.seen = []
+
+    def pre(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        model.seen.append(module.up.weight.detach().clone())
+        return (args[0] * 1.1,)
+
+    def post(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        model.seen.append(module.down.weight.detach().clone())
+        return output * 0.9
+
+    def backward(module: nn.Module, grad_input: tuple[Tensor], grad_output: tuple[Tensor]) -> None:
+        model.seen.extend(g.clone() for g in (*grad_input, *grad_output))
+
+    model.blocks[1].register_forward_pre_hook(pre)
+    model.blocks[2].register_forward_pre_hook(pre)
+    model.blocks[2].register_forward_hook(post)
+    model.blocks[3].register_full_backward_hook(backward)
+    model.blocks[1].register_full_backward_pre_hook(lambda module, grads: model.seen.extend(g.clone() for g in grads))
+    return model
+
+
+def seen(model: nn.Module) -> list[Tensor]:
+    return model.seen
+
+
+class NoParameters(nn.Module):
+    """Units and modules without any parameter between those that have some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), nn.Identity(), Block(), nn.Sequential(), nn.Tanh(), Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+CASES = [
+    Case("inplace-residual-on-view", InplaceResidual, rows, autocast=True, lightning=True),
+    Case("inplace-on-input", lambda: Chain([Block(), *(InplaceOnInput() for _ in range(3))]), rows),
+    Case("weight-on-ctx", lambda: StashingChain(Stashing(inplace=False) for _ in range(5)), rows, lightning=True),
+    Case("weight-on-ctx-and-inplace-view", lambda: StashingChain(Stashing(inplace=True) for _ in range(5)), rows),
+    Case("structured-outputs", Structured, rows, lambda out, batch: (out["out"] * out["sum"]).mean(), lightning=True),
+    *(Case(f"returns-own-parameter-{form}", lambda f=form: Prompted(f), rows) for form in ("whole", "slice", "nested")),
+    Case("tied-by-use", TiedByUse, lambda: (torch.randint(0, 40, (3, 4)),), autocast=True, lightning=True),
+    Case("l2-penalty", lambda: chain(4), rows, backward=l2_penalty, streams=False),
+    Case("l1-of-one-weight", lambda: chain(4), rows, backward=l1_of_one),
+    Case("parent-reads-child", lambda: ParentReads(Block() for _ in range(4)), rows),
+    Case("calls-forward", lambda: CallsForward(Block() for _ in range(4)), rows, streams=False),
+    Case("sometimes-forward", lambda: SometimesForward(Block() for _ in range(4)), rows),
+    Case("functional-call", lambda: Functional(Block() for _ in range(4)), rows),
+    Case("maml", lambda: chain(3), rows, backward=maml, streams=False),
+    Case("scripted", Scripted, rows),
+    Case("parent-calls-children", ParentCallsChildren, rows),
+    Case("nested-lists", NestedLists, rows),
+    Case("no-parameters-between", NoParameters, rows),
+    *(
+        Case(
+            f"{wrap.__name__.replace('_', '-')}-{'old' if old else 'parametrization'}",
+            lambda w=wrap, o=old: w(o),
+            rows,
+            lightning=not old,
+        )
+        for wrap in (weight_norm, spectral_norm)
+        for old in (True, False)
+    ),
+    Case("embedding-max-norm", MaxNorm, lambda: (torch.randint(0, 30, (3, 4)),)),
+    Case("complex-and-float64", lambda: Chain(ComplexBlock() for _ in range(4)), rows, optimizers=adamw_loop),
+    Case("parameter-lists", Listed, rows),
+    Case("strided-weights", strided, rows, optimizers=adamw_loop),
+    Case("shared-across-units", SharedAcross, rows),
+    Case("parameter-hooks", with_parameter_hooks, rows, seen=seen),
+    Case("module-hooks", with_module_hooks, rows, seen=seen),
+]

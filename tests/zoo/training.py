@@ -1,0 +1,324 @@
+"""Ways of training: several losses and networks, frozen bases, checkpointing, graphs of graphs, odd optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from .blocks import WIDTH, Block, Chain, chain, rows
+from .case import Batch, Case, call_with_batch, sum_of_squares
+
+
+class Siamese(nn.Module):
+    """One tower called twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = chain(3, dropout=0.1)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.head(self.tower(left)) - self.head(self.tower(right))
+
+
+def input_gradient_penalty(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """WGAN-GP's penalty: the loss holds a gradient, so its backward is a double backward."""
+    x = batch[0].clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss = out.square().mean() + (gradient.norm(dim=1) - 1).square().mean()
+    loss.backward()
+    return [loss, gradient]
+
+
+def weight_gradient_penalty(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """A penalty on the gradient with respect to the weights themselves."""
+    out = model(*batch)
+    gradients = torch.autograd.grad(out.square().mean(), list(model.parameters()), create_graph=True)
+    loss = out.mean() + sum(g.square().sum() for g in gradients)
+    loss.backward()
+    return [loss, *gradients]
+
+
+class LoRALinear(nn.Module):
+    """A frozen Linear and a trainable low-rank update."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, inputs) / inputs)
+        self.b = nn.Parameter(torch.zeros(outputs, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def lora() -> nn.Module:
+    model = chain(4, dropout=0.1).requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = LoRALinear(WIDTH, 24), LoRALinear(24, WIDTH)
+    return model
+
+
+def half_frozen() -> nn.Module:
+    """The first blocks frozen: backward ends in the middle of the chain."""
+    model = chain(5)
+    for block in model.blocks[:2]:
+        block.requires_grad_(False)
+    model.blocks[3].up.requires_grad_(False)
+    return model
+
+
+class Unused(Chain):
+    """A block that is never called and one whose output goes nowhere: their gradients stay None."""
+
+    def __init__(self) -> None:
+        super().__init__(Block() for _ in range(3))
+        self.never = Block()
+        self.nowhere = Block()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.nowhere(x)
+        return super().forward(x)
+
+
+class StochasticDepth(Chain):
+    """Whole blocks skipped at random, another one chosen by the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:-2]:
+            if not self.training or torch.rand(()) < 0.6:
+                x = block(x)
+        return self.blocks[-1 if x.sum() > 0 else -2](x)
+
+
+class ShuffledOrder(Chain):
+    """The order of the blocks changes at every call, so a recorded order is always wrong."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in torch.randperm(len(self.blocks)).tolist():
+            x = self.blocks[index](x)
+        return x
+
+
+class CheckpointedBlocks(Chain):
+    """Each block, then the rest of the chain as one, under user checkpoints."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(Block(dropout=0.2) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        def rest(x: Tensor) -> Tensor:
+            return self.blocks[3](self.blocks[2](x))
+
+        for block in self.blocks[:2]:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return checkpoint(rest, x, use_reentrant=self.reentrant)
+
+
+class CheckpointInside(nn.Module):
+    """A checkpoint around a part of a block, inside of its forward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 24), nn.Dropout(0.2), nn.GELU(), nn.Linear(24, WIDTH))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant))
+
+
+class CheckpointSequential(nn.Module):
+    """checkpoint_sequential: segments of several units each."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(Block(dropout=0.2) for _ in range(6)))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(self.blocks, 3, self.stem(x), use_reentrant=self.reentrant)
+
+
+class NestedCheckpoint(Chain):
+    """A checkpoint around blocks that checkpoint a part of themselves."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(CheckpointInside(reentrant) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def needs_grad(model: nn.Module, batch: Batch) -> Tensor:
+    """Reentrant checkpoints need an input that requires grad."""
+    return model(*(x.clone().requires_grad_() for x in batch))
+
+
+def two_losses(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """Two backwards over one graph."""
+    out = model(*batch)
+    first, second = out.square().mean(), out.abs().sum()
+    first.backward(retain_graph=True)
+    second.backward()
+    return [first, second]
+
+
+def two_graphs(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """Two forwards before the first backward, which is that of the first forward."""
+    losses = [model(x).square().mean() for x in (batch[0], batch[0].flip(0))]
+    for loss in losses:
+        loss.backward()
+    return losses
+
+
+def teacher(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """A forward without grad between forward and backward."""
+    student = model(*batch)
+    with torch.no_grad():
+        target = model(batch[0] + 0.1)
+    loss = F.mse_loss(student, target)
+    loss.backward()
+    return [loss]
+
+
+def several_roots(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """torch.autograd.backward from several tensors with gradients of their own, one of them an activation."""
+    middle = model.blocks[0](*batch)
+    out = middle
+    for block in model.blocks[1:]:
+        out = block(out)
+    torch.autograd.backward([out, middle], [torch.ones_like(out), torch.full_like(middle, 0.5)])
+    return [out, middle]
+
+
+class Gan(nn.Module):
+    """Generator and critic, trained by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+        self.critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.critic(self.generator(x))
+
+
+def gan_optimizers(model: nn.Module) -> list[Optimizer]:
+    return [
+        Adam(model.generator.parameters(), lr=1e-2, fused=True),
+        RMSprop(model.critic.parameters(), lr=1e-2, foreach=False),
+    ]
+
+
+def gan_step(model: nn.Module, batch: Batch, optimizers: list[Optimizer]) -> Iterator[Tensor]:
+    """Lightning's manual optimization with toggled requires_grad, and WGAN's clipping of the weights."""
+    generator, critic = optimizers
+    (x,) = batch
+
+    model.critic.requires_grad_(False)
+    loss = -model(x).mean()
+    loss.backward()
+    generator.step()
+    generator.zero_grad()
+    model.critic.requires_grad_(True)
+    yield loss
+
+    for _ in range(2):
+        model.generator.requires_grad_(False)
+        fake = model.generator(torch.randn_like(x)).detach()
+        loss = model.critic(fake).mean() - model.critic(x).mean()
+        loss.backward()
+        critic.step()
+        critic.zero_grad()
+        for parameter in model.critic.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        model.generator.requires_grad_(True)
+        yield loss
+
+
+class SparseEmbedding(nn.Module):
+    """nn.Embedding(sparse=True) and EmbeddingBag(sparse=True) before dense blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH, sparse=True)
+        self.bag = nn.EmbeddingBag(50, WIDTH, sparse=True, mode="sum")
+        self.blocks = chain(3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.blocks(self.embedding(ids) + self.bag(ids)[:, None])
+
+
+def sparse_optimizers(model: nn.Module) -> list[Optimizer]:
+    return [
+        SparseAdam([model.embedding.weight, model.bag.weight], lr=1e-2),
+        SGD(model.blocks.parameters(), lr=1e-2, momentum=0.9, fused=True),
+    ]
+
+
+def two_groups(model: nn.Module) -> list[Optimizer]:
+    """Two groups with different settings: decay for matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-2}]
+    return [AdamW(groups, lr=1e-2, amsgrad=True, foreach=False)]
+
+
+CHECKPOINTED: dict[str, Callable[[bool], nn.Module]] = {
+    "checkpointed-blocks": CheckpointedBlocks,
+    "checkpoint-inside": lambda reentrant: Chain(CheckpointInside(reentrant) for _ in range(4)),
+    "checkpoint-sequential": CheckpointSequential,
+    "nested-checkpoint": NestedCheckpoint,
+}
+
+CASES = [
+    Case("chain", lambda: chain(6, dropout=0.1), rows, clip=0.1, autocast=True, lightning=True),
+    Case("two-param-groups", lambda: chain(4), rows, optimizers=two_groups),
+    Case("siamese", Siamese, lambda: (*rows(), *rows()), autocast=True, lightning=True),
+    Case("input-gradient-penalty", lambda: chain(4), rows, backward=input_gradient_penalty),
+    Case("weight-gradient-penalty", lambda: chain(3), rows, backward=weight_gradient_penalty, streams=False),
+    Case("lora", lora, rows, autocast=True, lightning=True),
+    Case("half-frozen", half_frozen, rows),
+    Case("unused-parameters", Unused, rows, lightning=True),
+    Case("stochastic-depth", lambda: StochasticDepth(Block() for _ in range(7)), rows, accumulate=1, lightning=True),
+    Case("shuffled-order", lambda: ShuffledOrder(Block() for _ in range(5)), rows),
+    *(
+        Case(
+            f"{name}-{'reentrant' if reentrant else 'plain'}",
+            partial(build, reentrant),
+            rows,
+            call=needs_grad,
+            autocast=True,
+        )
+        for reentrant in (False, True)
+        for name, build in CHECKPOINTED.items()
+    ),
+    Case("two-losses", lambda: chain(4, dropout=0.1), rows, backward=two_losses),
+    Case("two-graphs", lambda: chain(4, dropout=0.1), rows, backward=two_graphs),
+    Case("teacher", lambda: chain(4), rows, backward=teacher),
+    Case("several-roots", lambda: chain(4), rows, backward=several_roots),
+    Case("gan", Gan, rows, optimizers=gan_optimizers, train_step=gan_step, lightning=True),
+    Case(
+        "sparse-embedding",
+        SparseEmbedding,
+        lambda: (torch.randint(0, 50, (3, 4)),),
+        sum_of_squares,
+        call_with_batch,
+        sparse_optimizers,
+    ),
+]

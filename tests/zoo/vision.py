@@ -1,0 +1,159 @@
+"""Vision models: transformers, residual and plain convolutions, a U-Net."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+from torchvision.models import ConvNeXt, EfficientNet, ResNet, SwinTransformer
+from torchvision.models.convnext import CNBlockConfig
+from torchvision.models.efficientnet import MBConvConfig
+from torchvision.models.resnet import Bottleneck
+
+from .case import Batch, Case, own_loss
+
+CLASSES = 7
+
+
+def images(side: int, rows: int = 2) -> Batch:
+    return torch.randn(rows, 3, side, side), torch.randint(0, CLASSES, (rows,))
+
+
+def image_call(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0])
+
+
+def class_loss(logits: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(logits, batch[1])
+
+
+def vit() -> nn.Module:
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            intermediate_size=32,
+            image_size=8,
+            patch_size=4,
+            num_labels=CLASSES,
+            hidden_dropout_prob=0.1,
+        )
+    ).train()
+
+
+def vit_batch() -> Batch:
+    pixels, labels = images(8)
+    return {"pixel_values": pixels, "labels": labels}
+
+
+def swin() -> nn.Module:
+    return SwinTransformer([2, 2], 8, [2, 2], [2, 2], [2, 2], stochastic_depth_prob=0.3, num_classes=CLASSES)
+
+
+def convnext() -> nn.Module:
+    """A large layer scale, so that the blocks matter from the first step on."""
+    setting = [CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 2)]
+    return ConvNeXt(setting, stochastic_depth_prob=0.3, layer_scale=0.5, num_classes=CLASSES)
+
+
+def resnet50() -> nn.Module:
+    """ResNet-50's sixteen bottlenecks with a sixteenth of its width: wide on meta, each layer then made anew."""
+    with torch.device("meta"):
+        model = ResNet(Bottleneck, [3, 4, 6, 3], num_classes=CLASSES)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Conv2d):
+                inputs = max(child.in_channels // 16, 3)
+                shape = (child.kernel_size, child.stride, child.padding)
+                setattr(parent, name, nn.Conv2d(inputs, child.out_channels // 16, *shape, bias=False))
+            elif isinstance(child, nn.BatchNorm2d):
+                setattr(parent, name, nn.BatchNorm2d(child.num_features // 16))
+            elif isinstance(child, nn.Linear):
+                setattr(parent, name, nn.Linear(child.in_features // 16, child.out_features))
+    return model
+
+
+def vgg() -> nn.Module:
+    """VGG's form: one flat Sequential of convolutions, in-place ReLUs and pools, and a Sequential classifier."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in (8, 8, 0, 16, 16, 0, 24, 24, 0):
+        if width == 0:
+            layers.append(nn.MaxPool2d(2))
+        else:
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = width
+    classifier = nn.Sequential(
+        nn.Linear(24, 32),
+        nn.ReLU(inplace=True),
+        nn.Dropout(),
+        nn.Linear(32, 32),
+        nn.ReLU(inplace=True),
+        nn.Dropout(),
+        nn.Linear(32, CLASSES),
+    )
+    return nn.Sequential(*layers, nn.Flatten(), *classifier)
+
+
+def efficientnet() -> nn.Module:
+    block = partial(MBConvConfig, width_mult=1.0, depth_mult=1.0)
+    setting = [block(1, 3, 1, 8, 8, 1), block(4, 3, 2, 8, 12, 2), block(4, 5, 2, 12, 16, 2)]
+    return EfficientNet(setting, dropout=0.2, stochastic_depth_prob=0.2, num_classes=CLASSES, last_channel=32)
+
+
+class DoubleConv(nn.Sequential):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.GroupNorm(2, outputs),
+            nn.SiLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+        )
+
+
+class UNet(nn.Module):
+    """Skips from far down the order of units to far up."""
+
+    def __init__(self, widths: tuple[int, ...] = (4, 8, 12)) -> None:
+        super().__init__()
+        self.down = nn.ModuleList()
+        channels = 3
+        for width in widths:
+            self.down.append(DoubleConv(channels, width))
+            channels = width
+        self.middle = DoubleConv(channels, channels)
+        self.grow, self.up = nn.ModuleList(), nn.ModuleList()
+        for width in reversed(widths):
+            self.grow.append(nn.ConvTranspose2d(channels, width, 2, stride=2))
+            self.up.append(DoubleConv(2 * width, width))
+            channels = width
+        self.head = nn.Conv2d(channels, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for grow, block in zip(self.grow, self.up, strict=True):
+            x = block(torch.cat([grow(x), skips.pop()], 1))
+        return self.head(x)
+
+
+CASES = [
+    Case("vit", vit, vit_batch, own_loss, autocast=True, lightning=True, heavy=True),
+    Case("swin", swin, lambda: images(16), class_loss, image_call, heavy=True, lightning=True),
+    Case("convnext", convnext, lambda: images(16), class_loss, image_call, heavy=True, autocast=True),
+    Case("resnet50", resnet50, lambda: images(32), class_loss, image_call, heavy=True, lightning=True),
+    Case("vgg", vgg, lambda: images(8, rows=4), class_loss, image_call, autocast=True, lightning=True),
+    Case("channels-last", lambda: UNet().to(memory_format=torch.channels_last), lambda: (torch.randn(2, 3, 16, 16),)),
+    Case("efficientnet", efficientnet, lambda: images(16, rows=4), class_loss, image_call, heavy=True),
+    Case("unet", UNet, lambda: (torch.randn(2, 3, 16, 16),), autocast=True, lightning=True),
+]
