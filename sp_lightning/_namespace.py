@@ -41,8 +41,8 @@ class Namespace:
     misconfiguration: type[Exception]
     fitting: Any
     precisions: tuple[type, ...]
-    precision: type
-    mixed_precision: type
+    precision: Any
+    mixed_precision: Any
     averaging: tuple[type, ...]
     wrapping_checkpoint_io: type
     update_properties: Callable[..., None]

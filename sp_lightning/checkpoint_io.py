@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -97,8 +95,9 @@ class StreamingCheckpointIO(_Base):
 
 
 def _local(path: str | Path) -> Path | None:
-    filesystem, local = url_to_fs(str(path))
-    return Path(local) if isinstance(filesystem, LocalFileSystem) else None
+    # How fsspec, which Lightning hands the rest to, tells an address ("s3://...", "zip::...") from a path.
+    remote = "://" in str(path) or "::" in str(path)
+    return None if remote else Path(path).expanduser()
 
 
 def standalone(tensor: Tensor) -> Tensor:

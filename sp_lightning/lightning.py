@@ -7,10 +7,10 @@ from datetime import timedelta
 from typing import ClassVar, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
+from lightning.pytorch.plugins.environments import ClusterEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from torch import nn
 from torch.distributed.constants import default_pg_timeout

@@ -82,13 +82,13 @@ def host_precision(plugin: Any, lightning: Namespace) -> Any:
     # A user's plugin that leaves the modules as they are can only change contexts and inputs. One that converts
     # modules (bitsandbytes, Transformer Engine) puts layers in place that keep their weights, or scales of them, on
     # the device.
-    harmless = not builtin and getattr(cls, "convert_module", None) is lightning.precision.convert_module  # type: ignore[attr-defined]
+    harmless = not builtin and cls.convert_module is lightning.precision.convert_module
     lightning.check(
         cls is lightning.precision or isinstance(plugin, lightning.precisions) or harmless,
         f"`{cls.__name__}` does not work with `strategy='superpipeline'`: it expects weights that stay on the device,"
-        " and they are in host memory. Choose one of `precision='32-true'`, '64-true', 'bf16-true', '16-true', 'bf16-mixed'"
-        " and '16-mixed'.",
+        " and they are in host memory. Choose one of `precision='32-true'`, '64-true', 'bf16-true', '16-true',"
+        " 'bf16-mixed' and '16-mixed'.",
     )
-    if isinstance(plugin, lightning.mixed_precision) and plugin.scaler is not None:  # type: ignore[attr-defined]
-        plugin.scaler = host_scaler(plugin.scaler, lightning)  # type: ignore[attr-defined]
+    if isinstance(plugin, lightning.mixed_precision) and plugin.scaler is not None:
+        plugin.scaler = host_scaler(plugin.scaler, lightning)
     return plugin

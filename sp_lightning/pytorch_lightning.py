@@ -7,10 +7,10 @@ from datetime import timedelta
 from typing import ClassVar, Literal
 
 import torch
-from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.plugins import Precision
+from pytorch_lightning.plugins import CheckpointIO, Precision, TorchCheckpointIO
+from pytorch_lightning.plugins.environments import ClusterEnvironment  # type: ignore[attr-defined]
 from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
 from torch import nn
 from torch.distributed.constants import default_pg_timeout

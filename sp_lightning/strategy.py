@@ -359,7 +359,7 @@ class SuperpipelineMixin(_Base):
 
 
 def _move_metric(metric: Metric, device: torch.device) -> None:
-    """Move a metric's states (hazard 2), but not the weights of networks inside of it: they are streamed like others."""
+    """Move a metric's states (hazard 2), but not the weights of networks inside it: they are streamed."""
     hidden = {name: metric.__dict__[name] for name in ("_parameters", "_modules")}
     metric.__dict__.update({name: {} for name in hidden})
     try:
