@@ -225,8 +225,6 @@ class SuperpipelineMixin(_Base):
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
-        else:
-            self._reset_optimizers_and_schedulers()
         self.setup_precision_plugin()
 
     @override

@@ -1,0 +1,193 @@
+"""LightningModules for the strategy's tests, and the same training under two strategies, written down and compared."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+import torchmetrics
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, TensorDataset
+
+from sp_lightning import SuperpipelineStrategy
+
+from .helpers import Trace, assert_same_trace, frozen, note_outputs
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """One unit: weights, a running buffer, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.norm = nn.BatchNorm1d(2 * WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(torch.relu(self.norm(self.up(x)))))
+
+
+class Base(L.LightningModule):
+    """Blocks in a row, trained on random numbers. What a user can see goes into `trace`."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 2)
+        self.accuracy = torchmetrics.classification.BinaryAccuracy()
+        self.trace = Trace()
+
+    def note(self, label: str, value: Any) -> None:
+        note_outputs(self.trace, f"{len(self.trace)} {label}", value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.device == self.trainer.strategy.root_device
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.note("loss", loss)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.note("validation loss", loss)
+        self.log("val_loss", loss)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("test loss", self.loss(batch))
+        self.accuracy(self(batch[0]).argmax(-1), batch[1])
+        self.log("accuracy", self.accuracy)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.note("gradients", [p.grad for p in self.parameters()])
+        assert all(p.device.type == "cpu" for p in self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def loader(count: int = 6, batch_size: int = 4, shuffle: bool = False) -> DataLoader:
+    """The same random batches for everyone."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(count * batch_size, WIDTH, generator=generator)
+    y = torch.randint(0, 2, (count * batch_size,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=shuffle)
+
+
+def plain(**arguments: Any) -> Strategy:
+    return SingleDeviceStrategy(device="cpu", **arguments)
+
+
+def streamed(**arguments: Any) -> Strategy:
+    return SuperpipelineStrategy(**{"k": 2, "debug": True, **arguments})
+
+
+def trainer(strategy: Strategy | str, **arguments: Any) -> L.Trainer:
+    """A quiet Trainer on the CPU."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return L.Trainer(strategy=strategy, **{**defaults, **arguments})
+
+
+def fit(trainer: L.Trainer, module: L.LightningModule) -> None:
+    trainer.fit(module, loader(), loader(2))
+
+
+def note_end(module: Base, trainer: L.Trainer) -> Trace:
+    """What is left after training: weights, gradients, buffers, optimizer state, metrics, random state."""
+    trace = module.trace
+    trace["global step"] = trainer.global_step
+    for name, parameter in module.named_parameters():
+        trace[f"end / weight / {name}"] = frozen(parameter)
+        trace[f"end / grad / {name}"] = frozen(parameter.grad)
+    for name, buffer in module.named_buffers():
+        trace[f"end / buffer / {name}"] = frozen(buffer)
+    for number, optimizer in enumerate(trainer.optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                for leaf, tensor in enumerate(tree_leaves(value)):  # LBFGS keeps lists
+                    trace[f"end / optimizer {number} / {index} / {key} / {leaf}"] = frozen(tensor)
+        trace[f"end / optimizer {number} / groups"] = repr(optimizer.state_dict()["param_groups"])
+    for name, value in trainer.callback_metrics.items():
+        trace[f"end / metric / {name}"] = frozen(value)
+    trace["end / random state"] = torch.get_rng_state()
+    return trace
+
+
+def run(
+    strategy: Strategy,
+    make: Callable[[], Base],
+    drive: Callable[[L.Trainer, Any], Any],
+    arguments: Callable[[], dict[str, Any]],
+) -> Trace:
+    """Build, train and write down, with the same random numbers each time."""
+    torch.manual_seed(11)
+    module = make()
+    ours = trainer(strategy, **arguments())
+    torch.manual_seed(12)
+    note_outputs(module.trace, "returned", drive(ours, module))
+    assert_plain(module)
+    return note_end(module, ours)
+
+
+def assert_same_training(
+    make: Callable[[], Base] = Base,
+    drive: Callable[[L.Trainer, Any], Any] = fit,
+    arguments: Callable[[], dict[str, Any]] = dict,
+    **strategy: Any,
+) -> Trace:
+    """Bit-equality with Lightning's single-device strategy.
+
+    Args:
+        make: Builds the module.
+        drive: What is done with it.
+        arguments: Builds the Trainer's arguments, as callbacks have state.
+        strategy: Arguments of the strategy.
+    """
+    expected = run(plain(), make, drive, arguments)
+    actual = run(streamed(**strategy), make, drive, arguments)
+    assert any("loss" in label for label in expected), "nothing was compared"
+    assert_same_trace(expected, actual)
+    return actual
+
+
+def assert_plain(module: nn.Module) -> None:
+    """The module is as its user built it: no class, hook or attribute of ours, and on the CPU."""
+    for name, part in module.named_modules():
+        assert "sp_lightning" not in type(part).__module__, f"{name} is still {type(part)}"
+        assert not part._forward_hooks, name
+        assert not part._forward_pre_hooks, name
+        assert not part._backward_hooks, name
+        assert "forward" not in vars(part), name
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        assert tensor.device.type == "cpu", name
+        assert type(tensor.data) is Tensor, name

@@ -1,0 +1,384 @@
+"""The strategy trains, validates, tests and predicts bit for bit as Lightning's single-device strategy does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .helpers import assert_same_trace
+from .lightning_modules import (
+    WIDTH,
+    Base,
+    Block,
+    assert_plain,
+    assert_same_training,
+    fit,
+    loader,
+    note_end,
+    plain,
+    streamed,
+    trainer,
+)
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "adamw, foreach": lambda p: torch.optim.AdamW(p, 0.01, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.005),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3),
+}
+
+
+class Optimized(Base):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.optimizer_name = name
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer_name](self.parameters())
+
+
+class Scheduled(Base):
+    """A scheduler per step or per epoch."""
+
+    def __init__(self, interval: str) -> None:
+        super().__init__()
+        self.interval = interval
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+class Plateau(Base):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class Gan(Base):
+    """Manual optimization with two optimizers that take turns, a frozen half each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
+
+    def generate(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        generator, critic = self.optimizers()
+        self.toggle_optimizer(generator)
+        loss = F.softplus(-self.critic(self.generate(x))).mean()
+        self.note("generator loss", loss)
+        generator.zero_grad()
+        self.manual_backward(loss)
+        self.note("generator gradients", [p.grad for p in self.parameters()])
+        generator.step()
+        self.untoggle_optimizer(generator)
+
+        self.toggle_optimizer(critic)
+        fake = F.softplus(self.critic(self.generate(x).detach())).mean()
+        real = F.softplus(-self.critic(x)).mean()
+        self.note("critic losses", [fake, real])
+        critic.zero_grad()
+        self.manual_backward(fake)
+        self.manual_backward(real)
+        self.clip_gradients(critic, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.note("critic gradients", [p.grad for p in self.parameters()])
+        critic.step()
+        self.untoggle_optimizer(critic)
+
+    def configure_optimizers(self) -> Any:
+        generator = torch.optim.Adam(self.blocks.parameters(), 0.01)
+        return [generator, torch.optim.SGD(self.critic.parameters(), 0.1)]
+
+
+class Accumulating(Base):
+    """Manual optimization with accumulation, and a backward for some weights only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.note("loss", loss)
+        if batch_idx % 3 == 0:
+            self.manual_backward(loss, inputs=list(self.head.parameters()))
+        elif batch_idx % 3 == 1:
+            loss.backward()
+        else:
+            self.manual_backward(loss)
+            self.note("gradients", [p.grad for p in self.parameters()])
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class Penalty(Base):
+    """Reads weights outside of their unit, skips some batches, and leaves one weight without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            return None
+        loss = self.loss(batch) * self.scale + 1e-3 * self.head.weight.square().sum()
+        self.note("loss", loss)
+        return {"loss": loss, "extra": loss.detach()}
+
+
+class Configured(Base):
+    """Builds its blocks in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0)
+
+    def configure_model(self) -> None:
+        if not self.blocks:
+            assert torch.empty(0).device.type == "cpu"
+            self.blocks.extend(Block() for _ in range(3))
+
+
+def test_fit():
+    assert_same_training()
+
+
+@pytest.mark.parametrize("k", [1, 3, 100, "auto"])
+def test_any_k(k):
+    assert_same_training(k=k)
+
+
+def test_by_name():
+    trace = note_end(*fit_once("superpipeline"))
+    assert_same_trace(note_end(*fit_once(plain())), trace)
+
+
+def fit_once(strategy: Any) -> tuple[Base, L.Trainer]:
+    torch.manual_seed(11)
+    module = Base()
+    ours = trainer(strategy)
+    fit(ours, module)
+    return module, ours
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    assert_same_training(lambda: Optimized(name), arguments=lambda: {"max_epochs": 1})
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_schedulers(interval):
+    assert_same_training(lambda: Scheduled(interval))
+
+
+def test_scheduler_with_a_monitor():
+    assert_same_training(Plateau)
+
+
+def test_manual_optimization_with_two_optimizers():
+    assert_same_training(Gan)
+
+
+def test_manual_optimization_with_accumulation_and_inputs():
+    assert_same_training(Accumulating)
+
+
+def test_weights_outside_of_their_unit_and_skipped_batches():
+    assert_same_training(Penalty)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"accumulate_grad_batches": 2},
+        {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05},
+        {"gradient_clip_val": 0.05},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"overfit_batches": 2},
+        {"fast_dev_run": True},
+        {"fast_dev_run": 3},
+        {"num_sanity_val_steps": 2},
+        {"val_check_interval": 2},
+        {"limit_train_batches": 3, "limit_val_batches": 1},
+        {"profiler": "simple"},
+        {"profiler": "advanced"},
+        {"detect_anomaly": True},
+        {"deterministic": True},
+        {"inference_mode": False},
+        {"max_steps": 5, "max_epochs": -1},
+        {"reload_dataloaders_every_n_epochs": 1},
+        {"sync_batchnorm": True},
+        {"enable_model_summary": True},
+    ],
+    ids=str,
+)
+def test_trainer_arguments(arguments):
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        assert_same_training(arguments=lambda: arguments)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+
+
+class Silent(Base):
+    """Barebones refuses `self.log`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.note("loss", loss)
+        return loss
+
+
+def test_barebones():
+    def arguments() -> dict[str, Any]:
+        off = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": None, "num_sanity_val_steps": None}
+        return {"barebones": True, "enable_model_summary": None, **off}
+
+    assert_same_training(Silent, lambda trainer, module: trainer.fit(module, loader()), arguments)
+
+
+def test_validate_test_predict():
+    def drive(trainer: L.Trainer, module: Base) -> Any:
+        metrics = [trainer.validate(module, loader(2), verbose=False), trainer.test(module, loader(2), verbose=False)]
+        return [metrics, trainer.predict(module, loader(2))]
+
+    assert_same_training(drive=drive)
+
+
+def test_everything_in_a_row():
+    """With one trainer: each entry point sets up and tears down."""
+
+    def drive(trainer: L.Trainer, module: Base) -> Any:
+        fit(trainer, module)
+        assert_plain(module)
+        trainer.validate(module, loader(2), verbose=False)
+        trainer.test(module, loader(2), verbose=False)
+        trainer.fit_loop.max_epochs = 3
+        fit(trainer, module)
+        return trainer.predict(module, loader(2))
+
+    assert_same_training(drive=drive)
+
+
+def test_another_module_with_the_same_trainer():
+    def drive(trainer: L.Trainer, module: Base) -> Any:
+        other = Base(blocks=2)
+        trainer.validate(other, loader(2), verbose=False)
+        fit(trainer, module)
+        predictions = trainer.predict(other, loader(2))
+        assert_plain(other)
+        return predictions
+
+    assert_same_training(drive=drive)
+
+
+def test_a_trained_module_under_another_trainer():
+    def drive(ours: L.Trainer, module: Base) -> Any:
+        fit(ours, module)
+        return trainer(plain()).predict(module, loader(2))
+
+    assert_same_training(drive=drive)
+
+
+def test_batch_size_finder():
+    """It drops all callbacks, runs the fit loop inside of a hook, and restores the weights from a file."""
+
+    class Sized(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return loader(batch_size=self.batch_size)
+
+        def val_dataloader(self) -> Any:
+            return loader(2)
+
+    def drive(trainer: L.Trainer, module: Sized) -> Any:
+        size = Tuner(trainer).scale_batch_size(module, mode="power", steps_per_trial=1, max_trials=2)
+        trainer.fit(module)
+        return torch.tensor(size)
+
+    assert_same_training(Sized, drive)
+
+
+def test_learning_rate_finder():
+    class Rated(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr = 1e-3
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def drive(trainer: L.Trainer, module: Rated) -> Any:
+        found = Tuner(trainer).lr_find(module, loader(), num_training=6)
+        fit(trainer, module)
+        return torch.tensor(found.suggestion() or 0.0)
+
+    assert_same_training(Rated, drive)
+
+
+class Finetuning(callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze(pl_module.blocks)
+
+    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        self.unfreeze_and_add_param_group(pl_module.blocks[epoch], optimizer)
+
+
+class OnlyHead(Base):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def test_finetuning_unfreezes_block_by_block():
+    assert_same_training(OnlyHead, arguments=lambda: {"callbacks": Finetuning(), "max_epochs": 3})
+
+
+CALLBACKS = {
+    "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1, device="cpu"),
+    "GradientAccumulationScheduler": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 3}),
+    "EarlyStopping": lambda: callbacks.EarlyStopping("val_loss", patience=0),
+    "ModelPruning": lambda: callbacks.ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False),
+    "LambdaCallback": lambda: callbacks.LambdaCallback(
+        on_train_batch_end=lambda trainer, module, *_: module.head.bias.data.copy_(torch.ones(2))
+    ),
+}
+if hasattr(callbacks, "WeightAveraging"):
+    CALLBACKS["WeightAveraging"] = lambda: callbacks.WeightAveraging(device="cpu")
+    CALLBACKS["EMAWeightAveraging"] = lambda: callbacks.EMAWeightAveraging(decay=0.5, device="cpu")
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks(name):
+    assert_same_training(arguments=lambda: {"callbacks": CALLBACKS[name](), "max_epochs": 3})
+
+
+def test_configure_model():
+    assert_same_training(Configured)
+
+
+def test_wrong_strategy_for_compiled_modules_is_lightnings_message():
+    """Hazard 25: Lightning has a list of strategies that may run a compiled LightningModule. Compile its blocks."""
+    with pytest.raises(RuntimeError, match="compiled model is incompatible with the current strategy"):
+        trainer(streamed()).fit(torch.compile(Base()), loader())
