@@ -13,7 +13,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 from .zoo import CASES, Batch, Case
-
-torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+from .zoo.blocks import WIDTH, Block
 
 Trace = dict[str, Any]
 Scope = Callable[[], AbstractContextManager[None]]
@@ -49,7 +48,7 @@ class Plan:
         return replace(Plan(accumulate=case.accumulate, clip=case.clip), **changes)
 
 
-# ------------------------------------------------------------------------------------------------------------- traces
+# --------------------------------------------------------------------------------------------------------------- traces
 
 
 def frozen(value: Any) -> Any:
@@ -134,7 +133,7 @@ def note_state(trace: Trace, label: str, model: nn.Module, optimizers: list[Opti
     trace[f"{label} / Python's random state"] = random.getstate()
 
 
-# ----------------------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------------------------------------- training
 
 
 def train(case: Case, plan: Plan, model: nn.Module, trace: Trace, scope: Scope, detach: Callable[[], None]) -> None:
@@ -278,6 +277,88 @@ def assert_exact(
     assert classes == {module: type(module) for module in model.modules()}, "a class was not given back"
     assert_same_facts(plain, Fingerprint.of(model))
     assert set(threading.enumerate()) <= threads, "a worker thread outlived detach()"
+
+
+@dataclass
+class Run:
+    """One telling of a story: the model, the scope of a step, and what was seen; ``pipe`` is None in the plain one."""
+
+    model: nn.Module
+    trace: Trace = field(default_factory=dict)
+    pipe: Pipeline | None = None
+
+    def step(self) -> AbstractContextManager[None]:
+        """The scope that a training or evaluation step runs in."""
+        return nullcontext() if self.pipe is None else self.pipe.step()
+
+    def inputs(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        """What to pass as ``inputs`` to backward for these parameters."""
+        return list(parameters) if self.pipe is None else self.pipe.backward_inputs(parameters)
+
+    def rebuild(self) -> None:
+        """Tell the engine that Parameter objects changed."""
+        if self.pipe is not None:
+            self.pipe.rebuild()
+
+    def note(self, label: str, value: Any) -> None:
+        """Write down one tensor."""
+        self.trace[label] = frozen(value)
+
+    def normal_step(self, label: str, optimizer: Optimizer | None, seed: int = 0) -> None:
+        """Forward, backward, and an optimizer step if there is one, all written down."""
+        x = self.rows(seed)
+        with self.step():
+            loss = self.model(x).square().mean()
+            loss.backward()
+        self.note(f"{label} / loss", loss)
+        note_gradients(self.trace, label, dict(self.model.named_parameters()))
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+            note_state(self.trace, label, self.model, [optimizer])
+
+    def evaluate(self, label: str, seed: int = 0) -> None:
+        """The output without gradients."""
+        with torch.no_grad(), self.step():
+            self.note(label, self.model(self.rows(seed)))
+
+    @staticmethod
+    def rows(seed: int) -> Tensor:
+        """A batch for chains of blocks, the same for the same seed."""
+        return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def attached(model: nn.Module, **options: Any) -> Iterator[Pipeline]:
+    """A pipeline over a model of Blocks, each of them a unit, with delays and poison; always detached."""
+    defaults = {"k": 2, "k_prime": 1, "units": is_block, "debug": True}
+    pipe = Pipeline(model, "cpu", options=PipelineOptions(**{**defaults, **options}))
+    try:
+        yield pipe
+    finally:
+        pipe.detach()
+
+
+def is_block(name: str, module: nn.Module) -> bool:
+    """The unit policy for models of Blocks."""
+    return isinstance(module, Block)
+
+
+def assert_same_story(story: Callable[[Run], None], build: Callable[[], nn.Module], **options: Any) -> None:
+    """Tell a story with a plain module and with an attached one: all that was written down is bit-equal."""
+    runs = []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        run = Run(build())
+        runs.append(run)
+        torch.manual_seed(1)
+        if not streamed:
+            story(run)
+            continue
+        with attached(run.model, **options) as run.pipe:
+            story(run)
+        assert run.pipe.stats.loads > 0, "nothing was streamed"
+    assert_same_trace(runs[0].trace, runs[1].trace)
 
 
 def same_objects(left: dict[str, nn.Parameter], right: dict[str, nn.Parameter]) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from .blocks import WIDTH, Block, Chain, chain, rows
 from .case import Batch, Case, adamw_loop
 
-# ------------------------------------------------------------------------------------------- outputs and activations
+# ---------------------------------------------------------------------------------------------- outputs and activations
 
 
 class InplaceResidual(Chain):
@@ -159,7 +159,7 @@ class Prompted(nn.Module):
         return torch.cat([x, *parts]) @ given[0].T if torch.is_tensor(given[0]) else torch.cat([x, *parts])
 
 
-# --------------------------------------------------------------------------------- weights used outside of their unit
+# ----------------------------------------------------------------------------------- weights used outside of their unit
 
 
 class TiedByUse(nn.Module):
@@ -292,7 +292,7 @@ class NestedLists(nn.Module):
         return x
 
 
-# ------------------------------------------------------------------------------------------------------- odd weights
+# ---------------------------------------------------------------------------------------------------------- odd weights
 
 
 def weight_norm(old: bool) -> nn.Module:
@@ -380,7 +380,7 @@ class SharedAcross(nn.Module):
         return self.again(x)
 
 
-# ---------------------------------------------------------------------------------------------------------- user hooks
+# ----------------------------------------------------------------------------------------------------------- user hooks
 
 
 def with_parameter_hooks() -> nn.Module:

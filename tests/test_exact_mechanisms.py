@@ -1,0 +1,689 @@
+"""The facts that exactness stands on, one by one: each story is told by a plain module and by an attached one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sp_lightning.pipeline import PipelineOptions
+
+from .helpers import Plan, Run, assert_exact, assert_same_story, attached, reference_of
+from .zoo import CASES
+from .zoo.blocks import Block, Chain, chain
+
+WEIGHT_SHAPE = [12, 24]  # of the matrices in a Block, transposed or not; no activation here has it
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+# ----------------------------------------------------------------------------------------------------------- exceptions
+
+
+class RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: type[BaseException]) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        raise ctx.error("on purpose")
+
+
+class Bomb(Block):
+    """A block that can be told to fail in the middle of its forward or of its backward."""
+
+    error: type[BaseException] | None = None
+    where = "forward"
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        if self.error is not None and self.where == "forward":
+            raise self.error("on purpose")
+        if self.error is not None:
+            hidden = RaiseInBackward.apply(hidden, self.error)
+        return x + self.down(hidden)
+
+
+def bombs() -> nn.Module:
+    return Chain([Block(), Block(), Bomb(), Block(), Block()])
+
+
+def fail(run: Run, error: type[BaseException], where: str) -> None:
+    """One step that fails."""
+    bomb = run.model.blocks[2]
+    bomb.error, bomb.where = error, where
+    with pytest.raises(error, match="on purpose"), run.step():
+        run.model(run.rows(9)).square().mean().backward()
+    bomb.error = None
+    run.model.zero_grad()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("first", [True, False], ids=["in-the-first-step", "in-a-later-step"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_after_an_exception_is_right(where: str, error: type[BaseException], first: bool, k: int) -> None:
+    """An exception in the middle of a step leaves the pipeline ready (accelerate and FSDP2 needed a reset for this)."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        if not first:
+            run.normal_step("before", optimizer)
+        fail(run, error, where)
+        run.normal_step("after", optimizer, seed=1)
+        fail(run, error, where)
+        fail(run, error, where)
+        run.evaluate("evaluation")
+        run.normal_step("after three failures", optimizer, seed=2)
+        if run.pipe is not None:
+            assert run.pipe.stats.resets >= 3
+
+    assert_same_story(story, bombs, k=k)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_that_the_user_catches_inside_of_a_step(where: str) -> None:
+    """A training step that skips a bad batch and goes on with the next one."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        bomb = run.model.blocks[2]
+        run.normal_step("before", optimizer)
+        with run.step():
+            bomb.error, bomb.where = ValueError, where
+            with pytest.raises(ValueError, match="on purpose"):
+                run.model(run.rows(1)).square().mean().backward()
+            bomb.error = None
+            run.model.zero_grad()
+            loss = run.model(run.rows(2)).square().mean()
+            loss.backward()
+        run.note("loss", loss)
+        run.normal_step("accumulated on top", optimizer, seed=3)
+        run.normal_step("after", optimizer, seed=4)
+
+    assert_same_story(story, bombs)
+
+
+# ----------------------------------------------------------------------------------- edits between forward and backward
+
+
+def edit_weight(run: Run, optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        run.model.blocks[2].up.weight.mul_(2)
+
+
+def step_optimizer(run: Run, optimizer: Optimizer) -> None:
+    optimizer.step()
+
+
+def load_weights(run: Run, optimizer: Optimizer) -> None:
+    run.model.load_state_dict({name: value + 1 for name, value in run.model.state_dict().items()})
+
+
+@pytest.mark.parametrize("edit", [edit_weight, step_optimizer, load_weights])
+@pytest.mark.parametrize("k", [1, 2])
+def test_weights_changed_between_forward_and_backward_raise(edit: Callable[[Run, Optimizer], None], k: int) -> None:
+    """Saved-tensor hooks turn autograd's version check off; a backward over other weights must raise all the same."""
+
+    def edited_step(run: Run, optimizer: Optimizer) -> None:
+        loss = run.model(run.rows(1)).square().mean()
+        loss.backward(retain_graph=True)
+        edit(run, optimizer)
+        loss.backward()
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        run.normal_step("before", optimizer)
+        with pytest.raises(RuntimeError, match="(?i)modified by an in-?place operation"), run.step():
+            edited_step(run, optimizer)
+        optimizer.zero_grad()
+        run.normal_step("after", optimizer, seed=2)
+
+    assert_same_story(story, partial(chain, 4), k=k)
+
+
+class EditsActivation(Block):
+    """Changes the result of tanh, which tanh's own backward needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        out = x + self.down(hidden)
+        hidden.add_(1)
+        return out
+
+
+class KeepsHidden(Chain):
+    """Hands its activations to the caller."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = []
+        for block in self.blocks:
+            x = block(x)
+            self.hidden.append(x)
+        return x
+
+
+@pytest.mark.parametrize("where", ["inside a unit", "between forward and backward"])
+def test_activations_changed_in_place_raise(where: str) -> None:
+    """Hooks that hand an activation through must keep autograd's version check alive."""
+
+    def build() -> nn.Module:
+        return KeepsHidden([Block(), EditsActivation() if where == "inside a unit" else Block(), Block()])
+
+    def edited_step(run: Run) -> None:
+        loss = run.model(run.rows(1)).square().mean()
+        if where != "inside a unit":
+            run.model.hidden[0].add_(1)
+        loss.backward()
+
+    def story(run: Run) -> None:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"), run.step():
+            edited_step(run)
+
+    assert_same_story(story, build)
+
+
+# ------------------------------------------------------------------------------------ gradients asked for in other ways
+
+
+@pytest.mark.parametrize("options", [{}, {"create_graph": True}, {"retain_graph": True}], ids=str)
+@pytest.mark.parametrize("held", [True, False], ids=["held-since-before", "read-in-the-step"])
+def test_autograd_grad_of_parameters(options: dict[str, bool], held: bool) -> None:
+    """torch.autograd.grad with respect to parameters gives their gradients and leaves ``.grad`` alone."""
+
+    def story(run: Run) -> None:
+        run.normal_step("before", None)
+        run.model.zero_grad()
+        before = dict(run.model.named_parameters())
+        with run.step():
+            loss = run.model(run.rows(1)).square().mean()
+            parameters = before if held else dict(run.model.named_parameters())
+            gradients = torch.autograd.grad(loss, list(parameters.values()), **options)
+            for name, gradient in zip(parameters, gradients, strict=True):
+                run.note(f"gradient of {name}", gradient)
+            if options:
+                (loss + sum(g.square().sum() for g in gradients)).backward()
+        for name, parameter in before.items():
+            run.note(f"{name}.grad", parameter.grad)
+
+    assert_same_story(story, partial(chain, 3))
+
+
+def test_backward_for_some_inputs_only() -> None:
+    """``backward(inputs=...)`` fills the gradients of these parameters and no others."""
+
+    def story(run: Run) -> None:
+        run.normal_step("before", sgd(run.model))
+        wanted = [run.model.blocks[1].up.weight, run.model.blocks[3].norm.bias]
+        with run.step():
+            loss = run.model(run.rows(1)).square().mean()
+            loss.backward(inputs=run.inputs(wanted))
+        for name, parameter in run.model.named_parameters():
+            run.note(name, parameter.grad)
+
+    assert_same_story(story, partial(chain, 4))
+
+
+def test_gradient_scaler_skips_a_step_with_infinities() -> None:
+    """GradScaler unscales host gradients, and one infinite gradient skips the step of every unit."""
+
+    def story(run: Run) -> None:
+        optimizer, scaler = sgd(run.model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(4):
+            factor = float("inf") if step == 1 else 1.0
+            with run.step():
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = run.model(run.rows(step)).square().mean() * factor
+                scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            run.note(f"step {step} / norm", nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            run.note(f"step {step} / scale", torch.tensor(scaler.get_scale()))
+            for name, parameter in run.model.named_parameters():
+                run.note(f"step {step} / {name}", parameter)
+
+    assert_same_story(story, partial(chain, 4))
+
+
+def test_gradients_that_the_user_keeps_are_not_overwritten() -> None:
+    """A gradient kept across zero_grad(set_to_none=True) is the user's; the next one is another tensor."""
+
+    def story(run: Run) -> None:
+        optimizer, kept = sgd(run.model), {}
+        for step in range(3):
+            run.normal_step(f"step {step}", None, seed=step)
+            for name, parameter in run.model.named_parameters():
+                kept[f"step {step} / {name}"] = parameter.grad
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        for label, gradient in kept.items():
+            run.note(f"kept / {label}", gradient)
+
+    assert_same_story(story, partial(chain, 4))
+
+
+def test_accumulation_goes_into_the_same_gradient_tensor() -> None:
+    """As in plain PyTorch, ``.grad`` stays the same object under accumulation and zero_grad(set_to_none=False)."""
+    model = chain(3)
+    with attached(model) as pipe:
+        run, optimizer = Run(model, pipe=pipe), sgd(model)
+        run.normal_step("first", None)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        run.normal_step("second", None, seed=1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert all(gradient.count_nonzero() == 0 for gradient in gradients.values())
+        run.normal_step("third", None, seed=2)
+        assert all(p.grad is gradients[name] for name, p in model.named_parameters())
+        assert any(gradient.count_nonzero() > 0 for gradient in gradients.values())
+
+
+def test_a_gradient_that_the_user_put_there_is_added_to() -> None:
+    """Backward accumulates into whatever ``.grad`` holds."""
+
+    def story(run: Run) -> None:
+        run.normal_step("before", sgd(run.model))
+        for parameter in run.model.blocks[1].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        run.normal_step("on top of ones", None, seed=1)
+
+    assert_same_story(story, partial(chain, 3))
+
+
+def test_requires_grad_follows_the_user() -> None:
+    """Freezing, thawing, freezing all but one: gradients appear and stay None as in plain PyTorch."""
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        blocks = run.model.blocks
+        for step, trainable in enumerate(([], [0, 1, 2, 3], [3], [0], [1, 2], [0, 1, 2, 3])):
+            for index, block in enumerate(blocks):
+                block.requires_grad_(index in trainable)
+            blocks[2].norm.weight.requires_grad_(step % 2 == 0)
+            run.normal_step(f"step {step}", optimizer, seed=step)
+
+    assert_same_story(story, partial(chain, 4))
+
+
+# ----------------------------------------------------------------------------------------------- copies and checkpoints
+
+
+def save_and_load(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def pickle_roundtrip(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle_roundtrip, save_and_load])
+def test_a_copy_of_an_attached_module_is_plain(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    """Copies have plain classes and weights of their own, and train like any module."""
+
+    def story(run: Run) -> None:
+        run.normal_step("before", sgd(run.model))
+        clone = duplicate(run.model)
+        part = duplicate(run.model.blocks[1])
+        assert {type(module) for module in (*clone.modules(), *part.modules())} == plain_types
+        Run(clone, run.trace).normal_step("the copy", sgd(clone))
+        run.note("a part", part(run.rows(3)))
+        run.normal_step("the original", sgd(run.model), seed=1)
+
+    plain_types = {type(module) for module in chain(4).modules()}
+    assert_same_story(story, partial(chain, 4))
+
+
+@pytest.mark.parametrize("part", ["", "blocks.1.up"], ids=["whole", "part"])
+def test_saved_files_are_no_larger_than_plain_ones(part: str) -> None:
+    """torch.save writes whole storages: a weight in a flat buffer must not take its neighbours along."""
+
+    def size(model: nn.Module) -> int:
+        file = io.BytesIO()
+        torch.save(model.get_submodule(part).state_dict(), file)
+        return len(file.getvalue())
+
+    model = chain(4)
+    plain = size(model)
+    with attached(model):
+        assert size(model) < 1.1 * plain
+    assert size(model) < 1.1 * plain
+
+
+def test_state_dict_while_attached() -> None:
+    """The same keys in the same order, CPU tensors, today's values."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        for step in range(2):
+            run.normal_step(f"step {step}", optimizer, seed=step)
+            state = run.model.state_dict()
+            run.note(f"keys {step}", list(state))
+            run.note(f"metadata {step}", state._metadata)
+            run.note(f"types {step}", [(type(value), value.device, value.requires_grad) for value in state.values()])
+            for name, value in state.items():
+                run.note(f"state {step} / {name}", value)
+
+    assert_same_story(story, partial(chain, 4))
+
+
+def test_load_state_dict_while_attached() -> None:
+    """Weights that were loaded are the ones that are used next, in evaluation and in training."""
+    torch.manual_seed(5)
+    other = chain(4).state_dict()
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        run.normal_step("before", optimizer)
+        run.evaluate("evaluation before")
+        run.model.load_state_dict(other)
+        run.evaluate("evaluation after")
+        run.normal_step("after", optimizer, seed=1)
+
+    assert_same_story(story, partial(chain, 4))
+
+
+def test_load_state_dict_with_assign() -> None:
+    """``assign=True`` makes new Parameter objects; ``rebuild`` adopts them."""
+    torch.manual_seed(5)
+    other = chain(4).state_dict()
+
+    def story(run: Run) -> None:
+        run.normal_step("before", sgd(run.model))
+        run.model.load_state_dict({name: value.clone() for name, value in other.items()}, assign=True)
+        run.rebuild()
+        optimizer = sgd(run.model)
+        run.normal_step("after", optimizer, seed=1)
+        run.normal_step("and again", optimizer, seed=2)
+
+    assert_same_story(story, partial(chain, 4))
+
+
+def copy_data(model: nn.Module, values: list[Tensor]) -> None:
+    """What EMA and weight averaging do: ``_version`` does not change."""
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data.copy_(value)
+
+
+def assign_data(model: nn.Module, values: list[Tensor]) -> None:
+    """What ``torch.nn.utils.vector_to_parameters`` does: the Parameter has another storage now."""
+    nn.utils.vector_to_parameters(torch.cat([value.flatten() for value in values]), model.parameters())
+
+
+def copy_no_grad(model: nn.Module, values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+
+def one_row(model: nn.Module, values: list[Tensor]) -> None:
+    """An edit so small that a sample of the bytes can miss it."""
+    model.blocks[0].up.weight.data[7] = values[2][7]
+
+
+@pytest.mark.parametrize("edit", [copy_data, assign_data, copy_no_grad, one_row])
+@pytest.mark.parametrize("k", [2, 4])
+def test_weights_edited_between_steps_are_seen(edit: Callable[[nn.Module, list[Tensor]], None], k: int) -> None:
+    """What stayed on the device must not be used when the host weights have other values now."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        run.normal_step("before", optimizer)
+        own = [p.detach().clone() for p in run.model.parameters()]
+        averaged = [value * 0.9 + 0.01 for value in own]
+        run.evaluate("own weights")
+        edit(run.model, averaged)
+        run.evaluate("averaged weights")
+        run.normal_step("a backward with averaged weights", None, seed=1)
+        edit(run.model, own)
+        run.evaluate("own weights again")
+        run.model.zero_grad()
+        run.normal_step("after", optimizer, seed=2)
+
+    assert_same_story(story, partial(chain, 4), k=k)
+
+
+# -------------------------------------------------------------------------------------------------------- saved tensors
+
+
+class WatchedChain(Chain):
+    """Calls ``watch`` whenever a block has returned."""
+
+    watch: Callable[[], None] = staticmethod(lambda: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            self.watch()
+        return x
+
+
+class CastCopies(TorchDispatchMode):
+    """Counts the living bf16 copies of weights; autograd and autocast's cache keep theirs out of Python's sight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and sorted(out.shape) == WEIGHT_SHAPE:
+            self.made.append(weakref.ref(out))
+        return out
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(copy() is not None for copy in self.made)
+
+
+def watched_chain() -> WatchedChain:
+    return WatchedChain(Block() for _ in range(5))
+
+
+def living_cast_copies(run: Run) -> list[int]:
+    """How many cast copies of weights live after each block of a forward under autocast, in the third step."""
+    counts: list[int] = []
+    for step in range(3):
+        with run.step():
+            with torch.autocast("cpu", dtype=torch.bfloat16), CastCopies() if step == 2 else nullcontext() as spy:
+                run.model.watch = (lambda spy=spy: counts.append(spy.alive())) if spy is not None else (lambda: None)
+                loss = run.model(run.rows(step)).square().mean()
+            loss.backward()
+    return counts
+
+
+def test_no_cast_copy_of_a_weight_survives_its_units_forward() -> None:
+    """Autocast keeps a copy of each weight until its region ends, with which streaming would save nothing."""
+    assert living_cast_copies(Run(watched_chain())) == [2, 4, 6, 8, 10], "the spy does not see what autocast does"
+    model = watched_chain()
+    with attached(model) as pipe:
+        assert living_cast_copies(Run(model, pipe=pipe)) == [0] * 5
+
+
+class Spy:
+    """A user's saved-tensor hooks that write down what they are given."""
+
+    def __init__(self) -> None:
+        self.packed: list[Tensor] = []
+        self.unpacked = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.packed.append(tensor)
+        return tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        self.unpacked += 1
+        return tensor
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_user_hooks_see_their_activations_and_no_weights(autocast: bool) -> None:
+    """Only the innermost pair of hooks runs: ours must hand on to the user's what is not a weight, and only that."""
+
+    def spied(run: Run) -> Spy:
+        for step in range(3):
+            spy, cast = Spy(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
+            with run.step(), saved_tensors_hooks(spy.pack, spy.unpack):
+                with cast:
+                    loss = run.model(run.rows(step)).square().mean()
+                loss.backward()
+        return spy
+
+    torch.manual_seed(0)
+    plain_model = chain(4)
+    plain = spied(Run(plain_model))
+    weights = {p.untyped_storage().data_ptr() for p in plain_model.parameters()}
+
+    def is_weight(tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in weights or sorted(tensor.shape) == WEIGHT_SHAPE
+
+    expected = [tensor for tensor in plain.packed if not is_weight(tensor)]
+    assert 0 < len(expected) < len(plain.packed)
+
+    torch.manual_seed(0)
+    model = chain(4)
+    with attached(model) as pipe:
+        ours = spied(Run(model, pipe=pipe))
+    assert len(ours.packed) == ours.unpacked == len(expected)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours.packed, expected, strict=True))
+
+
+def doubling_hooks() -> AbstractContextManager[None]:
+    """Hooks that store something else than what they were given."""
+    return saved_tensors_hooks(lambda t: t * 2 if t.is_floating_point() else t, lambda t: t / 2)
+
+
+@pytest.mark.parametrize("around", [save_on_cpu, doubling_hooks])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside-the-step", "around-the-step"])
+def test_user_hooks_around_the_model(around: Callable[[], AbstractContextManager[None]], inside: bool) -> None:
+    """save_on_cpu and own hooks around the model change no number, wherever the step begins."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        for step in range(3):
+            with (
+                nullcontext() if inside else around(),
+                run.step(),
+                around() if inside else nullcontext(),
+            ):
+                loss = run.model(run.rows(step)).square().mean()
+                loss.backward()
+            run.note(f"loss {step}", loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        run.normal_step("after", optimizer, seed=4)
+
+    assert_same_story(story, partial(chain, 4, dropout=0.1))
+
+
+# ------------------------------------------------------------------------------------------------- scopes and lifetimes
+
+
+def test_steps_nest() -> None:
+    """The scope is re-entrant: Lightning opens it around a step that the user's loop opens again."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        for step in range(2):
+            with run.step():
+                with run.step():
+                    loss = run.model(run.rows(step)).square().mean()
+                with run.step():
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.note(f"loss {step}", loss)
+        run.normal_step("after", optimizer)
+
+    assert_same_story(story, partial(chain, 4))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["forward-inside", "two-scopes"])
+def test_an_optimizer_step_inside_of_a_step(inside: bool) -> None:
+    """Manual optimization: the second forward of a step sees the weights that its first backward led to."""
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        for step in range(2):
+            with run.step():
+                for micro in range(3):
+                    with run.step() if not inside else nullcontext():
+                        loss = run.model(run.rows(10 * step + micro)).square().mean()
+                        loss.backward()
+                    run.note(f"loss {step} {micro}", loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        run.normal_step("after", optimizer)
+
+    assert_same_story(story, partial(chain, 4))
+
+
+def test_a_second_attachment_is_as_good_as_the_first() -> None:
+    """Several fits in a row: attach, train, detach, train plainly, attach with other options."""
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        run.normal_step("first", optimizer)
+        if run.pipe is not None:
+            run.pipe.detach()
+            run.pipe.detach()
+        first, run.pipe = run.pipe, None
+        run.normal_step("plain", optimizer, seed=1)
+        with attached(run.model, k=3, k_prime=2) if first is not None else nullcontext() as run.pipe:
+            run.normal_step("second", optimizer, seed=2)
+        run.pipe = first
+
+    assert_same_story(story, partial(chain, 4))
+
+
+def test_nothing_keeps_a_detached_pipeline_alive() -> None:
+    """No global hook, thread or module holds on to the engine or to its slots."""
+    model = chain(4)
+    with attached(model) as pipe:
+        run = Run(model, pipe=pipe)
+        run.normal_step("a step", adamw(model))
+        reference = weakref.ref(pipe)
+    del pipe, run
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes_are_exact(dtype: torch.dtype) -> None:
+    """64-true, bf16-true and 16-true stream the master itself."""
+    case = replace(
+        CASES["chain"],
+        build=lambda: chain(4).to(dtype),
+        batch=lambda: (torch.randn(5, 12, dtype=dtype),),
+        loss=lambda out, batch: out.square().mean(),
+    )
+    plan = Plan.of(case)
+    assert_exact(case, PipelineOptions(k=2, k_prime=1, debug=True), plan, reference_of(case, plan))
