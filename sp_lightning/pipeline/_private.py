@@ -1,0 +1,76 @@
+"""The private torch APIs the engine needs, in one place, each with the reason why nothing public serves.
+
+`tests/pipeline/test_private.py` fails when one of them changes. Everything else in the engine is public torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def top_saved_tensor_hooks() -> SavedTensorHooks | None:
+    """The saved-tensor hooks that autograd would call now.
+
+    Autograd calls only the innermost pair. Ours must hand what is not a weight to the pair below, or a user's
+    `checkpoint(use_reentrant=False)` is silently switched off; the public API can push a pair but not look at it.
+    """
+    hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:
+    """Push a pair without the context manager: a `with` block cannot span a module's enter and leave."""
+    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Undo one `push_saved_tensor_hooks`."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a node of a backward pass; a checkpoint's recomputation is told from a forward by it."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that is running now has run its last node (as DDP and FSDP2 do)."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Let the engine read masters without its own `__torch_function__` guard seeing it."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of a tensor's memory. Views made by autograd (`W.t()`) share it, `is` and `isinstance` miss them."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # functorch's wrappers have no memory of their own
+        return 0
+
+
+def users_of_storage(tensor: Tensor) -> int:
+    """How many tensors and storage objects hold this memory: tells whether a user kept an old gradient."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def tensor_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], Tensor | None]]:
+    """Hooks of `Tensor.register_hook`. The graph holds the twin, so the master's own hooks are called by hand."""
+    return list((parameter._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], None]]:
+    """Hooks of `register_post_accumulate_grad_hook`, called by hand for the same reason."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return list((hooks or {}).values())

@@ -1,0 +1,219 @@
+"""An arrangement: units, host memory, places on the device and twins, made from a module tree at one moment.
+
+A pipeline makes one when it attaches, and another one when it has learned something (a weight used outside of its
+unit, a weight that autocast lowers) or when the module tree has changed. Masters keep their identity and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.device import Group, place_in_arena
+from sp_lightning.pipeline.host import GroupHost, HostBuffer, as_bytes, available_host_memory, lay_out, tensor_in
+from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
+from sp_lightning.pipeline.summary import readable_bytes
+from sp_lightning.pipeline.transfer import Backend
+from sp_lightning.pipeline.units import Member, Unit, find_units
+from sp_lightning.pipeline.weights import Twin, Weight
+
+_DEFAULT_SLOTS = 2  # one computes, one arrives
+_LARGEST_UNIT = 2 << 30  # blocks above this many bytes are divided where their structure allows it
+
+
+class Learned:
+    """What a pipeline finds out while it runs, for the next arrangement.
+
+    Attributes:
+        resident: Names of weights that are used outside of their unit.
+        split: Modules that are not called themselves, only their children are.
+        lowered: The dtype to which autocast lowers a weight, by the identity of the master.
+        used_as_is: Masters that are used in their own dtype, by identity.
+        buffers: Host memory of earlier arrangements, by the identities of the masters in it.
+    """
+
+    def __init__(self) -> None:
+        self.resident: list[str] = []
+        self.split: list[nn.Module] = []
+        self.lowered: dict[int, torch.dtype] = {}
+        self.used_as_is: set[int] = set()
+        self.buffers: dict[tuple[int, ...], HostBuffer] = {}
+
+
+class Arrangement:
+    """Lays a module's weights out on host and device. Nothing is changed before everything has been checked.
+
+    Args:
+        module: The module.
+        options: The user's choices.
+        learned: What earlier steps have shown.
+        backend: Allocates and pins.
+
+    Raises:
+        ValueError: If an option does not fit the module or the memory.
+    """
+
+    def __init__(self, module: nn.Module, options: PipelineOptions, learned: Learned, backend: Backend) -> None:
+        self._options = options
+        self._backend = backend
+        self.pin = options.pin_memory is not False
+        device_bytes = backend.total_memory()
+        budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
+        largest = min(_LARGEST_UNIT, (budget or device_bytes or 8 * _LARGEST_UNIT) // 8)
+        plan = find_units(module, options.units, [*options.resident, *learned.resident], largest, learned.split)
+        self.units = plan.units
+        self.resident = plan.resident
+        self.callers = plan.callers
+        self.unmanaged = plan.unmanaged
+        self.all_units = plan.all_units()
+        self.weights = [weight for unit in self.all_units for weight in unit.weights]
+        for weight in self.weights:
+            weight.compute_dtype = learned.lowered.get(id(weight.master), weight.master.dtype)
+        self._choose_window()
+        self._check_budget(budget)
+        self._check_host_memory()
+        self.groups: list[Group] = []
+        self.twins: dict[int, Twin] = {}
+        self._lay_out(learned)
+
+    @property
+    def streamed_members(self) -> list[Member]:
+        """Members of streamed units, in expected order."""
+        return [member for unit in self.units for member in unit.members]
+
+    @property
+    def members(self) -> list[Member]:
+        """Every module that gets a gate."""
+        return [*self.streamed_members, *self.resident.members, *self.callers]
+
+    def make_resident(self, weight: Weight) -> Twin:
+        """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
+        weight.compute_dtype = weight.master.dtype
+        masters = HostBuffer(weight.host.nbytes, self._backend, False, as_bytes(weight.host))
+        group = Group(-1, 0, GroupHost([weight], self._backend, False, masters), resident=True)
+        group.place = self._backend.allocate(group.nbytes)
+        self.groups.append(group)
+        twin = self._make_twin(weight, group, 0)
+        for member in self.members:
+            if any(place.weight is weight for place in member.places):
+                member.find_groups()
+        return twin
+
+    def device_bytes(self) -> int:
+        """Device memory for weights."""
+        return self.arena.nbytes + sum(group.nbytes for group in self.groups if group.resident)
+
+    # ------------------------------------------------------------------------------------------------------ checks
+
+    def _choose_window(self) -> None:
+        k, k_prime = self._options.k, self._options.k_prime
+        self.k_prime = k_prime if isinstance(k_prime, int) else 1
+        self.k = k if isinstance(k, int) else _DEFAULT_SLOTS * self.k_prime
+        self._window = max(1, self.k // self.k_prime)
+        self._parts = [self.units[i : i + self.k_prime] for i in range(0, len(self.units), self.k_prime)]
+
+    def _check_budget(self, budget: int | None) -> None:
+        if budget is None:
+            return
+        resident = _sent_bytes([self.resident])
+        gradients = 2 * max(_sent_bytes([unit]) for unit in self.all_units)
+        _, arena = place_in_arena([_sent_bytes(part) for part in self._parts], self._window)
+        needed = arena + resident + gradients
+        if needed > budget:
+            least = max((_sent_bytes([unit]) for unit in self.units), default=0) + resident + gradients
+            raise ValueError(
+                f"`memory_budget={self._options.memory_budget!r}` is too small with `k={self.k}`: slots take "
+                f"{readable_bytes(arena)}, resident weights {readable_bytes(resident)}, gradients on their way "
+                f"{readable_bytes(gradients)}. The least budget that works, with k=1, is {least} bytes "
+                f"({readable_bytes(least)})."
+            )
+
+    def _check_host_memory(self) -> None:
+        free = available_host_memory()
+        gradients = sum(weight.master.nbytes for weight in self.weights if weight.master.requires_grad)
+        copies = sum(weight.compute_bytes for weight in self.weights if weight.lowered)
+        moving = max(_sent_bytes(part) for part in [*self._parts, [self.resident]])
+        needed = gradients + copies + moving
+        if free is not None and needed > free:
+            raise ValueError(
+                f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model "
+                f"({readable_bytes(gradients)} for gradients, the rest for copies of weights; optimizer state is not "
+                f"counted), and {readable_bytes(free)} are free. Use a machine with more memory or freeze part of the model."
+            )
+
+    # ------------------------------------------------------------------------------------------------------ memory
+
+    def _lay_out(self, learned: Learned) -> None:
+        before, learned.buffers = learned.buffers, {}
+        for index, part in enumerate(self._parts):
+            self.groups.append(self._make_group(index, part, before, learned.buffers))
+        sizes = [group.nbytes for group in self.groups]
+        offsets, arena_bytes = place_in_arena(sizes, self._window)
+        self.arena = self._backend.allocate(arena_bytes)
+        for group, offset in zip(self.groups, offsets, strict=True):
+            group.place = self.arena[offset : offset + group.nbytes]
+            group.conflicts = [
+                other
+                for other, start in zip(self.groups, offsets, strict=True)
+                if other is not group and start < offset + group.nbytes and offset < start + other.nbytes
+            ]
+        if self.resident.weights:
+            group = self._make_group(len(self.groups), [self.resident], before, learned.buffers)
+            group.place = self._backend.allocate(group.nbytes)
+            self.groups.append(group)
+        for group in self.groups:
+            for weight, offset in zip(group.host.weights, group.host.source_offsets, strict=True):
+                self._make_twin(weight, group, offset)
+        for member in self.members:
+            member.find_groups()
+        for key, buffer in before.items():
+            if key not in learned.buffers:
+                buffer.release()
+
+    def _make_group(
+        self,
+        index: int,
+        units: Sequence[Unit],
+        before: dict[tuple[int, ...], HostBuffer],
+        now: dict[tuple[int, ...], HostBuffer],
+    ) -> Group:
+        weights = [weight for unit in units for weight in unit.weights]
+        key = tuple(id(weight.master) for weight in weights)
+        host = GroupHost(weights, self._backend, self.pin, before.get(key))
+        now[key] = host.masters
+        group = Group(index, len(units), host, resident=units[0].resident)
+        for unit in units:
+            unit.group = group
+        return group
+
+    def _make_twin(self, weight: Weight, group: Group, offset: int) -> Twin:
+        data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
+        weight.twin = Twin(weight, group, data)
+        self.twins[weight.twin.key] = weight.twin
+        return weight.twin
+
+
+def move_buffers(root: nn.Module, device: torch.device) -> None:
+    """Move buffers: they live on the device, because BatchNorm saves and changes the very objects."""
+    moved: dict[int, Tensor] = {}
+    for module in root.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer.to(device)
+                module._buffers[key] = moved[id(buffer)]
+
+
+def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move parameters that cannot stream (tensor subclasses, scripted modules): they live on the device."""
+    for parameter in parameters:
+        if parameter.device != device:
+            parameter.data = parameter.data.to(device)
+
+
+def _sent_bytes(units: Sequence[Unit]) -> int:
+    return lay_out([weight.compute_bytes for unit in units for weight in unit.weights])[1]

@@ -1,0 +1,225 @@
+"""Weights that are touched outside of their unit: found when it happens, and served right.
+
+`F.linear(x, self.emb.weight)`, an L2 penalty over `self.parameters()`, a parent that reads a child's weight,
+`module.forward(x)` called past `__call__`: none of these enters a unit, so the module tree holds masters, which lie on
+the host. While a step runs, masters therefore have a class with `__torch_function__`: an operation on one is redirected
+to the weight on the device, which the pipeline makes resident from then on. Reading attributes and writing in place
+(`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master. Outside of steps masters are ordinary Parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline._private import without_torch_function
+from sp_lightning.pipeline.weights import Weight
+
+_DEVICE_PROPERTIES = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
+_COMPUTED_PROPERTIES = {"T", "H", "mT", "mH", "real", "imag"}
+_ABOUT_THE_MASTER = {
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size",
+    "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_same_size", "is_set_to",
+    "data_ptr", "storage", "untyped_storage", "storage_type", "type", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "share_memory_", "detach", "cpu", "numpy",
+    "tolist", "__len__", "__repr__", "__format__", "__hash__", "__deepcopy__", "__reduce_ex__", "__setstate__",
+    "__array__", "__dlpack__", "__dlpack_device__", "__set__", "__delete__", "has_names",
+}  # fmt: skip
+
+
+class Owner(Protocol):
+    """The pipeline, as far as the guard knows it."""
+
+    device: torch.device
+
+    def serve(self, weight: Weight) -> nn.Parameter:
+        """The weight on the device, for an operation outside of its unit."""
+
+    def note_write(self, weight: Weight) -> None:
+        """The master may be written to now."""
+
+    def in_graph(self, weight: Weight) -> Tensor:
+        """The leaf that the graph of this step was built on."""
+
+
+class Guard:
+    """Turns masters into guarded Parameters and back.
+
+    Args:
+        owner: Whom to ask for the weight on the device.
+        weights: All weights.
+    """
+
+    def __init__(self, owner: Owner, weights: Iterable[Weight]) -> None:
+        self.owner = owner
+        self._weights = list(weights)
+        self.armed = False
+
+    def arm(self) -> None:
+        """From now on operations on masters are redirected."""
+        if not self.armed:
+            self.armed = True
+            for weight in self._weights:
+                _guarded[id(weight.master)] = (self, weight)
+                weight.master.__class__ = HostParameter
+
+    def disarm(self) -> None:
+        """Masters are ordinary Parameters again."""
+        if self.armed:
+            self.armed = False
+            for weight in self._weights:
+                weight.master.__class__ = nn.Parameter
+                del _guarded[id(weight.master)]
+
+    def redirect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that one of the masters is an argument of."""
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self._read_property(func, args)
+        if name in _DEVICE_PROPERTIES:
+            return self._ask_the_device(func, args)
+        first = args[0] if args else None
+        if isinstance(first, list | tuple) and first:
+            first = first[0]
+        writes = isinstance(first, HostParameter) and _writes_in_place(name)
+        if writes or name in _ABOUT_THE_MASTER or self._is_about_host_tensors(args, kwargs):
+            return self._on_the_host(func, args, kwargs, writes)
+        substitute = self.owner.in_graph if func is torch.autograd.grad else self.owner.serve
+        with without_torch_function():
+            new_args = _replace(args, substitute)
+            new_kwargs = {key: _replace(value, substitute) for key, value in kwargs.items()}
+        return func(*new_args, **new_kwargs)
+
+    def _read_property(self, func: Any, args: tuple[Any, ...]) -> Any:
+        name = getattr(func.__self__, "__name__", "")
+        if name in _DEVICE_PROPERTIES:
+            return self._ask_the_device(func, args)
+        if name in _COMPUTED_PROPERTIES:
+            return func(self.owner.serve(_weight_of(args[0])))
+        return self._on_the_host(func, args, {}, writes=name == "data")
+
+    def _ask_the_device(self, func: Any, args: tuple[Any, ...]) -> Any:
+        # transformers' `model.device` reads the first parameter to place inputs: inside a step that is the device
+        probe = torch.empty(0, device=self.owner.device)
+        return func(probe, *args[1:])
+
+    def _on_the_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool) -> Any:
+        if writes:
+            for master in _masters_in(args):
+                self.owner.note_write(_weight_of(master))
+        with without_torch_function():
+            return func(*args, **kwargs)
+
+    def _is_about_host_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether other operands lie on the host (a hand-made EMA); where host and device are one, it makes no difference."""
+        if self.owner.device.type == "cpu":
+            return False
+        return any(
+            isinstance(value, Tensor) and not isinstance(value, HostParameter) and value.device.type == "cpu" and value.dim()
+            for value in [*args, *kwargs.values()]
+        )
+
+
+_guarded: dict[int, tuple[Guard, Weight]] = {}
+
+
+class HostParameter(nn.Parameter):
+    """The class of masters while a step runs; same object, same memory, `isinstance(p, nn.Parameter)` holds."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand the operation to the guard of the first master among its arguments."""
+        master = next(_masters_in((args, kwargs or {})), None)
+        found = _guarded.get(id(master))
+        if found is None or _suspended:
+            with without_torch_function():
+                return func(*args, **(kwargs or {}))
+        return found[0].redirect(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is an ordinary Parameter."""
+        with without_torch_function():
+            copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle is of an ordinary Parameter."""
+        with without_torch_function():
+            return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+_suspended: list[object] = []
+
+
+def suspend_guards(reason: object) -> None:
+    """An optimizer steps: what it does with masters it means."""
+    _suspended.append(reason)
+
+
+def resume_guards(reason: object) -> None:
+    """Undo `suspend_guards`."""
+    if reason in _suspended:
+        _suspended.remove(reason)
+
+
+def resume_all_guards() -> None:
+    """After an exception: no optimizer steps any more."""
+    _suspended.clear()
+
+
+@contextmanager
+def guards_resumed() -> Iterator[None]:
+    """A closure that an optimizer calls computes again: there masters are guarded as ever."""
+    suspended, _suspended[:] = list(_suspended), []
+    try:
+        yield
+    finally:
+        _suspended[:] = suspended
+
+
+def guards_suspended() -> bool:
+    """Whether an optimizer steps now."""
+    return bool(_suspended)
+
+
+def _weight_of(master: HostParameter) -> Weight:
+    return _guarded[id(master)][1]
+
+
+def _masters_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, HostParameter):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _masters_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _masters_in(item)
+
+
+def _replace(value: Any, substitute: Callable[[Weight], Tensor]) -> Any:
+    if isinstance(value, HostParameter):
+        return substitute(_weight_of(value))
+    if isinstance(value, list | tuple):
+        items = [_replace(item, substitute) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _replace(item, substitute) for key, item in value.items()}
+    return value
+
+
+def _writes_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__") or name == "__setitem__"
+    return name.endswith("_")

@@ -1,0 +1,152 @@
+"""Entering and leaving units: what happens around a module's call, and before its backward.
+
+[Note: a subclass, not forward hooks]
+A module that is a gate gets a subclass of its own class, made on the fly, as `fully_shard` does; the subclass
+surrounds `__call__`. Forward hooks would do the same job worse: torch's fast paths (`nn.TransformerEncoderLayer` in
+evaluation) look for hooks and compute other numbers when they see some, `always_call` hooks miss a
+KeyboardInterrupt, hooks are compiled into the graph of `block.compile()`, and a deepcopy of the module takes them
+along. A deepcopy or a pickle of a gate is of the plain class.
+
+[Note: before backward]
+Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
+tensor (its base, for a view) stays in the graph in every case, so the hook is put there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sp_lightning.pipeline.units import Member
+
+
+class Gatekeeper(Protocol):
+    """The pipeline, as far as gates know it."""
+
+    def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module's call with its weights on the device."""
+
+
+_gates: dict[int, tuple[Gatekeeper, Member]] = {}
+_gate_classes: dict[type, type] = {}
+
+
+def install_gate(member: Member, keeper: Gatekeeper) -> None:
+    """From now on calls of the member's module go through `keeper`.
+
+    Raises:
+        ValueError: If another pipeline has the module.
+    """
+    module = member.module
+    if id(module) in _gates:
+        raise ValueError(
+            f"Module {member.name!r} ({type(module).__name__}) already belongs to a pipeline. Detach that one first."
+        )
+    _gates[id(module)] = (keeper, member)
+    module.__class__ = _gate_class(type(module))
+
+
+def remove_gate(member: Member) -> None:
+    """Undo `install_gate`."""
+    module = member.module
+    if _gates.pop(id(module), None) is not None:
+        module.__class__ = _without_gate(type(module))
+
+
+def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
+    if plain not in _gate_classes:
+        plain_call = plain.__call__
+
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            found = _gates.get(id(self))
+            if found is None:
+                return plain_call(self, *args, **kwargs)
+            keeper, member = found
+            return keeper.call(member, plain_call.__get__(self), args, kwargs)
+
+        def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+            return _as_plain(self, lambda: self.__reduce_ex__(protocol))
+
+        methods: dict[str, Any] = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_superpipeline_plain": plain}
+        if hasattr(plain, "__deepcopy__"):
+
+            def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+                return _as_plain(self, lambda: self.__deepcopy__(memo))
+
+            methods["__deepcopy__"] = __deepcopy__
+        gate = type(plain)(plain.__name__, (plain,), methods)
+        gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
+        _gate_classes[plain] = gate
+    return _gate_classes[plain]
+
+
+def _as_plain(module: nn.Module, action: Callable[[], Any]) -> Any:
+    """Run something while the module has its plain class."""
+    gate = type(module)
+    module.__class__ = _without_gate(gate)
+    try:
+        return action()
+    finally:
+        module.__class__ = gate
+
+
+def _without_gate(cls: type) -> type:
+    """The class without ours, also where a parametrization registered meanwhile put its own subclass on top."""
+    if "_superpipeline_plain" in vars(cls):
+        plain: type = cls.__dict__["_superpipeline_plain"]
+        return plain
+    if hasattr(cls, "_superpipeline_plain"):
+        bases = tuple(_without_gate(base) for base in cls.__bases__)
+        return type(cls)(cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")})
+    return cls
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """All tensors in what a module returned: containers that torch or transformers registered, and dataclasses."""
+    if isinstance(output, Tensor):
+        return [output]
+    if output is None:
+        return []
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
+
+
+def replace_tensors(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """The same output with some tensors replaced; in place for dataclasses that torch does not know."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return replace(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                object.__setattr__(leaf, field.name, replace_tensors(getattr(leaf, field.name), replace))
+        return leaf
+
+    return pytree.tree_map(visit, output)
+
+
+def before_backward(outputs: list[Tensor], action: Callable[[], None]) -> None:
+    """Run `action` before backward reaches what computed these tensors."""
+    nodes = set()
+    for output in outputs:
+        made_by = output._base if output._is_view() else output
+        if made_by is not None and made_by.grad_fn is not None:
+            nodes.add(made_by.grad_fn)
+
+    def run(_: Any) -> None:
+        action()
+
+    for node in nodes:
+        node.register_prehook(run)
+
+

@@ -1,0 +1,180 @@
+"""Host memory: one exact, contiguous buffer per group of units, with the masters as tensors inside it.
+
+A group is copied to the device with one copy, so everything it sends must lie together. Where a weight is sent in
+the dtype it is kept in, the masters themselves are what is sent; where autocast would lower it, a second buffer
+holds the lowered copy, written once per change of the masters.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.pipeline.transfer import Backend
+from sp_lightning.pipeline.weights import Weight
+
+ALIGNMENT = 256  # bytes; what the strictest kernels and quantised formats ask of a tensor's address
+_SAMPLES_PER_WEIGHT = 4
+
+
+def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Aligned offsets for pieces of these many bytes, and the bytes in all."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def tensor_in(memory: Tensor, offset: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the shape and strides of `like` over bytes of `memory`, with a storage of its own.
+
+    A storage of its own, because a view of the buffer would drag the whole buffer into `torch.save`, would make
+    safetensors think that all weights are tied, and would share one version counter with everything else in it.
+    """
+    start = memory.storage_offset() + offset
+    storage = memory.untyped_storage()[start : start + like.numel() * dtype.itemsize]
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, like.size(), like.stride())
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its bytes exactly once (in any order of dimensions, so channels_last is dense)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _map_pages(nbytes: int) -> mmap.mmap:
+    if hasattr(mmap, "MAP_PRIVATE"):  # Python's default is shared: forked workers would write into our weights
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, nbytes)
+
+
+class HostBuffer:
+    """Page-aligned host memory of exactly the bytes asked for, page-locked where asked for and possible."""
+
+    def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | None = None) -> None:
+        if memory is None:
+            with torch.inference_mode(False):
+                memory = torch.frombuffer(_map_pages(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+        self.bytes = memory
+        self._backend = backend
+        self.pinned = pin and nbytes > 0 and backend.pin(self.bytes)
+
+    def release(self) -> None:
+        """Undo the page-lock; the memory itself lives as long as a tensor lies in it."""
+        if self.pinned:
+            self._backend.unpin(self.bytes)
+            self.pinned = False
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor as bytes."""
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        start = tensor.storage_offset() * tensor.element_size()
+        return empty.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
+
+
+class GroupHost:
+    """The host side of the weights that travel together.
+
+    Args:
+        weights: The weights, in the order in which they lie.
+        backend: Pins the memory.
+        pin: Whether to page-lock what is sent.
+        masters: The buffer that the masters already lie in, if an earlier pipeline of the same weights left one.
+    """
+
+    def __init__(self, weights: Sequence[Weight], backend: Backend, pin: bool, masters: HostBuffer | None = None) -> None:
+        self.weights = list(weights)
+        self._backend = backend
+        self._pin = pin
+        self._offsets, self.master_bytes = lay_out([weight.master.nbytes for weight in self.weights])
+        lowered = any(weight.lowered for weight in self.weights)
+        if masters is None:
+            masters = HostBuffer(self.master_bytes, backend, pin and not lowered)
+            for weight, offset in zip(self.weights, self._offsets, strict=True):
+                weight.adopt(tensor_in(masters.bytes, offset, weight.master, weight.master.dtype))
+        elif lowered:
+            masters.release()
+        self.masters = masters
+        self._sample_index = self._sampled_bytes()
+        self._lowered: list[Tensor] = []
+        if lowered:
+            self.source_offsets, nbytes = lay_out([weight.compute_bytes for weight in self.weights])
+            self.source = HostBuffer(nbytes, backend, pin)
+            self._lowered = [
+                tensor_in(self.source.bytes, offset, weight.master, weight.compute_dtype)
+                for weight, offset in zip(self.weights, self.source_offsets, strict=True)
+            ]
+        else:
+            self.source_offsets, self.source = self._offsets, masters
+        self._sent: Any = None
+
+    def current_state(self) -> tuple[tuple[int, ...], Tensor]:
+        """What tells whether masters have changed: their version counters and a sample of their bytes.
+
+        `.data.copy_` (EMA, weight averaging, pruning) does not move the version counter, hence the sample.
+        """
+        for weight in self.weights:
+            weight.readopt()
+        with torch.inference_mode(False):
+            return tuple(weight.master._version for weight in self.weights), self.masters.bytes[self._sample_index]
+
+    def prepare(self) -> tuple[Tensor, tuple[tuple[int, ...], Tensor]]:
+        """The bytes to send, brought up to date, and the state of the masters that they hold."""
+        state = self.current_state()
+        if self._lowered and not same_state(state, self._sent):
+            for weight, target in zip(self.weights, self._lowered, strict=True):
+                target.copy_(weight.host)
+            self._sent = state
+        return self.source.bytes, state
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory held for these weights, without gradients."""
+        return self.masters.bytes.nbytes + (self.source.bytes.nbytes if self.source is not self.masters else 0)
+
+    def release(self) -> None:
+        """Undo page-locks; the masters stay where they are."""
+        self.masters.release()
+        self.source.release()
+
+    def _sampled_bytes(self) -> Tensor:
+        """Indices of a few whole elements of every weight, spread over it."""
+        indices: list[int] = []
+        for weight, offset in zip(self.weights, self._offsets, strict=True):
+            count, size = weight.master.numel(), weight.master.element_size()
+            for element in {round(i * (count - 1) / (_SAMPLES_PER_WEIGHT - 1)) for i in range(_SAMPLES_PER_WEIGHT)}:
+                if count:
+                    indices.extend(range(offset + element * size, offset + (element + 1) * size))
+        with torch.inference_mode(False):
+            return torch.tensor(indices, dtype=torch.long)
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two results of `GroupHost.current_state` are of the same weights' values."""
+    return one is not None and other is not None and one[0] == other[0] and torch.equal(one[1], other[1])
+
+
+def available_host_memory() -> int | None:
+    """Bytes of host memory that are free now, where the system tells."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None

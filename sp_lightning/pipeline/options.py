@@ -1,0 +1,111 @@
+"""What a user may choose, checked once, before any work. The engine's rooms take the values they need, not this object."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch import nn
+
+UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
+
+_UNITS_OF_BYTES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """Choices for one pipeline; every default works.
+
+    Args:
+        k: Units on the device at once. At or above the number of units, nothing is streamed.
+        k_prime: Units moved together in one transfer, at most `k`.
+        memory_budget: Device memory that weights and gradients on their way may take: bytes, a fraction of the
+            device's memory (a float up to 1), or text such as `"12GB"`.
+        units: What a unit is: module classes or their names, or a callable `(name, module) -> bool`. `None` finds them.
+        resident: Names of modules or parameters that always stay on the device.
+        pin_memory: Page-locked host memory; `"auto"` pins where the device gains by it.
+        debug: Poison free slots, delay copies, and check every access to a weight.
+
+    Raises:
+        ValueError: For a value outside of what is allowed.
+    """
+
+    k: int | Literal["auto"] = "auto"
+    k_prime: int | Literal["auto"] = "auto"
+    memory_budget: int | float | str | None = None
+    units: UnitPolicy | None = None
+    resident: Sequence[str] = ()
+    pin_memory: bool | Literal["auto"] = "auto"
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _check_count("k", self.k)
+        _check_count("k_prime", self.k_prime)
+        if isinstance(self.k, int) and isinstance(self.k_prime, int) and self.k_prime > self.k:
+            raise ValueError(
+                f"`k_prime={self.k_prime}` is larger than `k={self.k}`: the units that move together must fit among the "
+                f"units on the device. Choose 1 <= k_prime <= {self.k}, or a larger k."
+            )
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget, device_bytes=None)
+        _check_policy(self.units)
+        if isinstance(self.resident, str) or not all(isinstance(name, str) for name in self.resident):
+            raise ValueError(f"`resident={self.resident!r}` must be a list of module or parameter names.")
+        for name in ("pin_memory", "debug"):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (name == "pin_memory" and value == "auto")):
+                allowed = "True, False or 'auto'" if name == "pin_memory" else "True or False"
+                raise ValueError(f"`{name}={value!r}` must be {allowed}.")
+
+
+def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | None:
+    """Turn a budget as users write it into bytes; `None` for a fraction of a device whose memory is not known.
+
+    Raises:
+        ValueError: If the budget is not positive, not a size, or a fraction above 1.
+    """
+    advice = "Give bytes (an int), a fraction of the device's memory (a float up to 1.0) or text such as '12GB'."
+    if isinstance(budget, bool):
+        raise ValueError(f"`memory_budget={budget!r}` is not an amount of memory. {advice}")
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
+        if match is None or match[2].lower() not in _UNITS_OF_BYTES:
+            raise ValueError(f"`memory_budget={budget!r}` is not an amount of memory. {advice}")
+        budget = int(float(match[1]) * _UNITS_OF_BYTES[match[2].lower()])
+    if budget <= 0:
+        raise ValueError(f"`memory_budget={budget!r}` must be above zero. {advice}")
+    if isinstance(budget, float):
+        if budget > 1:
+            raise ValueError(f"`memory_budget={budget!r}` is a float above 1, which is no fraction. {advice}")
+        return None if device_bytes is None else int(budget * device_bytes)
+    return budget
+
+
+def _check_count(name: str, value: object) -> None:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return
+    raise ValueError(f"`{name}={value!r}` must be 'auto' or an integer of at least 1.")
+
+
+def _check_policy(units: object) -> None:
+    entries = units if isinstance(units, Sequence) and not isinstance(units, str) else [units]
+    names_or_classes = all(isinstance(entry, str | type) for entry in entries)
+    if units is None or (names_or_classes and len(entries) > 0) or (callable(units) and not isinstance(units, type)):
+        return
+    raise ValueError(
+        f"`units={units!r}` must be None, a module class or class name, a non-empty list of those, "
+        "or a callable (name, module) -> bool."
+    )

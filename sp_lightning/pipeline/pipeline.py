@@ -1,0 +1,544 @@
+"""The pipeline: owns all of the engine's parts and moves them through a step.
+
+[Note: one step]
+`step()` opens a scope: masters are guarded, and what lies on the device is checked against them before it is used.
+A unit's call *enters* it (its group is on the device, twins stand in the module tree) and *leaves* it (masters are
+back, the slot may be given away). Backward *reaches* units through the nodes that made their outputs, through what it
+unpacks, and through recomputation; it leaves all of them when it ends. Each time, the schedule is asked what comes
+next and copies are started for it.
+
+    schedule -> transfer -> device -> hooks -> autograd -> gradients -> optimizer -> host
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline._private import in_backward, storage_key, when_backward_ends, without_torch_function
+from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
+from sp_lightning.pipeline.device import Group
+from sp_lightning.pipeline.gradients import GradientReturn
+from sp_lightning.pipeline.guard import Guard, guards_resumed, guards_suspended, resume_all_guards
+from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
+from sp_lightning.pipeline.host import as_bytes
+from sp_lightning.pipeline.lowering import LoweringSpy
+from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.options import PipelineOptions, UnitPolicy
+from sp_lightning.pipeline.saved import SavedTensors
+from sp_lightning.pipeline.schedule import Pass, Schedule
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.summary import Summary
+from sp_lightning.pipeline.transfer import Backend, make_backend
+from sp_lightning.pipeline.units import Member, Unit
+from sp_lightning.pipeline.weights import Twin, Weight
+from sp_lightning.pipeline.window import Window
+
+
+class Pipeline:
+    """Streams a module's units between host and device while it computes.
+
+    Attaching happens on construction, `detach` undoes it. In between, the module is used as ever: call it, call
+    `backward`, step any torch optimizer over its parameters, save and load its state.
+
+    Args:
+        module: The module, with its parameters on the CPU.
+        device: Where to compute; by default the current accelerator, or else the CPU.
+        options: Choices; the defaults work.
+        backend: How to copy; made for the device by default.
+
+    Raises:
+        ValueError: If an option does not fit the module or the memory; nothing is attached then.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
+        >>> pipeline = Pipeline(model, "cpu")
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> pipeline.detach()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str | None = None,
+        *,
+        options: PipelineOptions | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        self.module = module
+        self.device = _full_device(device)
+        self.options = options or PipelineOptions()
+        self.stats = Stats()
+        self._backend = backend or make_backend(self.device, self.options.debug)
+        self._learned = Learned()
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._backward_running = False
+        self._touched_outside: list[Weight] = []
+        self._rearrange = False
+        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        try:
+            self._arrange()
+        except BaseException:
+            self._backend.close()
+            raise
+        move_unmanaged(self._plan.unmanaged.values(), self.device)
+        listen_to_optimizers(self)
+        self._attached = True
+
+    # ------------------------------------------------------------------------------------------------------ public
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Scope around a training, validation or prediction step, or around a backward pass; may be nested.
+
+        Calls of the module open one by themselves. A wider one is needed around code that uses weights outside of
+        module calls, and around `torch.autograd.grad(..., create_graph=True)`.
+        """
+        if self._depth == 0:
+            self._open()
+        self._depth += 1
+        pushed = self._saved.push()
+        try:
+            yield
+        except BaseException:
+            if self._depth == 1 and not in_backward():
+                self.reset()
+            raise
+        finally:
+            if pushed:
+                self._saved.pop()
+            if self._depth:
+                self._depth -= 1
+                self._close()
+
+    def weights_changed(self) -> None:
+        """Weights on the host were written to: what lies on the device is checked before it is used again."""
+        self._window.suspect_all()
+
+    def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What `backward(inputs=...)` needs in place of these tensors: for a master, the leaf that is in the graph."""
+        with without_torch_function():
+            weights = {id(weight.master): weight for weight in self._plan.weights}
+            return [weights[id(t)].twin.parameter if id(t) in weights else t for t in tensors]
+
+    def reset(self) -> None:
+        """After an exception in the middle of a step: idle, nothing in flight, ready for the next step."""
+        with self._lock, without_torch_function():
+            self.stats.resets += 1
+            for member in self._plan.members:
+                member.held.clear()
+                self._swap_out(member)
+            self._reached.clear()
+            self._saved.pop_all()
+            self._returns.abandon()
+            self._backend.drain()
+            self._schedule.forget_position()
+            for group in self._plan.groups:
+                group.users = 0
+            self._backward_running = False
+            self._depth = 0
+            resume_all_guards()
+            self._guard.disarm()
+            self._window.suspect_all()
+
+    def rebuild(self) -> None:
+        """Take in a changed module tree: other Parameter objects, added or removed modules.
+
+        Raises:
+            RuntimeError: In the middle of a step.
+        """
+        if self._depth or self._backward_running:
+            raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
+        self._dismantle()
+        self._arrange()
+
+    def detach(self) -> None:
+        """Give the module back: plain, on the CPU, without a trace. Calling it again does nothing."""
+        if not self._attached:
+            return
+        if self._depth or self._backward_running:
+            self.reset()
+        self._attached = False
+        stop_listening(self)
+        self._dismantle()
+        for buffer in self._learned.buffers.values():
+            buffer.release()
+        move_buffers(self.module, torch.device("cpu"))
+        move_unmanaged(self._plan.unmanaged.values(), torch.device("cpu"))
+        self._backend.close()
+
+    def summary(self) -> Summary:
+        """What was planned, in numbers; `str()` of it is a table."""
+        plan = self._plan
+        return Summary(
+            device=str(self.device),
+            units=len(plan.units),
+            k=plan.k,
+            k_prime=plan.k_prime,
+            model_bytes=sum(weight.master.nbytes for weight in plan.weights),
+            device_bytes=plan.device_bytes(),
+            gradient_bytes=self._returns.device_bytes(),
+            resident=tuple(weight.name for weight in plan.resident.weights),
+            resident_bytes=sum(weight.compute_bytes for weight in plan.resident.weights),
+            host_bytes=sum(group.host.host_bytes() for group in plan.groups if group.units),
+            unit_names=tuple(unit.name for unit in plan.units),
+            unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.weights) for unit in plan.units),
+            lowered=sum(weight.lowered for weight in plan.weights),
+            pinned=all(group.host.source.pinned for group in plan.groups),
+        )
+
+    # ------------------------------------------------------------------------------------------ attach and take off
+
+    def _arrange(self) -> None:
+        plan = self._plan = Arrangement(self.module, self.options, self._learned, self._backend)
+        self._reached: list[Unit] = []
+        self._schedule = Schedule(len(plan.streamed_members))
+        self._saved = SavedTensors(plan.twins, self._require)
+        self._returns = GradientReturn(plan.all_units, self._backend, self.stats, plan.pin, self._note_backward)
+        self._guard = Guard(self, plan.weights)
+        groups = [member.unit.group for member in plan.streamed_members if member.unit is not None]
+        self._window = Window(plan.groups, groups, self._schedule, self._backend, self.stats, self._evicted)
+        move_buffers(self.module, self.device)
+        for member in plan.members:
+            install_gate(member, self)
+
+    def _dismantle(self) -> None:
+        """Take the arrangement off the module; masters keep their identity, their values and their memory."""
+        for member in self._plan.members:
+            remove_gate(member)
+        self._returns.close()
+        self._backend.drain()
+        for group in self._plan.groups:
+            if group.host.source is not group.host.masters:
+                group.host.source.release()
+
+    def _take_in_what_was_learned(self) -> None:
+        """Between steps, when no graph holds on to the old arrangement."""
+        if not self._rearrange or any(not graph.done for graph in self._graphs):
+            return
+        self._rearrange = False
+        for weight in self._touched_outside:
+            users = [m for m in self._plan.streamed_members if any(place.weight is weight for place in m.places)]
+            never_called = [m.module for m in users if m.entered == 0 and any(m.module.children())]
+            if never_called:  # a mere container: its children are called by its parent
+                self._learned.split += never_called
+            else:
+                self._learned.resident.append(weight.name)
+        self._touched_outside.clear()
+        self.rebuild()
+
+    # -------------------------------------------------------------------------------------------------- the scope
+
+    def _open(self) -> None:
+        if in_backward():
+            self._note_backward()
+            return
+        if self._backward_running or any(member.active for member in self._plan.members):
+            self.reset()  # an exception came out of a backward that nothing surrounded
+        self._take_in_what_was_learned()
+        self.stats.steps += 1
+        self._graph = _Graph()
+        self._activate()
+
+    def _activate(self) -> None:
+        if not self._guard.armed:
+            self._window.suspect_all()
+            self._guard.arm()
+
+    def _close(self) -> None:
+        if self._depth == 0 and not self._backward_running:
+            self._guard.disarm()
+
+    # ------------------------------------------------------------------------------------------- calls of modules
+
+    def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call of a member's module with its weights on the device (see hooks.py)."""
+        if guards_suspended():
+            with guards_resumed():
+                return self.call(member, forward, args, kwargs)
+        if self._depth == 0:
+            with self.step():
+                return self.call(member, forward, args, kwargs)
+        if member.unit is None:
+            return forward(*args, **kwargs)
+        self._enter(member)
+        pushed = self._saved.push()
+        try:
+            output = self._run(member, forward, args, kwargs)
+        finally:
+            if pushed:
+                self._saved.pop()
+            self._leave(member)
+        return self._watch(member, output)
+
+    def _run(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if member.observed or not torch.is_autocast_enabled(self.device.type):
+            return forward(*args, **kwargs)
+        spy = LoweringSpy(self._plan.twins, self.device.type)
+        with spy:
+            output = forward(*args, **kwargs)
+        member.observed = True
+        self._learn_lowering(spy)
+        return output
+
+    def _learn_lowering(self, spy: LoweringSpy) -> None:
+        learned = self._learned
+        learned.used_as_is |= {id(weight.master) for weight in spy.used_as_is}
+        for weight, dtype in spy.lowered.items():
+            learned.lowered.setdefault(id(weight.master), dtype)
+        for key in learned.used_as_is & set(learned.lowered):
+            del learned.lowered[key]
+        self._rearrange |= any(
+            learned.lowered.get(id(weight.master), weight.master.dtype) != weight.compute_dtype
+            for weight in [*spy.lowered, *spy.used_as_is]
+        )
+
+    def _enter(self, member: Member) -> None:
+        with self._lock, without_torch_function():
+            member.entered += 1
+            direction = _direction()
+            if member.index >= 0:
+                self._schedule.visit(member.index, direction)
+            for group in [group for group in member.groups if self._window.is_blocked(group)]:
+                for weight in {id(place.weight): place.weight for place in member.places}.values():
+                    if weight.twin.group is group:
+                        self._make_resident(weight)
+            for group in member.groups:
+                self._window.bring(group)
+                group.users += 1
+            member.held.append(member.groups)
+            self._swap_in(member)
+            self._window.prefetch()
+
+    def _leave(self, member: Member) -> None:
+        with self._lock, without_torch_function():
+            if not member.held:  # an exception inside led to a reset
+                return
+            for group in member.held.pop():
+                group.users -= 1
+            for place in member.places:
+                if place.weight.twin.changed_in_place:
+                    self._write_back(place.weight)
+            if not member.active and member.unit not in self._reached:
+                self._swap_out(member)
+            being_recomputed = member.unit.group if in_backward() and member.unit is not None else None
+            self._window.prefetch(being_recomputed)
+
+    def _swap_in(self, member: Member) -> None:
+        for place in member.places:
+            weight = place.weight
+            twin = weight.twin
+            if twin.parameter.requires_grad != weight.master.requires_grad:
+                self._follow_requires_grad(twin)
+            if place.parameters.get(place.key) is weight.master:  # else functional_call has put something there
+                place.parameters[place.key] = twin.parameter
+        for module, weights in member.recurrent:
+            module._flat_weights = [weight.twin.parameter for weight in weights]
+
+    def _swap_out(self, member: Member) -> None:
+        for place in member.places:
+            current = place.parameters.get(place.key)
+            if current is not None and current is not place.weight.master and storage_key(current) in self._plan.twins:
+                place.parameters[place.key] = place.weight.master
+        for module, weights in member.recurrent:
+            module._flat_weights = [weight.master for weight in weights]
+
+    def _follow_requires_grad(self, twin: Twin) -> None:
+        with torch.inference_mode(False):
+            twin.parameter.requires_grad_(twin.weight.master.requires_grad)
+            if twin.parameter.requires_grad and not twin.returns_gradient:
+                twin.returns_gradient = True
+                self._returns.watch(twin)
+
+    def _write_back(self, weight: Weight) -> None:
+        """A forward changed a weight in place: the host has the truth, so it gets the change."""
+        if weight.lowered:
+            raise RuntimeError(
+                f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its module out of "
+                "autocast, or change the weight outside of the forward."
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            arrived = torch.empty_like(weight.host)
+            self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
+            weight.master.copy_(arrived)
+        weight.twin.written_back()
+        self.stats.host_syncs += 1
+        self.stats.write_backs += 1
+        weight.twin.group.loaded_state = weight.twin.group.host.prepare()[1]
+
+    def _watch(self, member: Member, output: Any) -> Any:
+        """Have backward announce itself, and let nothing that leaves a unit lie in its slot."""
+        tensors = tensors_in(output)
+        if any(storage_key(tensor) in self._plan.twins for tensor in tensors):
+            output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._plan.twins else t)
+            tensors = tensors_in(output)
+        if member.index >= 0 and torch.is_grad_enabled():
+            graph = self._graph
+            watched = [tensor for tensor in tensors if tensor.requires_grad]
+            if watched:
+                self._graphs.add(graph)
+                before_backward(watched, lambda: self._reach(member, graph))
+        return output
+
+    # --------------------------------------------------------------------------------------------------- backward
+
+    def _note_backward(self) -> None:
+        """Called at every sign of a backward pass; the first one opens it."""
+        if not self._backward_running and in_backward():
+            self._backward_running = True
+            self._graphs_in_backward: set[_Graph] = set()
+            self._activate()
+            when_backward_ends(self._end_backward)
+
+    def _reach(self, member: Member, graph: _Graph) -> None:
+        """Backward is about to run the nodes of a member's call."""
+        unit = member.unit
+        if unit is None or self._plan.twins.get(unit.weights[0].twin.key) is None:
+            return  # a graph of an earlier arrangement: unpacking will say so if it matters
+        with self._lock, without_torch_function():
+            if torch.is_grad_enabled() and self._depth == 0:
+                raise RuntimeError(
+                    "A backward pass with create_graph=True will need the weights once more. Surround forward and "
+                    "backward with `with pipeline.step():`."
+                )
+            self._note_backward()
+            self._graphs_in_backward.add(graph)
+            self._schedule.visit(member.index, Pass.BACKWARD)
+            self._returns.ship_all_but([unit, self._plan.resident])
+            self._window.bring(unit.group)
+            if unit not in self._reached:
+                self._reached.append(unit)
+            for other in unit.members:  # for checkpoints inside of the unit, which call its parts and not the unit
+                self._swap_in(other)
+            self._window.prefetch(in_use=unit.group)
+
+    def _require(self, twin: Twin) -> None:
+        """Backward unpacks a weight."""
+        with self._lock, without_torch_function():
+            self._note_backward()
+            if not twin.group.loaded:
+                self.stats.heals += 1
+            self._window.bring(twin.group)
+
+    def _end_backward(self) -> None:
+        with self._lock, without_torch_function():
+            for unit in self._reached:
+                self._take_twins_from(unit)
+            self._reached.clear()
+            for graph in self._graphs_in_backward:
+                graph.done = True
+            self._returns.finish()
+            self._backward_running = False
+            self._close()
+
+    def _evicted(self, group: Group) -> None:
+        for unit in [unit for unit in self._reached if unit.group is group]:
+            self._reached.remove(unit)
+            self._take_twins_from(unit)
+
+    def _take_twins_from(self, unit: Unit) -> None:
+        for member in unit.members:
+            if not member.active:
+                self._swap_out(member)
+
+    # --------------------------------------------------------------------------- weights used outside of their unit
+
+    def serve(self, weight: Weight) -> nn.Parameter:
+        """The weight on the device, for an operation outside of its unit (see guard.py)."""
+        with self._lock, without_torch_function():
+            twin = weight.twin
+            in_use = twin.group.users > 0 or weight.unit in self._reached
+            if not (twin.group.resident or (in_use and twin.group.loaded)):
+                twin = self._make_resident(weight)
+            self._window.bring(twin.group)
+            if twin.parameter.requires_grad != weight.master.requires_grad:
+                self._follow_requires_grad(twin)
+            return twin.parameter
+
+    def note_write(self, weight: Weight) -> None:
+        """A master may be written to."""
+        weight.twin.group.suspect = True
+        weight.unit.group.suspect = True
+
+    def in_graph(self, weight: Weight) -> Tensor:
+        """The leaf that the graph of this step was built on."""
+        return weight.twin.parameter
+
+    def _make_resident(self, weight: Weight) -> Twin:
+        self.stats.promotions += 1
+        twin = self._plan.make_resident(weight)
+        self._window.groups.append(twin.group)
+        self._touched_outside.append(weight)
+        self._rearrange = True
+        return twin
+
+
+class _Graph:
+    """Lives as long as autograd holds the nodes of one step; says whether a backward has run through them."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+def superpipeline(
+    module: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    k: int | Literal["auto"] = "auto",
+    k_prime: int | Literal["auto"] = "auto",
+    memory_budget: int | float | str | None = None,
+    units: UnitPolicy | None = None,
+    resident: Sequence[str] = (),
+    pin_memory: bool | Literal["auto"] = "auto",
+    debug: bool = False,
+) -> Pipeline:
+    """Train or run a module that is larger than the device, in a plain PyTorch loop.
+
+    Args:
+        module: The module, with its parameters on the CPU. Inputs go to the device, as ever.
+        device: Where to compute; by default the current accelerator, or else the CPU.
+        k: Units on the device at once.
+        k_prime: Units moved together, at most `k`.
+        memory_budget: Device memory for weights and gradients on their way, such as `"12GB"`.
+        units: What a unit is: module classes, class names, or `(name, module) -> bool`. `None` finds units.
+        resident: Names of modules and parameters that stay on the device.
+        pin_memory: Page-locked host memory.
+        debug: Delay copies, poison free slots, check accesses.
+
+    Returns:
+        The attached pipeline; call its `detach()` to get the plain module back.
+
+    Raises:
+        ValueError: If an argument is wrong or does not fit.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
+        >>> pipeline = superpipeline(model, "cpu", k=2)
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> pipeline.detach()
+    """
+    options = PipelineOptions(k, k_prime, memory_budget, units, resident, pin_memory, debug)
+    return Pipeline(module, device, options=options)
+
+
+def _full_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        usable = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+        device = usable if usable and hasattr(torch.get_device_module(usable), "Stream") else "cpu"
+    device = torch.device(device)
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+def _direction() -> Pass:
+    if in_backward():
+        return Pass.BACKWARD
+    return Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE

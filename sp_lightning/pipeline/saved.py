@@ -1,0 +1,135 @@
+"""What autograd saves for backward: a handle in place of every weight.
+
+Autograd saves weights as the Parameter, as a view (`W.t()`) or not at all, depending on the operation. Whatever
+shares memory with a twin is replaced by a handle that, when backward asks for it, first makes sure that the weight
+is on the device. So a slot may be given away between forward and backward, and backward heals what it finds missing.
+
+Saved-tensor hooks switch off autograd's own check for in-place changes, so it is done here, for weights and for
+everything else. Only the innermost pair of hooks is called: what is not a weight goes on to the pair that was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_lightning.pipeline._private import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    storage_key,
+    top_saved_tensor_hooks,
+)
+from sp_lightning.pipeline.weights import Twin
+
+
+class _Handle(NamedTuple):
+    """A weight (or a view of one): an alias of its fixed place, good whenever the weight is there."""
+
+    twin: Twin
+    alias: Tensor
+    version: int
+
+
+class _Kept(NamedTuple):
+    """Anything else, with the version that autograd would have checked."""
+
+    tensor: Tensor
+    version: int
+
+
+class _Delegated(NamedTuple):
+    """Anything else, packed by the hooks that were on top before ours."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
+class SavedTensors:
+    """Pushes and pops the pair of hooks.
+
+    Args:
+        twins: Twins by the identity of their memory.
+        require: Called with a twin before backward reads it.
+    """
+
+    def __init__(self, twins: dict[int, Twin], require: Callable[[Twin], None]) -> None:
+        self._twins = twins
+        self._require = require
+        self._pushed = 0
+
+    def push(self) -> bool:
+        """Make the hooks active unless they are on top already; True if `pop` must follow."""
+        if not torch.is_grad_enabled():
+            return False
+        outer = top_saved_tensor_hooks()
+        pack: Callable[[Tensor], Any] = self._pack
+        if outer is not None:
+            on_top = getattr(outer[0], "__self__", None)
+            if on_top is self or (isinstance(on_top, _Chained) and on_top.saved is self):
+                return False
+            pack = _Chained(self, *outer).pack
+        push_saved_tensor_hooks((pack, self._unpack))
+        self._pushed += 1
+        return True
+
+    def pop(self) -> None:
+        """Undo one `push` that returned True; nothing if `pop_all` already did."""
+        if self._pushed:
+            self._pushed -= 1
+            pop_saved_tensor_hooks()
+
+    def pop_all(self) -> None:
+        """Undo what an interrupted step left pushed."""
+        while self._pushed:
+            self.pop()
+
+    def handle(self, tensor: Tensor) -> _Handle | None:
+        """The handle for a weight or a view of one; None for other tensors."""
+        twin = self._twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+        return None if twin is None else _Handle(twin, tensor, twin.version())
+
+    def _pack(self, tensor: Tensor) -> _Handle | _Kept:
+        return self.handle(tensor) or _Kept(tensor, tensor._version)
+
+    def _unpack(self, packed: _Handle | _Kept | _Delegated) -> Tensor:
+        if isinstance(packed, _Delegated):
+            return packed.unpack(packed.packed)
+        if isinstance(packed, _Kept):
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(_changed_in_place(f"a tensor of shape {list(packed.tensor.shape)}"))
+            return packed.tensor
+        twin = packed.twin
+        if self._twins.get(twin.key) is not twin:
+            raise RuntimeError(
+                f"backward needs weight {twin.weight.name!r} of a graph that was built before superpipeline arranged its "
+                "memory anew (after the first step, or after `rebuild()`). Call backward in the step that built the graph."
+            )
+        if twin.version() != packed.version:
+            raise RuntimeError(_changed_in_place(f"weight {twin.weight.name!r}"))
+        self._require(twin)
+        return packed.alias
+
+
+class _Chained:
+    """The hooks, over a pair that was on top when they were pushed."""
+
+    def __init__(
+        self, saved: SavedTensors, outer_pack: Callable[[Tensor], Any], outer_unpack: Callable[[Any], Tensor]
+    ) -> None:
+        self.saved = saved
+        self._outer_pack = outer_pack
+        self._outer_unpack = outer_unpack
+
+    def pack(self, tensor: Tensor) -> _Handle | _Delegated:
+        return self.saved.handle(tensor) or _Delegated(self._outer_pack(tensor), self._outer_unpack)
+
+
+def _changed_in_place(what: str) -> str:
+    return (
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} was "
+        "changed between forward and backward. Enable anomaly detection to find the operation, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )

@@ -1,0 +1,68 @@
+"""What a pipeline planned, in numbers and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The plan of a pipeline.
+
+    Attributes:
+        device: Where it computes.
+        units: How many units stream.
+        k: Units on the device at once.
+        k_prime: Units moved together.
+        model_bytes: All weights, as they lie on the host.
+        device_bytes: Device memory for weights: slots and resident weights. It is never exceeded.
+        gradient_bytes: Device memory for gradients on their way to the host.
+        resident: Names of resident weights.
+        resident_bytes: Their bytes on the device.
+        host_bytes: Host memory for weights and for what is sent of them, without gradients and optimizer state.
+        unit_names: Names of the units.
+        unit_bytes: Bytes that each unit sends.
+        lowered: How many weights are sent in autocast's dtype.
+        pinned: Whether all that is sent lies in page-locked memory.
+    """
+
+    device: str
+    units: int
+    k: int
+    k_prime: int
+    model_bytes: int
+    device_bytes: int
+    gradient_bytes: int
+    resident: tuple[str, ...]
+    resident_bytes: int
+    host_bytes: int
+    unit_names: tuple[str, ...]
+    unit_bytes: tuple[int, ...]
+    lowered: int
+    pinned: bool
+
+    def __str__(self) -> str:
+        streamed = "all on the device, none streamed" if self.k >= self.units else "streamed"
+        largest = max(self.unit_bytes, default=0)
+        saved = 1 - self.device_bytes / self.model_bytes if self.model_bytes else 0.0
+        rows = [
+            ("device", self.device),
+            ("units", f"{self.units} ({streamed}), largest {readable_bytes(largest)}"),
+            ("k, k_prime", f"{self.k}, {self.k_prime}"),
+            ("resident", f"{len(self.resident)} weights, {readable_bytes(self.resident_bytes)}"),
+            ("weights on the device", f"{readable_bytes(self.device_bytes)} of {readable_bytes(self.model_bytes)}"),
+            ("saved on the device", f"{max(saved, 0.0):.0%} of the weights"),
+            ("weights on the host", readable_bytes(self.host_bytes) + (", page-locked" if self.pinned else "")),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes as people write it."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

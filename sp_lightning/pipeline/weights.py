@@ -1,0 +1,103 @@
+"""One weight and its two Parameter objects.
+
+The *master* is the `nn.Parameter` that the user's module was built with. It stays on the host for good; optimizers,
+clipping, EMA and checkpoints see nothing else. The *twin* is a Parameter over device memory; while a unit computes,
+twins stand in the module tree in place of the masters, so the graph is built on the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline._private import storage_key
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.device import Group
+    from sp_lightning.pipeline.units import Unit
+
+
+class Twin:
+    """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away.
+
+    Attributes:
+        weight: Whose twin it is.
+        group: What has to be on the device for the bytes to be right.
+        data: The bytes as a tensor without autograd.
+        parameter: The leaf that the graph is built on.
+    """
+
+    def __init__(self, weight: Weight, group: Group, data: Tensor) -> None:
+        self.weight = weight
+        self.group = group
+        self.data = data
+        with torch.inference_mode(False):
+            self.parameter = nn.Parameter(data, requires_grad=False)
+        self.key = storage_key(data)
+        self.returns_gradient = False
+        self._seen_version = self.parameter._version
+        self._write_backs = 0
+
+    def version(self) -> int:
+        """Grows with every in-place change that autograd would count on a plain parameter.
+
+        Saved-tensor hooks switch autograd's own check off, so saved weights are checked against this.
+        """
+        return self.weight.master._version + self.parameter._version - self._write_backs
+
+    @property
+    def changed_in_place(self) -> bool:
+        """Whether a forward wrote into the twin (`nn.Embedding(max_norm=...)` does) since it was last written back."""
+        return self.parameter._version != self._seen_version
+
+    def written_back(self) -> None:
+        """The master got the change, by one in-place write, which must not count twice."""
+        self._seen_version = self.parameter._version
+        self._write_backs += 1
+
+
+class Weight:
+    """A weight of the model.
+
+    Args:
+        name: Its first name in the module tree.
+        master: The user's Parameter.
+
+    Attributes:
+        host: The master's memory as a plain tensor.
+        compute_dtype: The dtype in which it is sent: the master's, or the one that autocast lowers it to.
+        unit: The unit it belongs to.
+        twin: Its current twin.
+    """
+
+    unit: Unit
+    twin: Twin
+
+    def __init__(self, name: str, master: nn.Parameter) -> None:
+        self.name = name
+        self.master = master
+        self.host = master.data
+        self.compute_dtype = master.dtype
+
+    @property
+    def lowered(self) -> bool:
+        """Whether it is sent in another dtype than the master's."""
+        return self.compute_dtype != self.master.dtype
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of the weight as it is sent."""
+        return self.master.numel() * self.compute_dtype.itemsize
+
+    def adopt(self, host: Tensor) -> None:
+        """Move the master's values into `host` and point the master there; the Parameter object stays the same."""
+        host.copy_(self.master.data)
+        self.master.data = host
+        self.host = host
+
+    def readopt(self) -> None:
+        """If someone gave the master other memory (`p.data = ...`), take its values back into ours."""
+        if self.master.data_ptr() != self.host.data_ptr():
+            self.adopt(self.host)

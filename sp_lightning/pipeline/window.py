@@ -1,0 +1,121 @@
+"""The window of groups that are on the device: what is brought, what goes, what is fetched ahead.
+
+[Note: when a group may be evicted]
+A place is given to another group when no call is inside of the group that has it, and, for a prefetch, when that
+group is not expected to be used before the one that wants the place. In backward, "no call is inside" means that
+backward has reached another unit: autograd runs nodes in the reverse order of their making, so a later unit's nodes
+have run by then. What that does not cover is healed by the handles in `saved.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import torch
+
+from sp_lightning.pipeline.device import Group, Residency
+from sp_lightning.pipeline.host import same_state
+from sp_lightning.pipeline.schedule import Schedule
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.transfer import Backend
+
+
+class Window:
+    """Brings groups to the device and evicts others.
+
+    Args:
+        groups: All groups, resident ones included.
+        group_of_member: The group of each streamed member, by its index in the schedule.
+        schedule: Tells what comes next.
+        backend: Copies.
+        stats: Counters.
+        on_evict: Called with a group before its place is given away.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        group_of_member: Sequence[Group],
+        schedule: Schedule,
+        backend: Backend,
+        stats: Stats,
+        on_evict: Callable[[Group], None],
+    ) -> None:
+        self.groups = list(groups)
+        self._group_of_member = list(group_of_member)
+        self._schedule = schedule
+        self._backend = backend
+        self._stats = stats
+        self._on_evict = on_evict
+
+    def suspect_all(self) -> None:
+        """Masters may have changed: every group is looked at before it is used again."""
+        for group in self.groups:
+            group.suspect = True
+
+    def is_blocked(self, group: Group) -> bool:
+        """Whether the group is absent and a call is inside of a group that has its place."""
+        return not group.loaded and any(other.loaded and other.users for other in group.conflicts)
+
+    def bring(self, group: Group) -> None:
+        """Make what is computed from now on see the group's weights."""
+        self._verify(group)
+        if not group.loaded:
+            self._stats.misses += 1
+            self._load(group)
+        assert group.ticket is not None
+        self._backend.wait(group.ticket)
+
+    def prefetch(self, in_use: Group | None = None) -> None:
+        """Start copies for what comes next, as far as places are free.
+
+        Args:
+            in_use: A group that backward reads now, although no call is inside of it.
+        """
+        if all(group.loaded and not group.suspect for group in self.groups):
+            return
+        soon = [in_use] if in_use is not None else []
+        for member in islice(self._schedule.upcoming(), 2 * len(self._group_of_member)):
+            group = self._group_of_member[member]
+            if group in soon:
+                continue
+            self._verify(group)
+            if not group.loaded:
+                if any(other.loaded and (other.users or other in soon) for other in group.conflicts):
+                    return
+                self._load(group)
+            soon.append(group)
+
+    def _verify(self, group: Group) -> None:
+        """If masters may have changed since the load, look; if they have, what is on the device is worthless."""
+        if group.suspect:
+            group.suspect = False
+            if group.loaded and not same_state(group.host.current_state(), group.loaded_state):
+                group.residency = Residency.ABSENT
+
+    def _load(self, group: Group) -> None:
+        for other in group.conflicts:
+            if other.loaded:
+                self._evict(other)
+        source, group.loaded_state = group.host.prepare()
+        group.ticket = self._backend.upload(group.place, source)
+        group.residency = Residency.LOADED
+        self._stats.bytes_to_device += source.nbytes
+        if group.resident:
+            self._stats.resident_loads += 1
+        else:
+            self._stats.loads += group.units
+        if torch.is_autocast_enabled(self._backend.device.type):
+            # autocast keeps casts by Parameter object: without this it would go on with the old values
+            torch.clear_autocast_cache()
+
+    def _evict(self, group: Group) -> None:
+        if group.users:
+            raise RuntimeError(
+                "superpipeline: a backward pass inside of a unit's forward needs the place of that very unit. Use a larger "
+                "`k`, or name the inner module in `resident`."
+            )
+        group.residency = Residency.ABSENT
+        self._on_evict(group)
+        self._backend.invalidate(group.place)
