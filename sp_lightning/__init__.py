@@ -35,7 +35,7 @@ _ADAPTORS = {"lightning": "sp_lightning.lightning", "pytorch_lightning": "sp_lig
 
 
 def _register() -> None:
-    loaded = [package for package in _ADAPTORS if package in sys.modules]
+    loaded = [package for package in _ADAPTORS if sys.modules.get(package) is not None]
     installed = [package for package in _ADAPTORS if find_spec(package) is not None]
     for package in loaded or installed[:1]:
         import_module(_ADAPTORS[package])

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
@@ -303,9 +304,14 @@ class SuperpipelineMixin(_Base):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         materialize(self._module, self.lightning)  # loading into a meta tensor does nothing but warn
+        before = list(self._module.parameters())
         super().load_model_state_dict(checkpoint, strict)
         if self.pipeline is not None:
-            self.pipeline.weights_changed()
+            after = list(self._module.parameters())
+            if len(before) == len(after) and all(old is new for old, new in zip(before, after, strict=True)):
+                self.pipeline.weights_changed()
+            else:  # a user's `load_state_dict` that assigns (hazard 5)
+                self.pipeline.rebuild()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -330,14 +336,20 @@ class SuperpipelineMixin(_Base):
         try:
             self._detach()
         finally:
-            trainer = None if self.lightning_module is None else self.lightning_module._trainer
+            module = self.lightning_module
+            trainer = None if module is None else module._trainer
             if self._layer_sync is not None and trainer is not None and trainer.state.fn == self.lightning.fitting:
                 assert self.model is not None
                 self.model = self._layer_sync.revert(self.model)
+            if module is not None and not any(t.is_meta for t in chain(module.parameters(), module.buffers())):
+                # Metrics, and what an attempt to attach left behind. What is still on meta is why `setup` raised.
+                module.cpu()
             if self._threads_before is not None:
                 torch.set_num_threads(self._threads_before)
                 self._threads_before = None
-            super().teardown()
+            for plugin in (self.precision_plugin, self.cluster_environment, self.accelerator, self.checkpoint_io):
+                assert plugin is not None
+                plugin.teardown()
 
     def _detach(self) -> None:
         pipeline, self.pipeline = self.pipeline, None

@@ -1,0 +1,77 @@
+"""The callback prints a plan and an outcome, changes nothing, and says when it is of no use."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from sp_lightning import SuperpipelineCallback
+from sp_lightning.callback import outcome
+from sp_lightning.pipeline import Stats
+
+from .lightning_modules import Base, assert_same_training, fit, loader, plain, streamed, trainer
+
+
+@pytest.fixture
+def messages(caplog):
+    caplog.set_level(logging.INFO)
+    return lambda: [record.message for record in caplog.records if record.levelno == logging.INFO]
+
+
+def test_changes_nothing():
+    assert_same_training(arguments=lambda: {"callbacks": SuperpipelineCallback()})
+
+
+def test_prints_plan_and_outcome_of_a_fit(messages):
+    ours = trainer(streamed(), callbacks=SuperpipelineCallback())
+    fit(ours, Base())
+    texts = messages()
+    outcomes = [text for text in texts if "unit loads" in text]
+    assert len(outcomes) == 1
+    assert "saved" in outcomes[0]
+    plans = [text for text in texts if "k_prime" in text or "units" in text]
+    assert plans
+    assert texts.index(plans[0]) < texts.index(outcomes[0])
+
+
+@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+def test_prints_plan_and_outcome_of_an_evaluation(messages, entry):
+    ours = trainer(streamed(), callbacks=SuperpipelineCallback())
+    getattr(ours, entry)(Base(), loader(2))
+    assert sum("unit loads" in text for text in messages()) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_says_that_it_does_nothing_under_another_strategy(messages):
+    ours = trainer(plain(), callbacks=SuperpipelineCallback())
+    with pytest.warns(UserWarning, match="does nothing.*runs `SingleDeviceStrategy`"):
+        fit(ours, Base())
+    assert not [text for text in messages() if "unit loads" in text]
+
+
+def test_outcome_in_numbers():
+    class Summary:
+        device, device_bytes, model_bytes = "cuda:0", 10**9, 4 * 10**9
+
+    text = outcome(Stats(steps=5, loads=40, bytes_to_device=8 * 10**9, bytes_to_host=2 * 10**6, misses=1), Summary())
+    assert text == (
+        "Superpipeline: 5 steps, 40 unit loads, 8.00 GB to the device, 2.00 MB back; 1 loads came late, 0 were"
+        " repeated.\nWeights on cuda:0: at most 1.00 GB of 4.00 GB (75% saved)."
+    )
+    Summary.model_bytes = 0
+    assert "(0% saved)" in outcome(Stats(), Summary())
+
+
+def test_a_module_without_weights():
+    class Empty(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.blocks, self.head
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :2]
+
+    ours = trainer(streamed(), callbacks=SuperpipelineCallback())
+    assert len(ours.predict(Empty(), loader(2))) == 2

@@ -1,0 +1,335 @@
+"""Checkpoints are ordinary Lightning files, written and read without a second copy in memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from torch import nn
+
+from sp_lightning import SuperpipelineCheckpointIO, SuperpipelineStrategy
+from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
+
+from .helpers import Trace, assert_same_trace
+from .lightning_modules import Base, Block, fit, loader, note_end, plain, run, streamed, trainer
+
+STRATEGIES = {"plain": plain, "streamed": streamed}
+
+
+class Tied(Base):
+    """A weight with two names, a frozen weight, a buffer that is not saved, and hyperparameters."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__(blocks)
+        self.save_hyperparameters()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.blocks[1].norm.requires_grad_(False)
+        for block in self.blocks:
+            block.drop.p = 0.0  # checkpoints do not hold the random state
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+def trained(strategy: Any, path: Path | None = None, resume: Path | None = None, **arguments: Any) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    module = Tied()
+    torch.manual_seed(2)
+    ours = trainer(strategy, **arguments)
+    ours.fit(module, loader(), loader(2), ckpt_path=resume)
+    if path is not None:
+        ours.save_checkpoint(path)
+    return ours, module
+
+
+def flat(value: Any, label: str = "") -> Trace:
+    """Every leaf of a checkpoint by its path."""
+    if isinstance(value, dict):
+        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{label} / {key}").items()}
+    if isinstance(value, list | tuple):
+        return {k: v for i, inner in enumerate(value) for k, v in flat(inner, f"{label} / {i}").items()}
+    return {label: value}
+
+
+def test_the_file_is_what_plain_training_writes(tmp_path):
+    for name, strategy in STRATEGIES.items():
+        trained(strategy(), tmp_path / name)
+    expected, actual = (torch.load(tmp_path / name, weights_only=False) for name in STRATEGIES)
+    assert list(expected) == list(actual)
+    assert list(expected["state_dict"]) == list(actual["state_dict"])
+    assert expected["state_dict"]._metadata == actual["state_dict"]._metadata
+    assert_same_trace(flat(expected), flat(actual))
+    assert {type(v) for v in actual["state_dict"].values()} == {torch.Tensor}
+    sizes = [os.path.getsize(tmp_path / name) for name in STRATEGIES]
+    assert abs(sizes[0] - sizes[1]) < 2000, "the file holds more than the weights"
+
+
+def test_each_weight_can_be_taken_out_of_the_file(tmp_path):
+    """Weights are views of a flat buffer while attached; in the file each has a storage of its own size."""
+    ours = trainer(streamed(), callbacks=callbacks.ModelCheckpoint(tmp_path, save_last=True), enable_checkpointing=True)
+    torch.manual_seed(1)
+    fit(ours, Tied())
+    state = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
+    for name, tensor in state.items():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+    assert state["blocks.0.up.weight"].data_ptr() == state["blocks.2.up.weight"].data_ptr()
+
+
+def test_the_file_loads_without_the_package(tmp_path):
+    _, module = trained(streamed(), tmp_path / "a.ckpt")
+    loaded = Tied.load_from_checkpoint(tmp_path / "a.ckpt")
+    for name, value in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True, map_location="cpu")["state_dict"]
+
+
+@pytest.mark.parametrize("first", STRATEGIES)
+@pytest.mark.parametrize("second", STRATEGIES)
+def test_resume_in_both_directions(tmp_path, first, second):
+    uninterrupted, reference = trained(plain(), max_epochs=3)
+    trained(STRATEGIES[first](), tmp_path / "a.ckpt", max_epochs=2)
+    ours, module = trained(STRATEGIES[second](), resume=tmp_path / "a.ckpt", max_epochs=3)
+    reference.trace, module.trace = Trace(), Trace()
+    assert_same_trace(note_end(reference, uninterrupted), note_end(module, ours))
+
+
+@pytest.mark.parametrize("first", STRATEGIES)
+def test_resume_in_the_middle_of_an_epoch(tmp_path, first):
+    """With accumulation, ModelCheckpoint in the loop, and the last checkpoint."""
+
+    def arguments(folder: Path) -> dict[str, Any]:
+        checkpoint = callbacks.ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, save_last=True)
+        return {"accumulate_grad_batches": 2, "enable_checkpointing": True, "callbacks": checkpoint}
+
+    trained(STRATEGIES[first](), **arguments(tmp_path / first), max_epochs=2)
+    middle = tmp_path / first / "epoch=1-step=4.ckpt"
+    assert middle.is_file()
+    assert (tmp_path / first / "last.ckpt").exists()
+    # Lightning begins the epoch's data anew, so an uninterrupted run is no reference.
+    resumed, reference = trained(plain(), resume=middle, max_epochs=3, **arguments(tmp_path / "reference"))
+    ours, module = trained(streamed(), resume=middle, max_epochs=3, **arguments(tmp_path / "resumed"))
+    assert reference.trace
+    assert_same_trace(note_end(reference, resumed), note_end(module, ours))
+
+
+@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+def test_evaluating_a_checkpoint(tmp_path, entry):
+    trained(streamed(), tmp_path / "a.ckpt")
+
+    def drive(trainer: L.Trainer, module: Base) -> Any:
+        return getattr(trainer, entry)(module, loader(2), ckpt_path=tmp_path / "a.ckpt")
+
+    expected = run(plain(), Tied, drive, dict)
+    assert_same_trace(expected, run(streamed(), Tied, drive, dict))
+
+
+def test_saving_after_a_fit_and_a_test(tmp_path):
+    for name, strategy in STRATEGIES.items():
+        ours, module = trained(strategy())
+        ours.test(module, loader(2), verbose=False)
+        ours.save_checkpoint(tmp_path / name)
+        ours.save_checkpoint(tmp_path / f"{name}, weights", weights_only=True)
+    for suffix in ("", ", weights"):
+        expected, actual = (torch.load(tmp_path / f"{name}{suffix}", weights_only=False) for name in STRATEGIES)
+        assert_same_trace(flat(expected), flat(actual))
+
+
+def test_configure_model_and_resume(tmp_path):
+    class Configured(Base):
+        def __init__(self) -> None:
+            super().__init__(blocks=0)
+
+        def configure_model(self) -> None:
+            if not self.blocks:
+                with torch.device("meta"):
+                    self.blocks.extend(Block() for _ in range(3))
+
+    ours = trainer(streamed())
+    module = Configured()
+    fit(ours, module)
+    ours.save_checkpoint(tmp_path / "a.ckpt")
+    again = Configured()
+    trainer(streamed()).validate(again, loader(2), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    for name, value in module.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.ckpt"
+    io = SuperpipelineCheckpointIO()
+    io.save_checkpoint({"a": torch.ones(2)}, path)
+
+    class Unpicklable:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("not this one")
+
+    with pytest.raises(RuntimeError, match="not this one"):
+        io.save_checkpoint({"a": torch.zeros(2), "b": Unpicklable()}, path)
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    assert torch.equal(io.load_checkpoint(path)["a"], torch.ones(2))
+
+
+def test_hazard_22_no_second_copy_on_save(tmp_path, monkeypatch):
+    def serialise(*_: Any) -> None:
+        raise AssertionError("serialised into memory")
+
+    monkeypatch.setattr("lightning.fabric.plugins.io.torch_io._atomic_save", serialise)
+    trained(streamed(), tmp_path / "new folder" / "a.ckpt")
+    assert (tmp_path / "new folder" / "a.ckpt").is_file()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="looks into Linux's list of mappings")
+def test_hazard_22_no_second_copy_on_load(tmp_path):
+    path = tmp_path / "a.ckpt"
+    io = SuperpipelineCheckpointIO()
+    io.save_checkpoint({"a": torch.ones(1 << 20)}, path)
+    loaded = io.load_checkpoint(path)["a"]
+    assert str(path) in Path("/proc/self/smaps").read_text()
+    io.save_checkpoint({"a": torch.zeros(1 << 20)}, path)
+    assert loaded.sum() == 1 << 20, "a mapped file was overwritten in place"
+    del loaded
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="looks into Linux's list of mappings")
+def test_hazard_22_nothing_stays_in_the_file_after_resuming(tmp_path):
+    trained(streamed(), tmp_path / "a.ckpt")
+
+    class Looking(callbacks.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert str(tmp_path / "a.ckpt") not in Path("/proc/self/smaps").read_text()
+
+    ours, _ = trained(streamed(), resume=tmp_path / "a.ckpt", max_epochs=3, callbacks=Looking())
+    for state in ours.optimizers[0].state.values():
+        assert all(value.untyped_storage().resizable() for value in state.values())
+
+
+def test_own_memory_leaves_other_states_alone():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    state = {"history": [torch.ones(2)], "count": 3, "buffer": torch.ones(2)}
+    optimizer.state[weight] = state
+    before = dict(state)
+    own_memory(optimizer)
+    assert all(state[name] is before[name] for name in state)
+
+
+@pytest.mark.parametrize("weights_only", [None, True, False])
+def test_load_with_and_without_weights_only(tmp_path, weights_only):
+    trained(streamed(), tmp_path / "a.ckpt")
+    strategy = SuperpipelineStrategy()
+    assert strategy.load_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)["state_dict"]
+
+
+def test_lightning_2_5_has_no_weights_only(tmp_path):
+    class Old:
+        def load_checkpoint(self, path: Any, map_location: Any = None) -> dict[str, Any]:
+            return torch.load(path, map_location, weights_only=False)
+
+    class Ours(StreamingCheckpointIO, Old):
+        pass
+
+    torch.save({"any": Path("object")}, tmp_path / "new")
+    torch.save({"any": Path("object")}, tmp_path / "old", _use_new_zipfile_serialization=False)
+    for name in ("new", "old"):
+        assert Ours().load_checkpoint(tmp_path / name) == {"any": Path("object")}
+
+
+def test_files_that_cannot_be_mapped(tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "old", _use_new_zipfile_serialization=False)
+    io = SuperpipelineCheckpointIO()
+    assert torch.equal(io.load_checkpoint(tmp_path / "old")["a"], torch.ones(2))
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        io.load_checkpoint(tmp_path / "none")
+    io.remove_checkpoint(tmp_path / "old")
+    assert not (tmp_path / "old").exists()
+
+
+def test_remote_paths_are_left_to_lightning():
+    io = SuperpipelineCheckpointIO()
+    io.save_checkpoint({"a": torch.ones(2)}, "memory://folder/a.ckpt")
+    assert torch.equal(io.load_checkpoint("memory://folder/a.ckpt")["a"], torch.ones(2))
+
+
+def test_storage_options_are_refused_as_in_lightning(tmp_path):
+    with pytest.raises(TypeError, match="storage_options"):
+        SuperpipelineCheckpointIO().save_checkpoint({}, tmp_path / "a", storage_options={})
+
+
+class Own(TorchCheckpointIO):
+    saved: list[Any]
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.saved = [*getattr(self, "saved", []), path]
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def test_the_users_checkpoint_io_is_kept(tmp_path):
+    io = Own()
+    trained(streamed(checkpoint_io=io), tmp_path / "a.ckpt")
+    assert len(io.saved) == 1
+    io = Own()
+    trained(streamed(), tmp_path / "b.ckpt", plugins=io)
+    assert len(io.saved) == 1
+    expected, actual = (torch.load(tmp_path / name, weights_only=False) for name in ("a.ckpt", "b.ckpt"))
+    assert_same_trace(flat(expected), flat(actual))
+
+
+def test_wrappers_get_the_streaming_one(tmp_path):
+    wrapper = AsyncCheckpointIO()
+    threads = set(threading.enumerate())
+    checkpoint = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    trained(streamed(), plugins=wrapper, callbacks=checkpoint, enable_checkpointing=True)
+    assert isinstance(wrapper.checkpoint_io, SuperpipelineCheckpointIO)
+    assert set(threading.enumerate()) <= threads
+    trained(plain(), callbacks=callbacks.ModelCheckpoint(tmp_path / "p", every_n_train_steps=2, save_top_k=-1),
+            enable_checkpointing=True)  # fmt: skip
+    names = sorted(path.name for path in tmp_path.glob("*.ckpt"))
+    assert names == sorted(path.name for path in (tmp_path / "p").glob("*.ckpt"))
+    for name in names:
+        expected, actual = (torch.load(folder / name, weights_only=False) for folder in (tmp_path / "p", tmp_path))
+        assert_same_trace(flat(expected["state_dict"]), flat(actual["state_dict"]))
+        assert_same_trace(flat(expected["optimizer_states"]), flat(actual["optimizer_states"]))
+
+    own = AsyncCheckpointIO(Own())
+    assert SuperpipelineStrategy(checkpoint_io=own).checkpoint_io.checkpoint_io is own.checkpoint_io
+    assert isinstance(own.checkpoint_io, Own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_standalone(dtype, shape):
+    count = max(1, int(torch.tensor(shape).prod()))
+    flat_buffer = torch.ones(count + 8).to(dtype)
+    view = flat_buffer[4 : 4 + count].view(shape)
+    alone = standalone(view)
+    assert (alone.dtype, alone.shape, alone.data_ptr()) == (dtype, view.shape, view.data_ptr())
+    assert alone.untyped_storage().nbytes() == alone.nbytes
+    assert torch.equal(alone, view)
+    flat_buffer.zero_()
+    assert not alone.any(), "a copy was made"
+
+
+def test_standalone_leaves_the_rest_alone():
+    whole = torch.ones(3)
+    assert standalone(whole) is whole
+    sparse = torch.eye(3).to_sparse()
+    assert standalone(sparse) is sparse
+    turned = torch.ones(4, 5)[:2, :3].t()
+    assert standalone(turned) is turned
+    empty = torch.ones(3)[:0]
+    assert standalone(empty) is empty
+    on_meta = torch.ones(8, device="meta")[:2]
+    assert standalone(on_meta) is on_meta
+
+
+def test_nothing_but_the_state_is_saved(tmp_path):
+    """Only what `state_dict` returns is in the file, whatever lies beside the weights in host memory."""
+    _, module = trained(streamed(), tmp_path / "a.ckpt")
+    weights = sum(t.nbytes for t in {v.data_ptr(): v for v in module.state_dict().values()}.values())
+    moments = 2 * sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    assert os.path.getsize(tmp_path / "a.ckpt") < weights + moments + 40_000

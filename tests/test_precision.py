@@ -1,0 +1,163 @@
+"""Precision plugins: those that work give the numbers of the single-device strategy, the others are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import plugins
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning._namespace import namespace
+from sp_lightning.precision import HostGradScaler, host_precision, host_scaler
+
+from .lightning_modules import Base, assert_same_training, fit, streamed, trainer
+
+LIGHTNING = namespace("lightning.pytorch")
+
+
+class Float(Base):
+    """No metric in the loss: BatchNorm, dropout and Linear only."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.factor
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"])
+def test_bit_equal(precision):
+    trace = assert_same_training(Float, arguments=lambda: {"precision": precision, "gradient_clip_val": 0.1})
+    dtypes = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+    assert trace["end / weight / head.weight"].dtype == dtypes.get(precision, torch.float32)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_16_mixed_is_bit_equal(accumulate, clip):
+    """Built by hand: on the CPU Lightning turns the string into bf16-mixed."""
+
+    def arguments() -> dict[str, Any]:
+        plugin = MixedPrecision("16-mixed", "cpu")
+        return {"plugins": plugin, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+
+    assert_same_training(Float, arguments=arguments)
+
+
+def test_16_mixed_skips_steps_that_overflow():
+    plugins: list[MixedPrecision] = []
+
+    def arguments() -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, backoff_factor=0.1)
+        plugins.append(MixedPrecision("16-mixed", "cpu", scaler))
+        return {"plugins": plugins[-1]}
+
+    trace = assert_same_training(lambda: Float(1e4), arguments=arguments)
+    plain, ours = (plugin.scaler for plugin in plugins)
+    assert isinstance(ours, HostGradScaler)
+    assert not isinstance(plain, HostGradScaler)
+    assert plain.state_dict() == ours.state_dict()
+    assert ours.get_scale() < 2.0**16, "nothing overflowed"
+    steps = trace["end / optimizer 0 / 0 / step / 0"]
+    assert 0 < steps < trace["global step"], "no step was skipped"
+
+
+def test_16_mixed_in_manual_optimization():
+    class Manual(Float):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = self.loss(batch)
+            self.note("loss", loss)
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    assert_same_training(Manual, arguments=lambda: {"plugins": MixedPrecision("16-mixed", "cpu")})
+
+
+def test_the_scaler_takes_over_settings_and_state():
+    scaler = torch.amp.GradScaler("cpu", 8.0, 3.0, 0.25, 5)
+    scaler.scale(torch.ones(()))
+    scaler.update(16.0)
+    host = host_scaler(scaler, LIGHTNING)
+    assert isinstance(host, HostGradScaler)
+    assert host.state_dict() == scaler.state_dict()
+    assert host_scaler(host, LIGHTNING) is host
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    assert host_scaler(disabled, LIGHTNING) is disabled
+
+
+def test_scalers_of_a_users_own_class():
+    class Own(torch.amp.GradScaler):
+        pass
+
+    kept = host_scaler(Own("cpu"), LIGHTNING)
+    assert type(kept) is Own
+    assert kept.scale(torch.ones((), device="meta")).device.type == "meta"
+    assert kept._scale.device.type == "cpu"
+
+    on_device = Own("cpu")
+    on_device._device = "cuda"
+    with pytest.raises(MisconfigurationException, match=r"Own\(device='cuda'\).* Build the scaler with `device='cpu'`"):
+        host_scaler(on_device, LIGHTNING)
+
+
+def test_the_scale_is_saved_and_restored(tmp_path):
+    def fitted(**arguments: Any) -> Any:
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 64.0, growth_interval=3))
+        ours = trainer(streamed(), plugins=plugin, **arguments)
+        torch.manual_seed(1)
+        return ours, Base()
+
+    ours, module = fitted()
+    fit(ours, module)
+    ours.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=False)["MixedPrecision"]
+    assert state["scale"] > 64.0
+    again, module = fitted(max_epochs=2)
+    again.fit(module, torch.utils.data.DataLoader([]), ckpt_path=tmp_path / "a.ckpt")
+    assert again.precision_plugin.scaler.state_dict() == state
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["TransformerEnginePrecision", "BitsandbytesPrecision", "DeepSpeedPrecision", "FSDPPrecision", "XLAPrecision"],
+)
+def test_plugins_that_need_weights_on_the_device_are_refused(name):
+    cls = getattr(plugins, name)
+    plugin = cls.__new__(cls)  # their packages are not installed
+    with pytest.raises(
+        MisconfigurationException, match=rf"`{name}` does not work.*Choose one of `precision='32-true'`"
+    ):
+        SuperpipelineStrategy(precision_plugin=plugin)
+    strategy = SuperpipelineStrategy()
+    with pytest.raises(MisconfigurationException, match=name):
+        strategy.precision_plugin = plugin  # as the Trainer does
+
+
+def test_plugins_of_a_users_own():
+    class Inputs(Precision):
+        def convert_input(self, data: Any) -> Any:
+            return data
+
+    class Layers(Precision):
+        def convert_module(self, module: nn.Module) -> nn.Module:
+            return module
+
+    class Half(plugins.HalfPrecision):
+        pass
+
+    for plugin in (Inputs(), Half("bf16-true")):
+        assert host_precision(plugin, LIGHTNING) is plugin
+        fit(trainer(streamed(), plugins=plugin), Base())
+    with pytest.raises(MisconfigurationException, match="`Layers` does not work"):
+        host_precision(Layers(), LIGHTNING)

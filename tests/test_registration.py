@@ -1,0 +1,149 @@
+"""Which names are registered where, what an import costs, and that the two namespaces do not mix."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import textwrap
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+
+import sp_lightning
+import sp_lightning.pytorch_lightning as twin
+from sp_lightning.strategy import SuperpipelineMixin
+
+
+def python(code: str) -> str:
+    """Run code in a new interpreter and return what it printed."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_the_name_is_registered():
+    assert (
+        lightning.pytorch.strategies.StrategyRegistry["superpipeline"]["strategy"] is sp_lightning.SuperpipelineStrategy
+    )
+    assert pytorch_lightning.strategies.StrategyRegistry["superpipeline"]["strategy"] is twin.SuperpipelineStrategy
+
+
+def test_registering_twice_is_no_error():
+    for cls, registry in (
+        (sp_lightning.SuperpipelineStrategy, lightning.pytorch.strategies.StrategyRegistry),
+        (twin.SuperpipelineStrategy, pytorch_lightning.strategies.StrategyRegistry),
+    ):
+        cls.register_strategies(registry)
+        assert registry["superpipeline"]["strategy"] is cls
+
+
+@pytest.mark.parametrize("name", ["superpipeline", "SuperPipeline"])
+def test_the_trainer_finds_it(name):
+    ours = lightning.pytorch.Trainer(strategy=name, accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert type(ours.strategy) is sp_lightning.SuperpipelineStrategy
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("", "True False"),
+        ("import lightning", "True False"),
+        ("import pytorch_lightning", "False True"),
+        ("import pytorch_lightning, lightning", "True True"),
+    ],
+)
+@pytest.mark.slow
+def test_registers_in_what_is_loaded(before, expected):
+    code = f"""
+        import sys
+        {before or "pass"}
+        import sp_lightning
+        def known(name):
+            module = sys.modules.get(name + ".strategies")
+            return module is not None and "superpipeline" in module.StrategyRegistry
+        print(known("lightning.pytorch"), known("pytorch_lightning"))
+    """
+    assert python(code) == expected
+
+
+@pytest.mark.slow
+def test_an_import_brings_nothing_heavy():
+    code = """
+        import lightning, sys
+        before = set(sys.modules)
+        import sp_lightning
+        new = {name.split(".")[0] for name in set(sys.modules) - before} - {"sp_lightning", "lightning"}
+        print(sorted(new - set(sys.stdlib_module_names)))
+    """
+    assert python(code) == "[]"
+
+
+@pytest.mark.slow
+def test_the_engine_works_without_lightning():
+    code = """
+        import sys
+        for name in ("lightning", "pytorch_lightning"):
+            sys.modules[name] = None
+        import importlib.util
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name: None if "lightning" in name else find(name)
+        import torch, sp_lightning
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        pipeline = sp_lightning.superpipeline(module, "cpu")
+        module(torch.ones(1, 2)).sum().backward()
+        pipeline.detach()
+        try:
+            sp_lightning.SuperpipelineStrategy
+        except ImportError as error:
+            print(error)
+    """
+    assert "pip install lightning" in python(code)
+
+
+@pytest.mark.slow
+def test_pytorch_lightning_trains():
+    code = """
+        import pytorch_lightning as pl, sp_lightning
+        from pytorch_lightning.demos.boring_classes import BoringModel
+        from sp_lightning.pytorch_lightning import SuperpipelineCallback
+        trainer = pl.Trainer(
+            strategy="superpipeline", accelerator="cpu", max_steps=3, logger=False, callbacks=SuperpipelineCallback(),
+            enable_progress_bar=False, enable_model_summary=False,
+        )
+        trainer.fit(BoringModel())
+        trainer.test(BoringModel(), verbose=False)
+        print(type(trainer.strategy).__module__, trainer.global_step, "lightning" in __import__("sys").modules)
+    """
+    assert python(code).splitlines()[-1] == "sp_lightning.pytorch_lightning 3 False"
+
+
+def test_classes_of_the_other_namespace_are_refused():
+    with pytest.raises(ValueError, match="invalid strategy name"):
+        lightning.pytorch.Trainer(strategy=twin.SuperpipelineStrategy())
+    with pytest.raises(ValueError, match="invalid strategy name"):
+        pytorch_lightning.Trainer(strategy=sp_lightning.SuperpipelineStrategy())
+
+
+def test_the_twins_are_the_same():
+    """Two files, one text: a change to one belongs into the other."""
+
+    def text(module: object) -> str:
+        source = inspect.getsource(module)
+        for name in ("lightning.pytorch", "pytorch_lightning"):
+            source = source.replace(name, "NAMESPACE")
+        lines = source.replace("  # type: ignore[misc]", "").splitlines()
+        return "\n".join(sorted(line for line in lines if "twin" not in line))
+
+    assert text(sp_lightning.lightning) == text(twin)
+
+
+def test_public_names():
+    for name in sp_lightning.__all__:
+        assert getattr(sp_lightning, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = sp_lightning.nonsense
+    assert issubclass(sp_lightning.SuperpipelineStrategy, SuperpipelineMixin)
+    assert sp_lightning.SuperpipelineStrategy is not twin.SuperpipelineStrategy

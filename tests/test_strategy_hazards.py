@@ -1,0 +1,791 @@
+"""One test or more for each way in which Lightning's defaults go wrong for weights in host memory.
+
+What needs a device is tested with one that only pretends: `meta`, and an engine that does nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import signal
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import callbacks
+from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+
+import sp_lightning.strategy
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning._host import fused_kernels, use_all_cores
+from sp_lightning.precision import HostGradScaler
+
+from .helpers import assert_same_trace
+from .lightning_modules import (
+    WIDTH,
+    Base,
+    assert_plain,
+    assert_same_training,
+    fit,
+    loader,
+    note_end,
+    plain,
+    run,
+    streamed,
+    trainer,
+)
+
+DEVICE = torch.device("meta")
+
+
+class Pretended(SuperpipelineStrategy):
+    """The strategy as it would be set up for a device: everything of the device is done but the computing."""
+
+    def __init__(self, module: L.LightningModule, **arguments: Any) -> None:
+        arguments = {"accelerator": mock.Mock(), "cluster_environment": mock.Mock(), **arguments}
+        super().__init__(parallel_devices=[DEVICE], **arguments)
+        self.connect(module)
+        module._trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.TESTING), callbacks=[])
+
+    def set_up(self) -> None:
+        with mock.patch.object(sp_lightning.strategy, "Pipeline"):
+            self.setup(self.lightning_module._trainer)
+
+
+@pytest.fixture
+def module() -> Base:
+    return Base()
+
+
+def test_hazard_01_the_module_names_the_compute_device(module):
+    del module.accuracy  # a metric cannot come back from a pretended device
+    strategy = Pretended(module)
+    strategy.set_up()
+    assert module.device == DEVICE
+    assert {p.device.type for p in module.parameters()} == {"cpu"}
+    strategy.teardown()
+    assert module.device == torch.device("cpu")
+
+
+def test_hazard_02_metrics_move_without_the_networks_inside_of_them(module):
+    class Learned(torchmetrics.MeanMetric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Linear(2, 2)
+
+    module.learned = Learned()
+    module.collection = torchmetrics.MetricCollection({"a": torchmetrics.MeanMetric()})
+    weight = module.learned.network.weight
+    Pretended(module).set_up()
+    assert module.accuracy.tp.device == DEVICE
+    assert module.accuracy.device == DEVICE
+    assert module.learned.mean_value.device == DEVICE
+    assert module.collection["a"].mean_value.device == DEVICE
+    assert module.learned.network.weight is weight
+    assert weight.device.type == "cpu"
+
+
+def test_hazard_03_models_are_built_on_the_host(module):
+    strategy = Pretended(module)
+    with strategy.tensor_init_context():
+        assert torch.empty(0).device.type == "cpu"
+    with strategy.tensor_init_context(empty_init=True), mock.patch("torch.Tensor.uniform_") as uniform:
+        assert nn.Linear(2, 2).weight.device.type == "cpu"
+    uniform.assert_not_called()
+
+
+def test_hazard_03_init_module():
+    ours = trainer(streamed())
+    with ours.init_module(empty_init=True):
+        empty = Base()
+    torch.manual_seed(1)
+    empty.load_state_dict(Base().state_dict())
+    fit(ours, empty)
+    torch.manual_seed(1)
+    module = Base()
+    fit(trainer(plain()), module)
+    assert_same_trace(module.trace, empty.trace)
+
+
+def test_hazard_04_optimizer_state_stays_with_its_weight(module):
+    strategy = Pretended(module)
+    optimizer = module.configure_optimizers()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    module._trainer.state.fn = TrainerFn.FITTING
+    with mock.patch.object(Pretended, "setup_optimizers"):
+        strategy.optimizers = [optimizer]
+        strategy.set_up()
+    strategy.load_optimizer_state_dict({"optimizer_states": [copy.deepcopy(optimizer.state_dict())]})
+    assert all(s["exp_avg"].device.type == "cpu" for s in optimizer.state.values())
+
+
+def test_hazard_05_parameters_are_the_same_objects():
+    """LightningCLI builds the optimizer before `fit`."""
+
+    class Early(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early = torch.optim.AdamW(self.parameters(), 0.01)
+            self.objects = [id(p) for p in self.parameters()]
+
+        def configure_optimizers(self) -> Any:
+            return self.early
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert [id(p) for p in self.parameters()] == self.objects
+
+    assert_same_training(Early)
+
+
+def test_hazard_05_assigned_weights_are_adopted():
+    class Assigning(Base):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                state = {name: value + 0.5 for name, value in self.state_dict().items()}
+                self.load_state_dict(state, assign=True)
+                self.trainer.strategy.setup_optimizers(self.trainer)
+
+    assert_same_training(Assigning)
+
+
+class Watching(Base):
+    """Looks at gradients as soon as Lightning lets it."""
+
+    def on_after_backward(self) -> None:
+        self.note("gradients after backward", [p.grad for p in self.parameters()])
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)
+        self.note("gradients in backward", [p.grad for p in self.parameters()])
+
+
+def test_hazard_06_gradients_are_complete_when_backward_returns():
+    assert_same_training(Watching, arguments=lambda: {"accumulate_grad_batches": 2})
+
+
+def test_hazard_07_sanity_check_then_training():
+    """What is allocated under `inference_mode` cannot be trained."""
+    assert_same_training(arguments=lambda: {"num_sanity_val_steps": 2})
+
+
+class DataWriter(callbacks.Callback):
+    """Writes weights behind autograd's back, as averaging, pruning and user EMAs do; between hooks of the strategy."""
+
+    def write(self, module: L.LightningModule) -> None:
+        for parameter in module.parameters():
+            parameter.data.copy_(parameter.data * 0.9)
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.write(pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.write(pl_module)
+
+
+@pytest.mark.parametrize("k", [2, 100])
+def test_hazard_08_weights_written_through_data(k):
+    assert_same_training(arguments=lambda: {"callbacks": DataWriter()}, k=k)
+
+
+AVERAGING = [callbacks.StochasticWeightAveraging(0.1, device=None)]
+if hasattr(callbacks, "WeightAveraging"):
+    AVERAGING += [callbacks.WeightAveraging(), callbacks.EMAWeightAveraging()]
+
+
+@pytest.mark.parametrize("callback", AVERAGING, ids=lambda callback: type(callback).__name__)
+def test_hazard_09_averaging_on_the_device_is_refused_before_it_copies(module, callback):
+    strategy = Pretended(module)
+    module._trainer.callbacks = [callback]
+    name = type(callback).__name__
+    with pytest.raises(MisconfigurationException, match=rf"`{name}\(device=None\)` .* Set `{name}\(device='cpu'\)`"):
+        strategy.setup_environment()
+
+
+def test_hazard_10_copies_made_while_attached_are_plain():
+    class Copying(callbacks.Callback):
+        copies: list[Base]
+
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            self.copies = [copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))]
+
+    callback = Copying()
+    module = Base()
+    fit(trainer(streamed(), callbacks=callback), module)
+    for copied in callback.copies:
+        assert_plain(copied)
+        assert type(copied) is Base
+        fit(trainer(streamed()), copied)
+
+
+def test_hazard_10_the_strategy_can_be_pickled_while_attached():
+    class Pickling(callbacks.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            assert trainer.strategy.pipeline is not None
+            copied = pickle.loads(pickle.dumps(trainer.strategy))
+            assert copied.pipeline is None
+            assert copied.options == trainer.strategy.options
+
+    fit(trainer(streamed(), callbacks=Pickling()), Base())
+
+
+def test_hazard_10_teardown_twice():
+    module = Base()
+    ours = trainer(streamed())
+    fit(ours, module)
+    ours.strategy.teardown()
+    ours.strategy.teardown()
+    assert ours.strategy.pipeline is None
+    assert_plain(module)
+
+
+def test_hazard_11_works_without_callbacks():
+    class Dropping(callbacks.Callback):
+        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trainer.callbacks = []
+
+    assert_same_training(arguments=lambda: {"callbacks": Dropping()})
+
+
+class Fault(Exception):
+    """What a user's code raises."""
+
+
+class Failing(Base):
+    """Raises once, at a chosen place."""
+
+    def __init__(self, place: str, error: type[BaseException] = Fault) -> None:
+        super().__init__()
+        self.place, self.error = place, error
+        self.armed = True
+
+    def fail(self) -> None:
+        if self.armed:
+            self.armed = False
+            raise self.error("CUDA out of memory.")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 1 and self.place == "forward":
+                self.fail()
+            if index == 1 and self.place == "backward" and x.requires_grad:
+                x.register_hook(lambda gradient: self.fail())
+        return self.head(x)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        if self.place == "optimizer step":
+            self.fail()
+
+    def configure_optimizers(self) -> Any:
+        if self.place == "setup":
+            self.fail()
+        return super().configure_optimizers()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.place == "hook":
+            self.fail()
+
+
+@pytest.mark.parametrize("place", ["setup", "forward", "backward", "optimizer step", "hook"])
+def test_hazard_12_an_exception_then_a_normal_fit(place):
+    def drive(trainer: L.Trainer, module: Failing) -> None:
+        with pytest.raises(Fault):
+            fit(trainer, module)
+        assert_plain(module)
+        module.zero_grad()
+        fit(trainer, module)
+
+    assert_same_training(lambda: Failing(place), drive)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_hazard_12_keyboard_interrupt(place):
+    def drive(ours: L.Trainer, module: Failing) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            with pytest.raises(SystemExit):
+                fit(ours, module)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        assert_plain(module)
+        module.zero_grad()
+        fit(trainer(type(ours.strategy)(**arguments(ours.strategy))), module)
+
+    def arguments(strategy: Any) -> dict[str, Any]:
+        return {"k": 2} if isinstance(strategy, SuperpipelineStrategy) else {"device": "cpu"}
+
+    assert_same_training(lambda: Failing(place, KeyboardInterrupt), drive)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_hazard_12_batch_size_finder_retries_without_teardown(place):
+    class Large(Failing):
+        def __init__(self) -> None:
+            super().__init__(place, RuntimeError)
+            self.batch_size = 2
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.armed = len(batch[0]) > 4
+            return super().training_step(batch, batch_idx)
+
+        def train_dataloader(self) -> Any:
+            return loader(batch_size=self.batch_size)
+
+        def val_dataloader(self) -> Any:
+            return loader(2)
+
+    def drive(trainer: L.Trainer, module: Large) -> Any:
+        size = Tuner(trainer).scale_batch_size(module, mode="power", steps_per_trial=1, max_trials=4)
+        assert size == 4
+        trainer.fit(module)
+
+    assert_same_training(Large, drive)
+
+
+def test_hazard_12_a_failed_step_may_be_tried_again_in_the_loop():
+    class Retrying(Failing):
+        def __init__(self) -> None:
+            super().__init__("forward")
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            try:
+                loss = self.loss(batch)
+            except Fault:
+                loss = self.loss(batch)
+            self.note("loss", loss)
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    assert_same_training(Retrying)
+
+
+class Restoring(Base):
+    """Goes back to its first weights while attached, as the tuners do."""
+
+    def on_train_start(self) -> None:
+        self.first = copy.deepcopy(self.state_dict())
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.strategy.load_model_state_dict({"state_dict": self.first})
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.load_state_dict(self.first)
+
+
+def test_hazard_13_weights_may_be_loaded_at_any_time():
+    assert_same_training(Restoring)
+
+
+def test_hazard_14_the_scale_is_on_the_host():
+    scaler = HostGradScaler(init_scale=4.0)
+    assert scaler.scale(torch.ones((), device=DEVICE)).device == DEVICE
+    assert scaler._scale is not None
+    assert scaler._scale.device.type == "cpu"
+    assert scaler._growth_tracker is not None
+    assert scaler._growth_tracker.device.type == "cpu"
+
+
+def test_hazard_15_fused_kernels_do_not_forbid_clipping():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+
+    def closure() -> None:
+        weight.grad = torch.ones(3)
+
+    with fused_kernels(optimizer, closure) as fused_closure:
+        fused_closure()
+        assert optimizer.param_groups[0]["fused"] is True
+        assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+        MixedPrecision("16-mixed", "cpu").clip_gradients(optimizer, 1.0)
+        optimizer.step()
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_hazard_16_autocast():
+    arguments = {"plugins": MixedPrecision("bf16-mixed", "cpu")}
+    assert_same_training(arguments=lambda: arguments)
+
+
+class Wandering(Base):
+    """Uses weights where no hook of a unit runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].up = self.blocks[0].up
+        self.position = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x * self.position)
+        return x + torch.nn.functional.linear(x, self.blocks[1].down.weight[:2, :2])
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():  # as `generate` in a callback does
+            self.note("loss in a hook", self.loss(next(iter(loader()))))
+
+
+def test_hazard_17_weights_used_outside_of_their_unit():
+    assert_same_training(Wandering)
+
+
+class Hooked(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def on_fit_start(self) -> None:
+        for index, weight in enumerate([self.blocks[0].up.weight, self.head.weight]):
+            weight.register_hook(lambda gradient, index=index: self.note(f"hook {index}", gradient))
+            weight.register_post_accumulate_grad_hook(lambda p, index=index: self.note(f"post hook {index}", p.grad))
+
+
+def test_hazard_18_hooks_on_parameters_fire():
+    expected = run(plain(), Hooked, fit, dict)
+    actual = run(streamed(), Hooked, fit, dict)
+
+    # When a hook fires among the hooks of other weights is not promised; what it sees is.
+    def by_hook(trace: dict[str, Any]) -> dict[str, Any]:
+        counts: dict[str, int] = {}
+        named = {}
+        for label, value in trace.items():
+            name = label.split(" ", 1)[1] if "hook" in label else label
+            counts[name] = counts.get(name, 0) + 1
+            named[f"{name} / {counts[name]}"] = value
+        return named
+
+    seen = [label for label in by_hook(expected) if "hook" in label]
+    assert len(seen) == 2 * 2 * 12
+    assert_same_trace({k: by_hook(expected)[k] for k in seen}, {k: by_hook(actual).get(k) for k in seen})
+
+
+class Toggling(Base):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for index, block in enumerate(self.blocks):
+            block.requires_grad_((batch_idx + index) % 2 == 0)
+
+
+def test_hazard_19_requires_grad_changes_between_steps():
+    assert_same_training(Toggling)
+
+
+class Zeroing(Base):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=batch_idx % 2 == 0)
+
+
+def test_hazard_20_zero_grad_with_zeros_and_with_none():
+    assert_same_training(Zeroing)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_hazard_21_clipping(algorithm):
+    assert_same_training(arguments=lambda: {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm})
+
+
+# Hazard 22, the memory that checkpoints take, is in test_checkpoint.py.
+
+
+def sparse_step(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:
+    def closure() -> None:
+        weight.grad = torch.sparse_coo_tensor([[0]], torch.ones(1, 2), (3, 2))
+
+    with fused_kernels(optimizer, closure) as fused_closure:
+        optimizer.step(fused_closure)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_hazard_23_fused_kernels_for_the_step_only(cls):
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    groups = [
+        {"params": weights[:1]},
+        {"params": weights[1:2], "foreach": True},
+        {"params": weights[2:], "fused": False},
+    ]
+    optimizer = cls(groups, lr=0.1)
+    seen = []
+
+    def closure() -> None:
+        seen.extend(group["fused"] for group in optimizer.param_groups)
+        for weight in weights:
+            weight.grad = torch.ones(3)
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen.extend(group["fused"] for group in optimizer.param_groups)
+
+    optimizer.register_step_post_hook(look)
+    with fused_kernels(optimizer, closure) as fused_closure:
+        optimizer.step(fused_closure)
+    assert seen == [None, None, False, True, None, False]
+    assert [group["fused"] for group in optimizer.param_groups] == [None, None, False]
+    assert torch.allclose(weights[0], weights[2])
+    assert not torch.equal(weights[0], torch.ones(3))
+
+
+def test_hazard_23_fused_kernels_with_a_tensor_as_learning_rate():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=torch.tensor(0.1))
+
+    def closure() -> None:
+        weight.grad = torch.ones(3)
+
+    with fused_kernels(optimizer, closure) as fused_closure:
+        optimizer.step(fused_closure)
+    assert not torch.equal(weight, torch.ones(3))
+
+
+def test_hazard_23_fused_kernels_are_not_forced():
+    weight = nn.Parameter(torch.ones(3, 2))
+    sparse_step(torch.optim.SGD([weight], 0.1), weight)
+    sparse_step(torch.optim.SparseAdam([weight], 0.1), weight)
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            closure()
+            assert self.param_groups[0]["fused"] is None
+
+    with fused_kernels(Own([weight], 0.1), lambda: None) as closure:
+        Own([weight], 0.1).step(closure)
+    for flag in ("differentiable", "capturable"):
+        optimizer = torch.optim.Adam([weight], 0.1)
+        optimizer.param_groups[0][flag] = True
+        with fused_kernels(optimizer, lambda: None) as closure:
+            closure()
+            assert optimizer.param_groups[0]["fused"] is None
+    complex_weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch.optim.Adam([complex_weight], 0.1)
+    with fused_kernels(optimizer, lambda: None) as closure:
+        closure()
+        assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_hazard_23_flags_are_restored_after_an_exception():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))])
+
+    def fail(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        assert optimizer.param_groups[0]["fused"]
+        raise Fault
+
+    optimizer.register_step_post_hook(fail)
+    with fused_kernels(optimizer, lambda: None) as closure, pytest.raises(Fault):
+        optimizer.step(closure)
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_hazard_23_the_users_flags_stand_on_the_cpu():
+    class Looking(Base):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            assert optimizer.param_groups[0]["fused"] is None
+
+    fit(trainer(streamed()), Looking())
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "1"}, 7),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({}, 7),
+    ],
+)
+def test_hazard_23_threads(monkeypatch, variables, expected):
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(7)), raising=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert use_all_cores() == (1 if expected == 7 else None)
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_hazard_23_threads_are_given_back(module, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(3)), raising=False)
+    strategy = Pretended(module)
+    strategy.setup_environment()
+    assert torch.get_num_threads() == 3
+    strategy.teardown()
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("arguments", [{"devices": 2}, {"num_nodes": 2}, {"devices": 2, "num_nodes": 3}], ids=str)
+def test_hazard_24_more_than_one_device_is_refused(arguments):
+    with pytest.raises(MisconfigurationException, match=r"on one device so far.*Trainer\(devices=1, num_nodes=1\)"):
+        trainer("superpipeline", **arguments)
+    with pytest.raises(MisconfigurationException, match="trains on one device so far"):
+        trainer(SuperpipelineStrategy(parallel_devices=[torch.device("cpu")] * 2))
+
+
+def test_hazard_24_more_than_one_process_is_refused(monkeypatch):
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    for name, value in {**variables, "TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MisconfigurationException, match="TorchElasticEnvironment says that 2 were launched"):
+        trainer("superpipeline")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert trainer("superpipeline").world_size == 1
+
+
+def test_hazard_24_slurm_tasks_are_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    with pytest.raises(MisconfigurationException, match="SLURMEnvironment says that 4 were launched"):
+        trainer("superpipeline")
+
+
+# Hazard 25, a compiled LightningModule, is in test_strategy.py.
+
+
+def test_hazard_26_ranks_without_a_question_to_the_cluster(monkeypatch):
+    """SLURM_NODEID, SLURM_PROCID and SLURM_LOCALID are missing in an interactive shell."""
+    ours = trainer(streamed(cluster_environment=SLURMEnvironment(auto_requeue=False)))
+    assert (ours.global_rank, ours.local_rank, ours.node_rank, ours.world_size) == (0, 0, 0, 1)
+    assert ours.is_global_zero
+    assert not ours.strategy.is_distributed
+    assert ours.strategy.global_rank == 0
+    fit(ours, Base())
+
+
+def test_hazard_27_notebooks(monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    ours = trainer("superpipeline")
+    assert ours.strategy.launcher is None
+    fit(ours, Base())
+    assert not torch.distributed.is_initialized()
+
+
+def test_hazard_28_a_mac_trains_on_its_cpu(monkeypatch):
+    """Lightning refuses any parallel strategy object on MPS by itself."""
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
+    fit(trainer(streamed()), Base())
+    with pytest.raises(ValueError, match="not supported on the MPS accelerator"):
+        trainer(streamed(), accelerator="mps")
+
+
+def test_no_process_group_and_plain_collectives():
+    strategy = streamed(parallel_devices=[torch.device("cpu")], accelerator=CPUAccelerator())
+    tensor = torch.ones(2)
+    assert strategy.reduce(tensor) is tensor
+    assert strategy.all_gather(tensor) is tensor
+    assert strategy.broadcast("x") == "x"
+    assert strategy.reduce_boolean_decision(False) is False
+    assert strategy.barrier() is None
+    assert math.isclose(strategy.world_size, 1)
+
+
+def test_meta_modules_are_built_on_the_host():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, WIDTH)
+            self.output = nn.Linear(WIDTH, 5, bias=False)
+            self.output.weight = self.embedding.weight
+            self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.output(self.embedding(x))
+
+    class Meta(Base):
+        def configure_model(self) -> None:
+            with torch.device("meta"):
+                self.tied = Tied()
+                self.norm = nn.BatchNorm1d(WIDTH)
+            self.early = torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def configure_optimizers(self) -> Any:
+            return self.early
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) + self.tied(batch[1]).mean() + self.norm(batch[0]).square().mean()
+
+    module = Meta()
+    fit(trainer(streamed(), max_epochs=1), module)
+    assert module.tied.output.weight is module.tied.embedding.weight
+    assert any(p is module.tied.output.weight for p in module.early.param_groups[0]["params"])
+    assert all(p.device.type == "cpu" and p.isfinite().all() for p in module.parameters())
+    assert module.norm.running_var.isfinite().all()
+
+
+def test_meta_modules_without_reset_parameters_are_named():
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, device="meta"))
+
+    module = Base()
+    module.inner = nn.Sequential(Bare())
+    with pytest.raises(
+        MisconfigurationException, match=r"`inner\.0` \(Bare\) has weights .* no `reset_parameters\(\)`"
+    ):
+        fit(trainer(streamed()), module)
+    assert_plain_blocks(module)
+
+
+def assert_plain_blocks(module: Base) -> None:
+    for block in module.blocks:
+        assert_plain(block)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"k": 0}, "k=0"),
+        ({"k": "two"}, "k='two'"),
+        ({"k": True}, "k=True"),
+        ({"k_prime": 0}, "k_prime=0"),
+        ({"k": 4, "k_prime": 5}, "k_prime=5.*k=4"),
+        ({"memory_budget": "12 apples"}, "memory_budget='12 apples'"),
+        ({"memory_budget": -1}, "memory_budget=-1"),
+        ({"memory_budget": 1.5}, "memory_budget=1.5"),
+        ({"units": []}, r"units=\[\]"),
+        ({"units": 3}, "units=3"),
+        ({"resident": "head"}, "resident='head'"),
+        ({"pin_memory": "yes"}, "pin_memory='yes'"),
+        ({"debug": "yes"}, "debug='yes'"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_at_construction(arguments, message):
+    with pytest.raises((ValueError, MisconfigurationException), match=message):
+        SuperpipelineStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"units": "NoSuchBlock"}, "NoSuchBlock"),
+        ({"units": lambda name, module: False}, "units"),
+        ({"resident": ["no.such.module"]}, "no.such.module"),
+        ({"memory_budget": 100}, "memory_budget"),
+        ({"k": 2, "k_prime": 2, "memory_budget": 100}, "memory_budget"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_at_setup(arguments, message):
+    module = Base()
+    ours = trainer(SuperpipelineStrategy(**arguments))
+    with pytest.raises((ValueError, MisconfigurationException), match=message):
+        fit(ours, module)
+    assert_plain(module)
+    note_end(module, ours)
