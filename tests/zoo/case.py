@@ -70,7 +70,7 @@ class Case:
     optimizers: Callable[[nn.Module], list[Optimizer]] = adamw
     backward: Callable[[nn.Module, Batch], Iterable[Tensor]] | None = None
     train_step: Callable[[nn.Module, Batch, list[Optimizer]], Iterable[Tensor]] | None = None
-    seen: Callable[[nn.Module], list[Tensor]] | None = None
+    seen: Callable[[nn.Module], Any] | None = None
     units: Any = None
     streams: bool = True
     accumulate: int = 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class StashOnContext(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient @ ctx.weight, gradient.t() @ ctx.x
+        gradient = gradient.to(ctx.weight.dtype)  # autocast lowers what happens in forward
+        return gradient @ ctx.weight, gradient.t() @ ctx.x.to(gradient.dtype)
 
 
 class Stashing(nn.Module):
@@ -384,18 +386,20 @@ class SharedAcross(nn.Module):
 
 
 def with_parameter_hooks() -> nn.Module:
-    """A gradient hook that returns something else, and a post-accumulate hook that reads and edits ``.grad``."""
+    """A gradient hook that returns something else, and post-accumulate hooks that read and edit ``.grad``."""
     model = chain(4)
-    model.seen = []
+    blocks = model.blocks
+    logs: list[list[Tensor]] = [[], [], []]  # one per hook: which of them runs first is not promised
 
-    def accumulated(parameter: Tensor) -> None:
-        model.seen.append(parameter.grad.clone())
+    def accumulated(log: list[Tensor], parameter: Tensor) -> None:
+        log.append(parameter.grad.clone())
         parameter.grad.clamp_(-1e-2, 1e-2)
 
-    model.blocks[1].up.weight.register_hook(lambda gradient: gradient * 0.5)
-    model.blocks[3].down.bias.register_hook(lambda gradient: model.seen.append(gradient.clone()))
-    for name in ("norm.weight", "down.weight"):
-        model.blocks[2].get_parameter(name).register_post_accumulate_grad_hook(accumulated)
+    blocks[1].up.weight.register_hook(lambda gradient: gradient * 0.5)
+    blocks[3].down.bias.register_hook(lambda gradient: logs[0].append(gradient.clone()))
+    blocks[2].norm.weight.register_post_accumulate_grad_hook(partial(accumulated, logs[1]))
+    blocks[2].down.weight.register_post_accumulate_grad_hook(partial(accumulated, logs[2]))
+    model.seen = logs
     return model
 
 
@@ -423,7 +427,7 @@ def with_module_hooks() -> nn.Module:
     return model
 
 
-def seen(model: nn.Module) -> list[Tensor]:
+def seen(model: nn.Module) -> Any:
     return model.seen
 
 
@@ -441,7 +445,13 @@ class NoParameters(nn.Module):
 CASES = [
     Case("inplace-residual-on-view", InplaceResidual, rows, autocast=True, lightning=True),
     Case("inplace-on-input", lambda: Chain([Block(), *(InplaceOnInput() for _ in range(3))]), rows),
-    Case("weight-on-ctx", lambda: StashingChain(Stashing(inplace=False) for _ in range(5)), rows, lightning=True),
+    Case(
+        "weight-on-ctx",
+        lambda: StashingChain(Stashing(inplace=False) for _ in range(5)),
+        rows,
+        lightning=True,
+        autocast=True,
+    ),
     Case("weight-on-ctx-and-inplace-view", lambda: StashingChain(Stashing(inplace=True) for _ in range(5)), rows),
     Case("structured-outputs", Structured, rows, lambda out, batch: (out["out"] * out["sum"]).mean(), lightning=True),
     *(Case(f"returns-own-parameter-{form}", lambda f=form: Prompted(f), rows) for form in ("whole", "slice", "nested")),

@@ -1,0 +1,212 @@
+"""What is moved, how often, and what it takes on the device: numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from sp_lightning.pipeline import Pipeline
+
+from .helpers import attached
+from .zoo.blocks import Block, Chain, chain
+
+BLOCKS, WIDTH, HIDDEN = 12, 32, 64  # large enough that alignment in flat buffers hardly counts
+WINDOWS = [(1, 1), (2, 1), (3, 1), (5, 1), (11, 1), (2, 2), (4, 2)]  # (k, k_prime)
+
+
+class AddressBlock(Block):
+    """A block that notes the address of its weight while its forward runs."""
+
+    seen: set[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(self.up.weight.data_ptr())
+        return super().forward(x)
+
+
+def blocks() -> Chain:
+    """Twelve equal blocks."""
+    return chain(BLOCKS, WIDTH, HIDDEN)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """The bytes of all weights."""
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def forward_backward(pipe: Pipeline, needs_grad: bool = False) -> None:
+    """One micro-batch."""
+    with pipe.step():
+        x = torch.randn(5, WIDTH, requires_grad=needs_grad)
+        pipe.module(x).square().mean().backward()
+
+
+@contextmanager
+def streaming(model: nn.Module, k: int, k_prime: int = 1, warm_up: int = 2) -> Iterator[tuple[Pipeline, SGD]]:
+    """A pipeline in its steady state: the order is known, nothing is left to learn, counters are at zero."""
+    trainable = [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(1))]
+    with attached(model, k=k, k_prime=k_prime) as pipe:
+        optimizer = SGD(trainable, lr=0.1)
+        for _ in range(warm_up):
+            forward_backward(pipe, needs_grad=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        pipe.stats.clear()
+        yield pipe, optimizer
+
+
+@pytest.mark.parametrize(("k", "k_prime"), WINDOWS)
+def test_loads_per_optimizer_step(k: int, k_prime: int) -> None:
+    """2N-k: a forward loads all N, and backward finds the last k where forward left them."""
+    with streaming(blocks(), k, k_prime) as (pipe, optimizer):
+        assert pipe.summary().units == BLOCKS
+        for step in range(1, 4):
+            forward_backward(pipe)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert pipe.stats.loads == step * (2 * BLOCKS - k)
+        assert pipe.stats.heals == 0
+
+
+@pytest.mark.parametrize(("k", "k_prime"), WINDOWS)
+def test_loads_per_accumulation_micro_step(k: int, k_prime: int) -> None:
+    """2(N-k): without an optimizer step the first k are still there when the next forward begins."""
+    with streaming(blocks(), k, k_prime) as (pipe, _):
+        forward_backward(pipe)  # the first micro-step loads after an optimizer step
+        pipe.stats.clear()
+        for step in range(1, 4):
+            forward_backward(pipe)
+            assert pipe.stats.loads == step * 2 * (BLOCKS - k)
+
+
+@pytest.mark.parametrize(("k", "k_prime"), WINDOWS)
+def test_loads_of_a_frozen_chain(k: int, k_prime: int) -> None:
+    """2(N-k) as well: an optimizer step elsewhere does not make frozen weights old."""
+    with streaming(blocks().requires_grad_(False), k, k_prime) as (pipe, optimizer):
+        for step in range(1, 4):
+            forward_backward(pipe, needs_grad=True)
+            optimizer.step()
+            assert pipe.stats.loads == step * 2 * (BLOCKS - k)
+        assert pipe.stats.bytes_to_host == 0
+
+
+@pytest.mark.parametrize(("k", "k_prime"), WINDOWS)
+def test_loads_in_evaluation(k: int, k_prime: int) -> None:
+    """No more than N per batch, nothing comes back, and everything is copied as it is: N units, N times their bytes."""
+    model = blocks()
+    with streaming(model, k, k_prime) as (pipe, _), torch.no_grad():
+        pipe.module(torch.randn(5, WIDTH))
+        pipe.stats.clear()
+        for _ in range(3):
+            with pipe.step():
+                pipe.module(torch.randn(5, WIDTH))
+        assert 3 * (BLOCKS - k) <= pipe.stats.loads <= 3 * BLOCKS
+        assert pipe.stats.bytes_to_host == 0
+
+
+def test_only_gradients_come_back() -> None:
+    """Weights are never copied back (the paper copies them): the host's copy is the truth."""
+    model = blocks()
+    model.blocks[3].requires_grad_(False)
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    with streaming(model, 2) as (pipe, optimizer):
+        forward_backward(pipe)
+        optimizer.step()
+        assert gradients <= pipe.stats.bytes_to_host < 1.1 * gradients  # gradients travel packed, aligned
+
+
+def test_bytes_to_the_device_are_those_of_the_units() -> None:
+    """One copy per load, of the unit's weights and nothing else."""
+    model = blocks()
+    with streaming(model, 2) as (pipe, optimizer):
+        forward_backward(pipe)
+        optimizer.step()
+        needed = pipe.stats.loads * weight_bytes(model.blocks[0])
+        assert needed <= pipe.stats.bytes_to_device < 1.1 * needed
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_no_host_synchronisation_inside_of_a_step(k: int) -> None:
+    """Forward waits for nothing; backward once, at its end, for the last gradients."""
+    with streaming(blocks(), k) as (pipe, optimizer):
+        for _ in range(3):
+            pipe.stats.clear()
+            with pipe.step():
+                loss = pipe.module(torch.randn(5, WIDTH)).square().mean()
+                assert pipe.stats.host_syncs == 0
+                loss.backward()
+                assert pipe.stats.host_syncs <= 1
+            optimizer.step()
+            optimizer.zero_grad()
+            assert pipe.stats.host_syncs <= 1
+
+
+def test_no_host_synchronisation_in_evaluation() -> None:
+    """Inference never waits for the device."""
+    with streaming(blocks(), 2) as (pipe, _), torch.inference_mode():
+        for _ in range(3):
+            with pipe.step():
+                pipe.module(torch.randn(5, WIDTH))
+        assert pipe.stats.host_syncs == 0
+
+
+def test_a_known_order_is_prefetched() -> None:
+    """In the steady state nearly every load was started before it was needed."""
+    with streaming(blocks(), 3, warm_up=3) as (pipe, optimizer):
+        for _ in range(3):
+            forward_backward(pipe)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert pipe.stats.loads == 3 * (2 * BLOCKS - 3)
+        assert pipe.stats.misses <= 3
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (4, 2)])
+def test_device_memory_never_exceeds_the_slots(k: int, k_prime: int) -> None:
+    """All blocks compute with weights that lie at k addresses, and k slots and resident weights is all there is."""
+    model = Chain(AddressBlock(WIDTH, HIDDEN) for _ in range(BLOCKS))
+    seen: set[int] = set()
+    for block in model.blocks:
+        block.seen = seen
+    with streaming(model, k, k_prime) as (pipe, _):
+        seen.clear()
+        for _ in range(3):
+            forward_backward(pipe)
+        assert len(seen) == k
+        summary = pipe.summary()
+        assert summary.model_bytes == weight_bytes(model)
+        slots = summary.device_bytes - summary.resident_bytes
+        assert k * weight_bytes(model.blocks[0]) <= slots < 1.1 * k * weight_bytes(model.blocks[0])
+
+
+def test_two_slots_save_most_of_the_memory() -> None:
+    """k=2 on a model of twelve blocks takes at least 70 % less on the device than the whole model."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(40, WIDTH)
+            self.blocks = nn.ModuleList(Block(WIDTH, HIDDEN) for _ in range(BLOCKS))
+            self.norm = nn.LayerNorm(WIDTH)
+            self.head = nn.Linear(WIDTH, 40)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    model = Model()
+    with attached(model, k=2, units=None) as pipe:
+        for _ in range(2):
+            with pipe.step():
+                model(torch.randint(0, 40, (2, 8))).square().mean().backward()
+        summary = pipe.summary()
+        assert pipe.stats.loads > 0
+        assert summary.model_bytes == weight_bytes(model)
+        assert summary.device_bytes <= 0.3 * summary.model_bytes, str(summary)
