@@ -85,12 +85,13 @@ class StreamingCheckpointIO(_Base):
         """
         base = super().load_checkpoint
         # Lightning 2.5 has no `weights_only` here, and loads everything.
-        options = {"weights_only": weights_only} if "weights_only" in inspect.signature(base).parameters else {}
+        optional = "weights_only" in inspect.signature(base).parameters
         source = _local(path)
         if source is None or not zipfile.is_zipfile(source):  # torch cannot map files from before its zip format
-            return base(path, map_location=map_location, **options)
-        options.setdefault("weights_only", False)
-        checkpoint: dict[str, Any] = torch.load(source, map_location=map_location, mmap=True, **options)
+            return base(path, map_location=map_location, **({"weights_only": weights_only} if optional else {}))
+        if weights_only is None and not optional:
+            weights_only = False
+        checkpoint: dict[str, Any] = torch.load(source, map_location, weights_only=weights_only, mmap=True)
         return checkpoint
 
 

@@ -235,7 +235,10 @@ class SuperpipelineMixin(_Base):
         for metric in module.modules():
             if isinstance(metric, Metric):
                 _move_metric(metric, self.root_device)
-        self.pipeline = Pipeline(module, self.root_device, options=self.options)
+        if next(module.parameters(), None) is None:
+            module.to(self.root_device)  # nothing to stream: metrics and buffers only
+        else:
+            self.pipeline = Pipeline(module, self.root_device, options=self.options)
         # Hazard 1: `self.device`, `self.log` and others rely on it, and nothing was moved that would have set it.
         self.lightning.update_properties(module, device=self.root_device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -221,8 +222,8 @@ def test_own_memory_leaves_other_states_alone():
 @pytest.mark.parametrize("weights_only", [None, True, False])
 def test_load_with_and_without_weights_only(tmp_path, weights_only):
     trained(streamed(), tmp_path / "a.ckpt")
-    strategy = SuperpipelineStrategy()
-    assert strategy.load_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)["state_dict"]
+    assert SuperpipelineCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)["state_dict"]
+    assert SuperpipelineStrategy().load_checkpoint(tmp_path / "a.ckpt")["state_dict"]
 
 
 def test_lightning_2_5_has_no_weights_only(tmp_path):
@@ -237,6 +238,8 @@ def test_lightning_2_5_has_no_weights_only(tmp_path):
     torch.save({"any": Path("object")}, tmp_path / "old", _use_new_zipfile_serialization=False)
     for name in ("new", "old"):
         assert Ours().load_checkpoint(tmp_path / name) == {"any": Path("object")}
+    with pytest.raises(pickle.UnpicklingError, match="[Ww]eights.only"):
+        Ours().load_checkpoint(tmp_path / "new", weights_only=True)
 
 
 def test_files_that_cannot_be_mapped(tmp_path):
