@@ -17,10 +17,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
@@ -381,3 +384,72 @@ def collect_garbage() -> None:
     """Free what only reference cycles hold, before a test counts what is left."""
     for _ in range(2):
         gc.collect()
+
+
+# ---------------------------------------------------------------------------------------------------------- Lightning
+
+
+class ZooModule(L.LightningModule):
+    """A zoo entry as a LightningModule that writes down what happens to it."""
+
+    def __init__(self, case: Case, trace: Trace) -> None:
+        super().__init__()
+        self.model = case.model()
+        self.case, self.trace = case, trace
+        self.automatic_optimization = case.train_step is None
+
+    def training_step(self, batch: Batch, index: int) -> Tensor | None:
+        """Automatic optimization, or the zoo entry's own manual step."""
+        here = f"step {self.global_step} / batch {index}"
+        if self.case.train_step is not None:
+            optimizers = [optimizer.optimizer for optimizer in self.optimizers()]
+            note_outputs(self.trace, here, list(self.case.train_step(self.model, batch, optimizers)))
+            return None
+        loss = self.case.step(self.model, batch)
+        note_outputs(self.trace, f"{here} / loss", loss)
+        return loss
+
+    def validation_step(self, batch: Batch, index: int) -> None:
+        """The outputs in evaluation, the sanity check's among them."""
+        note_outputs(self.trace, f"validation after {self.global_step} steps", self.case.call(self.model, batch))
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Gradients as callbacks see them: complete, on the CPU, before clipping."""
+        note_gradients(self.trace, f"step {self.global_step}", dict(self.model.named_parameters()))
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        """The zoo entry's own."""
+        return self.case.optimizers(self.model)
+
+
+def lightning_run(case: Case, strategy: Any, precision: str = "32-true", accelerator: str = "cpu") -> Trace:
+    """Fit for three optimizer steps with validation, then write down the state."""
+    trace: Trace = {}
+    torch.manual_seed(7)
+    module = ZooModule(case, trace)
+    automatic = case.train_step is None
+    trainer = L.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        strategy=strategy,
+        precision=precision,
+        max_epochs=1,
+        accumulate_grad_batches=case.accumulate if automatic else 1,
+        gradient_clip_val=case.clip if automatic else None,
+        val_check_interval=2 * case.accumulate,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    train, validate = ([*case.batches(count)] for count in (3 * case.accumulate, 1))
+    torch.manual_seed(7)
+    trainer.fit(module, DataLoader(train, batch_size=None), DataLoader(validate, batch_size=None))
+    note_state(trace, "after fit", module.model, trainer.optimizers)
+    return trace
+
+
+@functools.cache
+def lightning_reference(name: str, precision: str) -> Trace:
+    """The reference: Lightning's own strategy for one device."""
+    return lightning_run(CASES[name], SingleDeviceStrategy(device="cpu"), precision)

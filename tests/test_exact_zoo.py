@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import PipelineOptions
 
-from .helpers import Plan, assert_exact
+from .helpers import Plan, assert_exact, assert_same_trace, lightning_reference, lightning_run
 from .zoo import CASES
 
 EVERYTHING = 10_000  # more slots than any model here has units
@@ -50,3 +51,17 @@ def test_zoo_is_exact_when_gradients_are_zeroed_in_place(name: str) -> None:
     """zero_grad(set_to_none=False) keeps the gradient tensors, so zeros stay zeros and None stays None."""
     options = PipelineOptions(k=2, k_prime=1, debug=True)
     assert_exact(CASES[name], options, Plan.of(CASES[name], set_to_none=False))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lightning])
+def test_zoo_is_exact_under_lightning(name: str) -> None:
+    """The Trainer with our strategy against the Trainer with its own: sanity check, accumulation, clipping and all."""
+    actual = lightning_run(CASES[name], SuperpipelineStrategy(k=2, k_prime=1, debug=True))
+    assert_same_trace(lightning_reference(name, "32-true"), actual)
+
+
+@pytest.mark.parametrize("name", ["gpt2-tied", "gpt2-checkpoint-plain", "llava", "unet"])
+def test_zoo_is_exact_under_lightnings_mixed_precision(name: str) -> None:
+    """``precision="bf16-mixed"`` gives autocast's own numbers."""
+    actual = lightning_run(CASES[name], SuperpipelineStrategy(k=2, k_prime=1, debug=True), "bf16-mixed")
+    assert_same_trace(lightning_reference(name, "bf16-mixed"), actual)

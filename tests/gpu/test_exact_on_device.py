@@ -1,0 +1,151 @@
+"""On a real device: bit-equal to a model that lives there, and is stepped by the same optimizer on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+
+from ..helpers import Trace, assert_same_trace, lightning_run, note_gradients, note_outputs, note_state
+from ..zoo import CASES, Batch, Case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+
+NAMES = [
+    "chain", "gpt2-tied", "gpt2-checkpoint-plain", "gpt2-checkpoint-reentrant", "llama-untied", "albert", "vit", "unet",
+    "resnet50", "lora", "siamese", "half-frozen", "stochastic-depth", "inplace-residual-on-view",
+    "weight-on-ctx-and-inplace-view", "checkpoint-sequential-plain", "tied-by-use", "two-losses",
+]  # fmt: skip
+STEPS = 3
+
+
+def on(device: torch.device, batch: Batch) -> Batch:
+    """The batch on the device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+
+
+class OnDevice:
+    """The reference: weights on the device, masters, gradients and optimizer on the CPU, moved by hand."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.masters = case.model()
+        self.model = case.model().to(device)
+
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Each master and its copy on the device."""
+        return list(zip(self.masters.parameters(), self.model.parameters(), strict=True))
+
+    def step(self) -> AbstractContextManager[None]:
+        """Nothing to open."""
+        return nullcontext()
+
+    def before(self) -> None:
+        """Send the weights up."""
+        for master, copy in self.pairs():
+            copy.data.copy_(master.data)
+
+    def after(self) -> None:
+        """Bring the gradients down, and add them there."""
+        for master, copy in self.pairs():
+            if copy.grad is not None:
+                gradient = copy.grad.cpu()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                copy.grad = None
+
+
+class Streamed:
+    """The same through a pipeline."""
+
+    def __init__(self, case: Case, device: torch.device, k: int, k_prime: int) -> None:
+        self.masters = self.model = case.model()
+        self.pipe = Pipeline(self.model, device, options=PipelineOptions(k=k, k_prime=k_prime, units=case.units))
+        self.step: Callable[[], AbstractContextManager[None]] = self.pipe.step
+
+    def before(self) -> None:
+        """The pipeline sends weights up by itself."""
+
+    def after(self) -> None:
+        """The pipeline brings gradients down by itself."""
+
+
+def train(case: Case, device: torch.device, trainer: OnDevice | Streamed, autocast: torch.dtype | None) -> Trace:
+    """Train for some steps, evaluate, and write everything down."""
+    trace: Trace = {}
+    parameters = dict(trainer.masters.named_parameters())
+    optimizers = case.optimizers(trainer.masters)
+    batches = iter(case.batches(STEPS * case.accumulate))
+    torch.manual_seed(7)
+    for step in range(STEPS):
+        for micro in range(case.accumulate):
+            trainer.before()
+            cast = torch.autocast(device.type, dtype=autocast) if autocast is not None else nullcontext()
+            with trainer.step():
+                losses = case.forward_backward(trainer.model, on(device, next(batches)), cast)
+            trainer.after()
+            note_outputs(trace, f"step {step} / micro-batch {micro} / loss", losses)
+            note_gradients(trace, f"step {step} / micro-batch {micro}", parameters)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        note_state(trace, f"step {step}", trainer.masters, optimizers)
+    trainer.before()
+    trainer.model.eval()
+    with torch.inference_mode(), trainer.step():
+        note_outputs(trace, "evaluation", case.call(trainer.model, on(device, case.batches(1)[0])))
+    return {label: value for label, value in trace.items() if " / buffer / " not in label}
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize("name", NAMES)
+def test_zoo_is_exact_on_the_device(name: str, k: int, k_prime: int, device: torch.device) -> None:
+    """Gradients are bit-equal to those of the model that lives on the device, and so is all that follows."""
+    compare(CASES[name], device, k, k_prime, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["chain", "gpt2-tied", "vit", "unet", "lora", "gpt2-checkpoint-plain"])
+def test_zoo_is_exact_on_the_device_under_autocast(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Weights that travel already cast give what autocast on the device gives."""
+    compare(CASES[name], device, 2, 1, dtype)
+
+
+def compare(case: Case, device: torch.device, k: int, k_prime: int, autocast: torch.dtype | None) -> None:
+    """Train both ways."""
+    expected = train(case, device, OnDevice(case, device), autocast)
+    streamed = Streamed(case, device, k, k_prime)
+    try:
+        actual = train(case, device, streamed, autocast)
+        assert streamed.pipe.stats.loads > 0 or k >= streamed.pipe.summary().units
+    finally:
+        streamed.pipe.detach()
+    assert_same_trace(expected, actual)
+    assert all(p.device.type == "cpu" for p in streamed.model.parameters())
+    assert all(b.device.type == "cpu" for b in streamed.model.buffers())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", ["gpt2-tied", "vit"])
+def test_lightning_on_the_device(name: str, precision: str, device: torch.device) -> None:
+    """The first step's losses and gradients are the single-device strategy's; then two optimizers round differently."""
+
+    def run(strategy: Any) -> Trace:
+        return lightning_run(
+            CASES[name], strategy, precision, accelerator=device.type if device.type != "cuda" else "gpu"
+        )
+
+    expected, actual = run("auto"), run(SuperpipelineStrategy(k=2, k_prime=1))
+    first = [label for label in expected if label.startswith(("validation after 0", "step 0 "))]
+    assert_same_trace({label: expected[label] for label in first}, {label: actual[label] for label in first})
+    losses = [label for label in expected if "/ loss" in label]
+    assert first
+    assert len(losses) == 3 * CASES[name].accumulate
+    for label in losses:
+        torch.testing.assert_close(actual[label], expected[label], rtol=2e-2, atol=1e-3)

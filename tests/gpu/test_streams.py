@@ -1,0 +1,187 @@
+"""On a real device: copies run beside the computing, the host waits for nothing, memory is what was planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+
+from ..helpers import is_block
+from ..zoo.blocks import Block, Chain
+
+pytestmark = pytest.mark.gpu
+
+BLOCKS, WIDTH, HIDDEN, ROWS = 12, 1024, 4096, 64
+BLOCK_BYTES = 4 * (2 * WIDTH * HIDDEN + 3 * WIDTH + HIDDEN)
+
+
+class LazyBlock(Block):
+    """Lets the device sleep before it computes: a copy that does not wait would overwrite weights still in use."""
+
+    cycles = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cycles:
+            torch.cuda._sleep(self.cycles)
+        return super().forward(x)
+
+
+def big_chain(cycles: int = 0) -> Chain:
+    """Twelve blocks of 34 MB."""
+    torch.manual_seed(0)
+    model = Chain(LazyBlock(WIDTH, HIDDEN) for _ in range(BLOCKS))
+    for block in model.blocks:
+        block.cycles = cycles
+    return model
+
+
+@contextmanager
+def on_device(model: nn.Module, device: torch.device, **options: Any) -> Iterator[Pipeline]:
+    """A pipeline on the device, one unit per block; always detached."""
+    pipe = Pipeline(model, device, options=PipelineOptions(**{"k": 2, "k_prime": 1, "units": is_block, **options}))
+    try:
+        yield pipe
+    finally:
+        pipe.detach()
+
+
+def micro_step(pipe: Pipeline, x: Tensor) -> Tensor:
+    """One forward and backward."""
+    with pipe.step():
+        loss = pipe.module(x).square().mean()
+        loss.backward()
+    return loss.detach()
+
+
+def train(model: nn.Module, device: torch.device, steps: int = 3, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and weights of a short training."""
+    losses = []
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+    with on_device(model, device, **options) as pipe:
+        optimizer = SGD(model.parameters(), lr=0.1, foreach=False)
+        for _ in range(steps):
+            losses.append(micro_step(pipe, x).cpu())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_copies_wait_for_the_computing(k: int, cuda: torch.device) -> None:
+    """With a device that lags far behind the host, slots are refilled only when the units in them are done."""
+    quick_losses, quick_weights = train(big_chain(), cuda, k=BLOCKS)
+    slow_losses, slow_weights = train(big_chain(cycles=5_000_000), cuda, k=k)
+    assert all(map(torch.equal, quick_losses, slow_losses))
+    assert all(map(torch.equal, quick_weights, slow_weights))
+
+
+def test_no_host_synchronisation_in_a_step(cuda: torch.device) -> None:
+    """CUDA itself reports any call that makes the host wait."""
+    model = big_chain()
+    x = torch.randn(ROWS, WIDTH, device=cuda)
+    with on_device(model, cuda) as pipe:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+            try:
+                micro_step(pipe, x)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_host_memory_is_page_locked_where_asked_for(pin: bool, cuda: torch.device) -> None:
+    """Only page-locked memory can be copied beside the computing."""
+    model = big_chain()
+    with on_device(model, cuda, pin_memory=pin):
+        assert {p.is_pinned() for p in model.parameters()} == {pin}
+
+
+def test_peak_memory(cuda: torch.device) -> None:
+    """Two slots, gradients on their way and activations: a fraction of what the model takes, weights alone."""
+    model = big_chain()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with on_device(model, cuda, k=2) as pipe:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        x = torch.randn(ROWS, WIDTH, device=cuda)
+        for _ in range(3):
+            micro_step(pipe, x)
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = torch.cuda.max_memory_allocated() - before
+        summary = pipe.summary()
+    activations = BLOCKS * ROWS * 4 * (6 * WIDTH + 3 * HIDDEN)
+    assert summary.device_bytes <= 2.1 * BLOCK_BYTES
+    assert 2 * BLOCK_BYTES <= peak <= summary.device_bytes + 4 * BLOCK_BYTES + activations
+    assert peak < 0.7 * summary.model_bytes
+
+
+def test_nothing_stays_on_the_device(cuda: torch.device) -> None:
+    """After detach the device is as it was."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    train(big_chain(), cuda, steps=1)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_copies_run_on_other_streams_beside_the_computing(cuda: torch.device, tmp_path: Path) -> None:
+    """In a profile, large copies are never on the computing stream, and most of their time kernels run as well."""
+    model = big_chain()
+    x = torch.randn(16 * ROWS, WIDTH, device=cuda)
+    with on_device(model, cuda, k=3) as pipe:
+        for _ in range(2):
+            micro_step(pipe, x)
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+            micro_step(pipe, x)
+            torch.cuda.synchronize()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    copies = [e for e in events if e.get("cat") == "gpu_memcpy" and e["args"].get("bytes", 0) > BLOCK_BYTES // 2]
+    assert kernels
+    assert copies
+    computing = {event["args"]["stream"] for event in kernels}
+    assert not computing & {event["args"]["stream"] for event in copies}
+
+    def beside(copy: dict[str, Any]) -> bool:
+        return any(k["ts"] < copy["ts"] + copy["dur"] and copy["ts"] < k["ts"] + k["dur"] for k in kernels)
+
+    assert sum(map(beside, copies)) > len(copies) / 2
+
+
+def test_out_of_memory_in_a_step(cuda: torch.device) -> None:
+    """A real OutOfMemoryError in mid-forward leaves the pipeline ready, and the next step is right."""
+
+    class Greedy(LazyBlock):
+        greedy = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.greedy:
+                torch.empty(1 << 50, dtype=torch.uint8, device=x.device)
+            return super().forward(x)
+
+    expected, _ = train(big_chain(), cuda, steps=1)
+    model = big_chain()
+    model.blocks[6].__class__ = Greedy
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(cuda)
+    with on_device(model, cuda) as pipe:
+        model.blocks[6].greedy = True
+        with pytest.raises(torch.OutOfMemoryError):
+            micro_step(pipe, x)
+        model.blocks[6].greedy = False
+        model.zero_grad()
+        assert torch.equal(micro_step(pipe, x).cpu(), expected[0])
