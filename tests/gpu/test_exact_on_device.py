@@ -48,17 +48,16 @@ class OnDevice:
         return nullcontext()
 
     def before(self) -> None:
-        """Send the weights up."""
+        """Send the weights up; gradients stay there until the optimizer's are zeroed."""
         for master, copy in self.pairs():
             copy.data.copy_(master.data)
+            if master.grad is None:
+                copy.grad = None
 
     def after(self) -> None:
-        """Bring the gradients down, and add them there."""
+        """Bring down the gradients that were accumulated on the device."""
         for master, copy in self.pairs():
-            if copy.grad is not None:
-                gradient = copy.grad.cpu()
-                master.grad = gradient if master.grad is None else master.grad + gradient
-                copy.grad = None
+            master.grad = None if copy.grad is None else copy.grad.to("cpu", copy=True)
 
 
 class Streamed:
