@@ -29,16 +29,18 @@ class Learned:
     Attributes:
         resident: Names of weights that are used outside of their unit.
         split: Modules that are not called themselves, only their children are.
-        lowered: The dtype to which autocast lowers a weight, by the identity of the master.
+        lowered: Masters that autocast lowers, by identity.
         used_as_is: Masters that are used in their own dtype, by identity.
+        assumed: Masters taken for lowered because of the layer they are in, until that layer has been watched.
         buffers: Host memory of earlier arrangements, by the identities of the masters in it.
     """
 
     def __init__(self) -> None:
         self.resident: list[str] = []
         self.split: list[nn.Module] = []
-        self.lowered: dict[int, torch.dtype] = {}
+        self.lowered: set[int] = set()
         self.used_as_is: set[int] = set()
+        self.assumed: set[int] = set()
         self.buffers: dict[tuple[int, ...], HostBuffer] = {}
 
 
@@ -50,12 +52,21 @@ class Arrangement:
         options: The user's choices.
         learned: What earlier steps have shown.
         backend: Allocates and pins.
+        autocast: The dtype that autocast lowers to in the steps to come, if it is on.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
     """
 
-    def __init__(self, module: nn.Module, options: PipelineOptions, learned: Learned, backend: Backend) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        options: PipelineOptions,
+        learned: Learned,
+        backend: Backend,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.autocast = autocast
         self._options = options
         self._backend = backend
         self.pin = options.pin_memory is not False
@@ -70,7 +81,8 @@ class Arrangement:
         self.all_units = plan.all_units()
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         for weight in self.weights:
-            weight.compute_dtype = learned.lowered.get(id(weight.master), weight.master.dtype)
+            if autocast is not None and id(weight.master) in learned.lowered - learned.used_as_is:
+                weight.compute_dtype = autocast
         self._choose_window()
         self._check_budget(budget)
         self._check_host_memory()
@@ -90,16 +102,18 @@ class Arrangement:
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
-        weight.compute_dtype = weight.master.dtype
+        lowered, weight.compute_dtype = weight.lowered, weight.master.dtype
         masters = HostBuffer(weight.host.nbytes, self._backend, False, as_bytes(weight.host))
         group = Group(-1, 0, GroupHost([weight], self._backend, False, masters), resident=True)
         group.place = self._backend.allocate(group.nbytes)
         self.groups.append(group)
-        twin = self._make_twin(weight, group, 0)
+        data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
+        weight.twin = Twin(weight, group, data) if lowered else weight.twin.moved_to(group, data)
+        self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             if any(place.weight is weight for place in member.places):
                 member.find_groups()
-        return twin
+        return weight.twin
 
     def device_bytes(self) -> int:
         """Device memory for weights."""
@@ -165,7 +179,9 @@ class Arrangement:
             self.groups.append(group)
         for group in self.groups:
             for weight, offset in zip(group.host.weights, group.host.source_offsets, strict=True):
-                self._make_twin(weight, group, offset)
+                data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
+                weight.twin = Twin(weight, group, data)
+                self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             member.find_groups()
         for key, buffer in before.items():
@@ -187,12 +203,6 @@ class Arrangement:
         for unit in units:
             unit.group = group
         return group
-
-    def _make_twin(self, weight: Weight, group: Group, offset: int) -> Twin:
-        data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
-        weight.twin = Twin(weight, group, data)
-        self.twins[weight.twin.key] = weight.twin
-        return weight.twin
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:

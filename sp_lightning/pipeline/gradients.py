@@ -57,8 +57,9 @@ class GradientReturn:
         self._on_arrival = on_arrival
         self._piece_bytes = max(lay_out([weight.compute_bytes for weight in unit.weights])[1] for unit in units)
         self._gathered: dict[Unit, dict[Weight, Tensor]] = {}
-        self._sparse: list[tuple[Weight, Tensor]] = []
-        self._hooked: list[tuple[Weight, Tensor]] = []
+        self._arrived: dict[Weight, None] = {}
+        self._sparse: dict[Weight, list[Tensor]] = {}
+        self._hooked: dict[Weight, list[Tensor]] = {}
         self._shipped: set[Weight] = set()
         self._landed: dict[Weight, Tensor] = {}
         self._homes: dict[Unit, _Home] = {}
@@ -75,7 +76,7 @@ class GradientReturn:
             with without_torch_function():
                 self._collect(twin)
 
-        twin.parameter.register_post_accumulate_grad_hook(collect)
+        twin.gradient_hook = twin.parameter.register_post_accumulate_grad_hook(collect)
 
     def _collect(self, twin: Twin) -> None:
         self._on_arrival()
@@ -87,8 +88,9 @@ class GradientReturn:
                 f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
                 "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
             )
+        self._arrived[weight] = None
         if gradient.layout is not torch.strided:
-            self._sparse.append((weight, gradient))
+            self._sparse.setdefault(weight, []).append(gradient)
             return
         gathered = self._gathered.setdefault(weight.unit, {})
         if weight in gathered:  # reentrant checkpoints accumulate several times in one backward
@@ -155,7 +157,7 @@ class GradientReturn:
         shipment.piece.ticket.join()
         for weight, arrived in zip(shipment.weights, shipment.arrived, strict=True):
             if tensor_hooks(weight.master):  # a user's code: not in this thread
-                self._hooked.append((weight, arrived.clone()))
+                self._hooked.setdefault(weight, []).append(arrived.clone())
             else:
                 self._accumulate(weight, arrived)
         if shipment.weights:
@@ -181,20 +183,16 @@ class GradientReturn:
         if self._shipped:
             self._stats.host_syncs += 1
             self._worker.join()
-        for weight, gradient in self._hooked:
-            for hook in tensor_hooks(weight.master):
-                changed = hook(gradient)
-                gradient = gradient if changed is None else changed
-            self._accumulate(weight, gradient)
-        for weight, gradient in self._sparse:
-            self._add_sparse(weight, gradient)
-        weights = [*self._shipped, *(weight for weight, _ in self._sparse)]
-        for weight, gradient in self._landed.items():
-            weight.master.grad = gradient
-        self._forget()
-        for weight in weights:
+        for weight in self._arrived:  # in autograd's order, in which a user's hooks expect to be called
+            for gradient in self._hooked.get(weight, ()):
+                self._accumulate(weight, _through_hooks(weight, gradient))
+            for gradient in self._sparse.get(weight, ()):
+                self._add_sparse(weight, _through_hooks(weight, gradient))
+            if weight in self._landed:
+                weight.master.grad = self._landed[weight]
             for post_hook in post_accumulate_hooks(weight.master):
                 post_hook(weight.master)
+        self._forget()
 
     def abandon(self) -> None:
         """After an exception: forget what has not landed."""
@@ -214,15 +212,13 @@ class GradientReturn:
 
     def _forget(self) -> None:
         self._gathered.clear()
+        self._arrived.clear()
         self._sparse.clear()
         self._hooked.clear()
         self._shipped.clear()
         self._landed.clear()
 
     def _add_sparse(self, weight: Weight, gradient: Tensor) -> None:
-        for hook in tensor_hooks(weight.master):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
         arrived = gradient.to("cpu")
         self._stats.bytes_to_host += arrived._values().nbytes + arrived._indices().nbytes
         sum_so_far = self._landed.get(weight, weight.master.grad)
@@ -342,6 +338,14 @@ class _Worker:
             finally:
                 self._jobs.task_done()
         self._jobs.task_done()
+
+
+def _through_hooks(weight: Weight, gradient: Tensor) -> Tensor:
+    """What the user's hooks on the master make of a gradient."""
+    for hook in tensor_hooks(weight.master):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def _references(tensor: Tensor) -> int:

@@ -14,6 +14,7 @@ tensor (its base, for a view) stays in the graph in every case, so the hook is p
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -70,7 +71,10 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
             return keeper.call(member, plain_call.__get__(self), args, kwargs)
 
         def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-            return _as_plain(self, lambda: self.__reduce_ex__(protocol))
+            reduced = _as_plain(self, lambda: self.__reduce_ex__(protocol))
+            if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+                return (_new_instance(plain), *reduced[1:])
+            return reduced
 
         methods: dict[str, Any] = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_superpipeline_plain": plain}
         if hasattr(plain, "__deepcopy__"):
@@ -83,6 +87,11 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
         gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
         _gate_classes[plain] = gate
     return _gate_classes[plain]
+
+
+def _new_instance(plain: type) -> Callable[..., Any]:
+    """What pickle calls for a new instance: not `copyreg.__newobj__`, which insists on the gate's own class."""
+    return object.__new__ if plain.__new__ is object.__new__ else plain.__new__
 
 
 def _as_plain(module: nn.Module, action: Callable[[], Any]) -> Any:

@@ -19,7 +19,8 @@ from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.weights import Weight
 
 ALIGNMENT = 256  # bytes; what the strictest kernels and quantised formats ask of a tensor's address
-_SAMPLES_PER_WEIGHT = 4
+_WORD = 4  # bytes compared at once
+_MOST_SAMPLES = 1 << 17  # of one weight
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -110,7 +111,7 @@ class GroupHost:
         elif lowered:
             masters.release()
         self.masters = masters
-        self._sample_index = self._sampled_bytes()
+        self._sample_index = self._sampled_words()
         self._lowered: list[Tensor] = []
         if lowered:
             self.source_offsets, nbytes = lay_out([weight.compute_bytes for weight in self.weights])
@@ -131,7 +132,8 @@ class GroupHost:
         for weight in self.weights:
             weight.readopt()
         with torch.inference_mode(False):
-            return tuple(weight.master._version for weight in self.weights), self.masters.bytes[self._sample_index]
+            words = self.masters.bytes[: self.master_bytes // _WORD * _WORD].view(torch.int32)
+            return tuple(weight.master._version for weight in self.weights), words[self._sample_index]
 
     def prepare(self) -> tuple[Tensor, tuple[tuple[int, ...], Tensor]]:
         """The bytes to send, brought up to date, and the state of the masters that they hold."""
@@ -151,16 +153,19 @@ class GroupHost:
         self.masters.release()
         self.source.release()
 
-    def _sampled_bytes(self) -> Tensor:
-        """Indices of a few whole elements of every weight, spread over it."""
-        indices: list[int] = []
-        for weight, offset in zip(self.weights, self._offsets, strict=True):
-            count, size = weight.master.numel(), weight.master.element_size()
-            for element in {round(i * (count - 1) / (_SAMPLES_PER_WEIGHT - 1)) for i in range(_SAMPLES_PER_WEIGHT)}:
-                if count:
-                    indices.extend(range(offset + element * size, offset + (element + 1) * size))
+    def _sampled_words(self) -> Tensor:
+        """Indices of words spread at random over every weight: about one in every row, so no row changes unseen."""
+        generator = torch.Generator().manual_seed(0)
+        chosen = []
         with torch.inference_mode(False):
-            return torch.tensor(indices, dtype=torch.long)
+            for weight, offset in zip(self.weights, self._offsets, strict=True):
+                words = weight.host.nbytes // _WORD
+                rows = weight.host.size(0) if weight.host.dim() else 1
+                samples = min(words, max(rows, 64), _MOST_SAMPLES)
+                starts = torch.arange(samples) * words // max(samples, 1)
+                widths = (torch.arange(1, samples + 1) * words // max(samples, 1)) - starts
+                chosen.append(offset // _WORD + starts + (torch.rand(samples, generator=generator) * widths).long())
+            return torch.cat(chosen)
 
 
 def same_state(one: Any, other: Any) -> bool:

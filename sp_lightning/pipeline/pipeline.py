@@ -28,7 +28,7 @@ from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import Guard, guards_resumed, guards_suspended, resume_all_guards
 from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
 from sp_lightning.pipeline.host import as_bytes
-from sp_lightning.pipeline.lowering import LoweringSpy
+from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
 from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions, UnitPolicy
 from sp_lightning.pipeline.saved import SavedTensors
@@ -82,6 +82,8 @@ class Pipeline:
         self._backward_running = False
         self._touched_outside: list[Weight] = []
         self._rearrange = False
+        self._untouched = True
+        self._saved = SavedTensors(self._require)
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         try:
             self._arrange()
@@ -156,8 +158,7 @@ class Pipeline:
         """
         if self._depth or self._backward_running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
-        self._dismantle()
-        self._arrange()
+        self._rearrange_for(self._plan.autocast)
 
     def detach(self) -> None:
         """Give the module back: plain, on the CPU, without a trace. Calling it again does nothing."""
@@ -196,11 +197,11 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------ attach and take off
 
-    def _arrange(self) -> None:
-        plan = self._plan = Arrangement(self.module, self.options, self._learned, self._backend)
+    def _arrange(self, autocast: torch.dtype | None = None) -> None:
+        plan = self._plan = Arrangement(self.module, self.options, self._learned, self._backend, autocast)
         self._reached: list[Unit] = []
         self._schedule = Schedule(len(plan.streamed_members))
-        self._saved = SavedTensors(plan.twins, self._require)
+        self._saved.twins = plan.twins
         self._returns = GradientReturn(plan.all_units, self._backend, self.stats, plan.pin, self._note_backward)
         self._guard = Guard(self, plan.weights)
         groups = [member.unit.group for member in plan.streamed_members if member.unit is not None]
@@ -213,6 +214,9 @@ class Pipeline:
         """Take the arrangement off the module; masters keep their identity, their values and their memory."""
         for member in self._plan.members:
             remove_gate(member)
+        for twin in self._plan.twins.values():
+            if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
+                twin.gradient_hook.remove()
         self._returns.close()
         self._backend.drain()
         for group in self._plan.groups:
@@ -245,6 +249,7 @@ class Pipeline:
         self._take_in_what_was_learned()
         self.stats.steps += 1
         self._graph = _Graph()
+        self._untouched = True
         self._activate()
 
     def _activate(self) -> None:
@@ -267,49 +272,101 @@ class Pipeline:
             with self.step():
                 return self.call(member, forward, args, kwargs)
         if member.unit is None:
-            return forward(*args, **kwargs)
+            return self._call_around_units(member, forward, args, kwargs)
+        autocast = self._autocast_dtype()
+        if autocast != self._plan.autocast and self._adapt_to_autocast(member, autocast):
+            return member.module(*args, **kwargs)  # as a member of the new arrangement
         self._enter(member)
         pushed = self._saved.push()
         try:
-            output = self._run(member, forward, args, kwargs)
+            if autocast is not None and torch.is_grad_enabled() not in member.observed:
+                output = self._run_observed(member, forward, args, kwargs)
+            else:
+                output = forward(*args, **kwargs)
+            return self._watch(member, output)
         finally:
             if pushed:
                 self._saved.pop()
             self._leave(member)
-        return self._watch(member, output)
 
-    def _run(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if member.observed or not torch.is_autocast_enabled(self.device.type):
+    def _call_around_units(
+        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if member.looks_into is None:
             return forward(*args, **kwargs)
-        spy = LoweringSpy(self._plan.twins, self.device.type)
+        # nn.TransformerEncoder asks its first layer's weights whether a fast path will do: it must see ordinary ones
+        self._swap_in(member.looks_into)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._swap_out(member.looks_into)
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """The dtype that autocast lowers to; None where it is off."""
+        if not torch.is_autocast_enabled(self.device.type):
+            return None
+        return torch.get_autocast_dtype(self.device.type)
+
+    def _adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> bool:
+        """Autocast was switched on or off; True if everything was arranged anew for it."""
+        learned = self._learned
+        if autocast is not None and not learned.lowered:
+            known = {id(weight.master) for weight in known_to_be_lowered(self.module, self._plan.units)}
+            learned.lowered |= known
+            learned.assumed |= known
+        if self._untouched and all(graph.done for graph in self._graphs):
+            self._guard.disarm()
+            self._rearrange_for(autocast)
+            self._activate()
+            return True
+        for weight in [place.weight for place in member.places if place.weight.lowered]:
+            # the unit is used with and without autocast in one step: it is sent as it is from now on
+            learned.used_as_is.add(id(weight.master))
+            self._make_resident(weight)
+        return False
+
+    def _rearrange_for(self, autocast: torch.dtype | None) -> None:
+        self._dismantle()
+        self._arrange(autocast)
+
+    def _run_observed(
+        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Watch a first forward under autocast: what it does with weights decides in which dtype they are sent."""
+        learned = self._learned
+
+        def keep_as_is(layer: nn.Module) -> None:
+            for place in member.places:
+                if place.parameters is layer._parameters and place.weight.lowered:
+                    learned.used_as_is.add(id(place.weight.master))
+                    self._make_resident(place.weight)
+                    place.parameters[place.key] = self.serve(place.weight)
+
+        spy = LoweringSpy(self._plan.twins, learned.assumed, self.device.type, keep_as_is)
         with spy:
             output = forward(*args, **kwargs)
-        member.observed = True
-        self._learn_lowering(spy)
-        return output
-
-    def _learn_lowering(self, spy: LoweringSpy) -> None:
-        learned = self._learned
+        member.observed.add(spy.builds_graph)
+        learned.assumed -= {id(place.weight.master) for place in member.places}
+        learned.lowered |= {id(weight.master) for weight in spy.lowered}
         learned.used_as_is |= {id(weight.master) for weight in spy.used_as_is}
-        for weight, dtype in spy.lowered.items():
-            learned.lowered.setdefault(id(weight.master), dtype)
-        for key in learned.used_as_is & set(learned.lowered):
-            del learned.lowered[key]
-        self._rearrange |= any(
-            learned.lowered.get(id(weight.master), weight.master.dtype) != weight.compute_dtype
-            for weight in [*spy.lowered, *spy.used_as_is]
-        )
+        self._rearrange |= any(not weight.lowered for weight in spy.lowered - spy.used_as_is)
+        self._rearrange |= any(weight.lowered for weight in spy.used_as_is)
+        return output
 
     def _enter(self, member: Member) -> None:
         with self._lock, without_torch_function():
+            self._untouched = False
             member.entered += 1
             direction = _direction()
+            if self._backward_running and direction is not Pass.BACKWARD:
+                self._abandon_backward()
             if member.index >= 0:
                 self._schedule.visit(member.index, direction)
             for group in [group for group in member.groups if self._window.is_blocked(group)]:
                 for weight in {id(place.weight): place.weight for place in member.places}.values():
                     if weight.twin.group is group:
                         self._make_resident(weight)
+                        self._touched_outside.append(weight)
             for group in member.groups:
                 self._window.bring(group)
                 group.users += 1
@@ -353,8 +410,7 @@ class Pipeline:
     def _follow_requires_grad(self, twin: Twin) -> None:
         with torch.inference_mode(False):
             twin.parameter.requires_grad_(twin.weight.master.requires_grad)
-            if twin.parameter.requires_grad and not twin.returns_gradient:
-                twin.returns_gradient = True
+            if twin.parameter.requires_grad and twin.gradient_hook is None:
                 self._returns.watch(twin)
 
     def _write_back(self, weight: Weight) -> None:
@@ -438,6 +494,14 @@ class Pipeline:
             self._backward_running = False
             self._close()
 
+    def _abandon_backward(self) -> None:
+        """A backward ended with an exception that the user caught inside of the step."""
+        for unit in self._reached:
+            self._take_twins_from(unit)
+        self._reached.clear()
+        self._returns.abandon()
+        self._backward_running = False
+
     def _evicted(self, group: Group) -> None:
         for unit in [unit for unit in self._reached if unit.group is group]:
             self._reached.remove(unit)
@@ -453,10 +517,12 @@ class Pipeline:
     def serve(self, weight: Weight) -> nn.Parameter:
         """The weight on the device, for an operation outside of its unit (see guard.py)."""
         with self._lock, without_torch_function():
+            self._untouched = False
             twin = weight.twin
             in_use = twin.group.users > 0 or weight.unit in self._reached
             if not (twin.group.resident or (in_use and twin.group.loaded)):
                 twin = self._make_resident(weight)
+                self._touched_outside.append(weight)
             self._window.bring(twin.group)
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 self._follow_requires_grad(twin)
@@ -475,7 +541,6 @@ class Pipeline:
         self.stats.promotions += 1
         twin = self._plan.make_resident(weight)
         self._window.groups.append(twin.group)
-        self._touched_outside.append(weight)
         self._rearrange = True
         return twin
 

@@ -51,12 +51,14 @@ class SavedTensors:
     """Pushes and pops the pair of hooks.
 
     Args:
-        twins: Twins by the identity of their memory.
         require: Called with a twin before backward reads it.
+
+    Attributes:
+        twins: Twins by the identity of their memory.
     """
 
-    def __init__(self, twins: dict[int, Twin], require: Callable[[Twin], None]) -> None:
-        self._twins = twins
+    def __init__(self, require: Callable[[Twin], None]) -> None:
+        self.twins: dict[int, Twin] = {}
         self._require = require
         self._pushed = 0
 
@@ -88,7 +90,7 @@ class SavedTensors:
 
     def handle(self, tensor: Tensor) -> _Handle | None:
         """The handle for a weight or a view of one; None for other tensors."""
-        twin = self._twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+        twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         return None if twin is None else _Handle(twin, tensor, twin.version())
 
     def _pack(self, tensor: Tensor) -> _Handle | _Kept:
@@ -102,7 +104,7 @@ class SavedTensors:
                 raise RuntimeError(_changed_in_place(f"a tensor of shape {list(packed.tensor.shape)}"))
             return packed.tensor
         twin = packed.twin
-        if self._twins.get(twin.key) is not twin:
+        if self.twins.get(twin.key) is not twin:
             raise RuntimeError(
                 f"backward needs weight {twin.weight.name!r} of a graph that was built before superpipeline arranged its "
                 "memory anew (after the first step, or after `rebuild()`). Call backward in the step that built the graph."

@@ -13,6 +13,7 @@ Parameters that several modules share are found by identity and belong to one pl
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +54,8 @@ class Member:
         groups: Groups that have to be on the device for its call.
         held: For each call that is inside of it, the groups that must not be evicted meanwhile.
         entered: How many times it was called since it was attached.
-        observed: Whether its forward has been watched under autocast.
+        observed: Whether its forward has been watched under autocast: without a graph (False), with one (True).
+        looks_into: A member whose weights its forward looks at to choose a fast path (`nn.TransformerEncoder`).
     """
 
     def __init__(self, name: str, module: nn.Module, unit: Unit | None) -> None:
@@ -66,7 +68,8 @@ class Member:
         self.groups: list[Group] = []
         self.held: list[list[Group]] = []
         self.entered = 0
-        self.observed = False
+        self.observed: set[bool] = set()
+        self.looks_into: Member | None = None
 
     @property
     def active(self) -> bool:
@@ -178,6 +181,10 @@ class _Finder:
             member.index = index
         for member in [*members, *resident.members]:
             self._find_recurrent(member)
+        by_module = {id(member.module): member for member in [*members, *resident.members]}
+        for member in callers:
+            if isinstance(member.module, nn.TransformerEncoder) and len(member.module.layers):
+                member.looks_into = by_module.get(id(member.module.layers[0]))
         return Plan(units, resident, callers, self.unmanaged)
 
     # ---------------------------------------------------------------------------------------------- what there is
@@ -428,7 +435,8 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 def _is_called(module: nn.Module) -> bool:
     """Whether a module has a forward at all; containers without one are only reached into by their parents."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    # static, because a scripted class computes its `forward`
+    return inspect.getattr_static(type(module), "forward") is not nn.Module.forward or "forward" in vars(module)
 
 
 def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:

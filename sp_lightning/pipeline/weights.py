@@ -7,10 +7,12 @@ twins stand in the module tree in place of the masters, so the graph is built on
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline._private import storage_key
 
@@ -36,9 +38,16 @@ class Twin:
         with torch.inference_mode(False):
             self.parameter = nn.Parameter(data, requires_grad=False)
         self.key = storage_key(data)
-        self.returns_gradient = False
+        self.gradient_hook: RemovableHandle | None = None
         self._seen_version = self.parameter._version
         self._write_backs = 0
+
+    def moved_to(self, group: Group, data: Tensor) -> Twin:
+        """The same leaf over other memory: a graph that has the leaf already goes on adding up its gradient there."""
+        moved = copy(self)
+        moved.group, moved.data, moved.key = group, data, storage_key(data)
+        self.parameter.data = data
+        return moved
 
     def version(self) -> int:
         """Grows with every in-place change that autograd would count on a plain parameter.
