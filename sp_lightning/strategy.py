@@ -2,7 +2,8 @@
 
 `SuperpipelineMixin` is the whole implementation. Each namespace joins it with its own `ParallelStrategy` (see
 `lightning.py` and `pytorch_lightning.py`), because classes of one namespace are refused by the other's Trainer.
-"Hazard N" in comments and tests is the N-th way in which Lightning's defaults go wrong for weights in host memory.
+"Hazard N" in comments is the N-th way in which Lightning's defaults go wrong for weights in host memory; each has tests
+of that name, which show it, in `tests/test_strategy_hazards.py`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ class Base(L.LightningModule):
         note_outputs(self.trace, f"{len(self.trace)} {label}", value)
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.device == self.trainer.strategy.root_device
+        strategy = self.trainer.strategy
+        assert self.device == strategy.root_device
+        assert getattr(strategy, "pipeline", True) is not None
         for block in self.blocks:
             x = block(x)
         return self.head(x)

@@ -140,6 +140,34 @@ def test_saving_after_a_fit_and_a_test(tmp_path):
         assert_same_trace(flat(expected), flat(actual))
 
 
+def test_saving_in_the_middle_of_a_step(tmp_path):
+    class Saving(Tied):
+        folder: Path
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.trainer.save_checkpoint(self.folder / f"training step {self.global_step}")
+            return loss
+
+        def on_after_backward(self) -> None:
+            self.trainer.save_checkpoint(self.folder / f"backward {self.global_step}")
+
+    for name, strategy in STRATEGIES.items():
+        torch.manual_seed(1)
+        module = Saving()
+        module.folder = tmp_path / name
+        torch.manual_seed(2)
+        fit(trainer(strategy(), max_epochs=1), module)
+    names = sorted(os.listdir(tmp_path / "plain"))
+    assert len(names) == 12
+    for name in names:
+        expected, actual = (torch.load(tmp_path / folder / name, weights_only=False) for folder in STRATEGIES)
+        assert_same_trace(flat(expected), flat(actual))
+        assert {type(value) for value in actual["state_dict"].values()} == {torch.Tensor}
+        for key, tensor in actual["state_dict"].items():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, key
+
+
 def test_configure_model_and_resume(tmp_path):
     class Configured(Base):
         def __init__(self) -> None:

@@ -162,6 +162,22 @@ def test_fit():
     assert_same_training()
 
 
+class Counting(callbacks.Callback):
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.stats, self.plan = trainer.strategy.pipeline.stats, trainer.strategy.pipeline.summary()
+
+
+@pytest.mark.parametrize(("k", "streams"), [(2, True), (100, False)])
+def test_it_streams(k, streams):
+    counting = Counting()
+    fit(trainer(streamed(k=k), callbacks=counting, limit_val_batches=0), Base())
+    units = counting.plan.units
+    assert units >= 4
+    per_step = counting.stats.loads / 12
+    assert per_step == pytest.approx(2 * units - k if streams else units, abs=0.5)
+    assert counting.stats.resets == counting.stats.heals == 0
+
+
 @pytest.mark.parametrize("k", [1, 3, 100, "auto"])
 def test_any_k(k):
     assert_same_training(k=k)

@@ -444,6 +444,22 @@ def test_hazard_17_weights_used_outside_of_their_unit():
     assert_same_training(Wandering)
 
 
+class Summarised(Base):
+    """ModelSummary runs its example through `forward`, before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(4, WIDTH)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.note("parameters", torch.nn.utils.parameters_to_vector(self.parameters()))
+        self.note("norm", torch.stack([p.norm() for p in self.parameters()]))
+
+
+def test_hazard_17_example_input_and_weights_read_between_steps():
+    assert_same_training(Summarised, arguments=lambda: {"enable_model_summary": True})
+
+
 class Hooked(Base):
     def __init__(self) -> None:
         super().__init__()
