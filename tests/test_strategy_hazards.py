@@ -22,6 +22,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -603,6 +604,22 @@ def test_hazard_23_flags_are_restored_after_an_exception():
     assert optimizer.param_groups[0]["fused"] is None
 
 
+def test_hazard_23_the_strategy_steps_with_fused_kernels_for_a_device(module):
+    strategy = Pretended(module)
+    optimizer = torch.optim.AdamW(module.parameters())
+    seen = []
+    optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["fused"]))
+
+    def closure() -> None:
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    with mock.patch.object(ParallelStrategy, "optimizer_step", lambda self, o, c, *_, **__: o.step(c)):
+        strategy.optimizer_step(optimizer, closure)
+    assert seen == [True]
+    assert optimizer.state_dict()["param_groups"][0]["fused"] is None
+
+
 def test_hazard_23_the_users_flags_stand_on_the_cpu():
     class Looking(Base):
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -634,12 +651,16 @@ def test_hazard_23_threads(monkeypatch, variables, expected):
         torch.set_num_threads(before)
 
 
-def test_hazard_23_threads_are_given_back(module, monkeypatch):
+def test_hazard_23_threads_are_given_back(module, monkeypatch, caplog):
+    caplog.set_level("INFO")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(3)), raising=False)
     strategy = Pretended(module)
     strategy.setup_environment()
     assert torch.get_num_threads() == 3
+    assert "torch uses 3 threads there, and not the 1 of OMP_NUM_THREADS=1" in caplog.text
+    strategy.setup_environment()
+    assert caplog.text.count("OMP_NUM_THREADS") == 1
     strategy.teardown()
     assert torch.get_num_threads() == 1
 
