@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
 
-from sp_lightning.pipeline.host import GroupHost
+from sp_lightning.pipeline.host import GroupHost, MasterState
 from sp_lightning.pipeline.transfer import Ticket
 
 
@@ -61,7 +59,7 @@ class Group:
         self.residency = Residency.ABSENT
         self.ticket: Ticket | None = None
         self.suspect = False
-        self.loaded_state: Any = None
+        self.loaded_state: MasterState | None = None
 
     @property
     def loaded(self) -> bool:

@@ -16,7 +16,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class GradientReturn:
         self._hooked: dict[Weight, list[Tensor]] = {}
         self._shipped: set[Weight] = set()
         self._landed: dict[Weight, Tensor] = {}
+        self._landing: list[Ticket] = []
         self._homes: dict[Unit, _Home] = {}
         self._ring: list[_Piece] = []
         self._turn = 0
@@ -115,27 +116,18 @@ class GradientReturn:
         piece = self._next_piece(nbytes)
         if piece.ticket is not None:
             self._backend.wait(piece.ticket)
-        torch._foreach_copy_(
-            [
-                tensor_in(piece.device, offset, weight.host, gradient.dtype)
-                for weight, gradient, offset in zip(weights, gradients, offsets, strict=True)
-            ],
-            gradients,
-        )
+        torch._foreach_copy_(piece.tensors("device", weights, gradients, offsets), gradients)
         self._stats.bytes_to_host += nbytes
         if self._are_first(unit, weights, gradients):
             home = self._home(unit).whole()
             piece.ticket = self._backend.download(home.memory, piece.device[:nbytes])
             self._landed.update(zip(weights, home.tensors, strict=True))
-            self._worker.put(_Shipment(piece, [], []))
+            self._landing.append(piece.ticket)
         else:
             piece.free.wait()
             piece.free.clear()
             piece.ticket = self._backend.download(piece.host.bytes[:nbytes], piece.device[:nbytes])
-            arrived = [
-                tensor_in(piece.host.bytes, offset, weight.host, gradient.dtype)
-                for weight, gradient, offset in zip(weights, gradients, offsets, strict=True)
-            ]
+            arrived = piece.tensors("host", weights, gradients, offsets)
             self._worker.put(_Shipment(piece, weights, arrived))
         self._shipped.update(weights)
 
@@ -160,8 +152,7 @@ class GradientReturn:
                 self._hooked.setdefault(weight, []).append(arrived.clone())
             else:
                 self._accumulate(weight, arrived)
-        if shipment.weights:
-            shipment.piece.free.set()
+        shipment.piece.free.set()
 
     def _accumulate(self, weight: Weight, arrived: Tensor) -> None:
         sum_so_far = self._landed.get(weight)
@@ -182,6 +173,8 @@ class GradientReturn:
         self.ship_all_but([])
         if self._shipped:
             self._stats.host_syncs += 1
+            for ticket in self._landing:
+                self._backend.synchronize(ticket)
             self._worker.join()
         for weight in self._arrived:  # in autograd's order, in which a user's hooks expect to be called
             for gradient in self._hooked.get(weight, ()):
@@ -197,6 +190,8 @@ class GradientReturn:
     def abandon(self) -> None:
         """After an exception: forget what has not landed."""
         self._worker.join()
+        for ticket in self._landing:
+            ticket.join()
         self._forget()
 
     def close(self) -> None:
@@ -216,6 +211,7 @@ class GradientReturn:
         self._sparse.clear()
         self._hooked.clear()
         self._shipped.clear()
+        self._landing.clear()
         self._landed.clear()
 
     def _add_sparse(self, weight: Weight, gradient: Tensor) -> None:
@@ -254,6 +250,20 @@ class _Piece:
         self.ticket: Ticket | None = None
         self.free = threading.Event()
         self.free.set()
+        self._tensors: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def tensors(
+        self, side: Literal["device", "host"], weights: list[Weight], gradients: list[Tensor], offsets: list[int]
+    ) -> list[Tensor]:
+        """Its memory as one tensor per gradient; made once for each set of weights."""
+        key = (side, *weights, *(gradient.dtype for gradient in gradients))
+        if key not in self._tensors:
+            memory = self.device if side == "device" else self.host.bytes
+            self._tensors[key] = [
+                tensor_in(memory, offset, weight.host, gradient.dtype)
+                for weight, gradient, offset in zip(weights, gradients, offsets, strict=True)
+            ]
+        return self._tensors[key]
 
 
 class _Shipment(NamedTuple):
@@ -352,12 +362,13 @@ def _references(tensor: Tensor) -> int:
     return sys.getrefcount(tensor)
 
 
-_OWN_REFERENCES = max(_references(tensor) for tensor in [torch.empty(0)])  # a list and a local variable
+# what a tensor in a list, in a local variable and in an argument of a function counts
+_OWN_REFERENCES = max(_references(tensor) for tensor in [torch.empty(0)])
 
 
 def _is_free(tensor: Tensor) -> bool:
     """Whether only its home holds a gradient: not the user, not a view of it, not `.grad`."""
-    return _references(tensor) <= _OWN_REFERENCES and users_of_storage(tensor) <= 1
+    return sys.getrefcount(tensor) <= _OWN_REFERENCES and users_of_storage(tensor) <= 1
 
 
 def _cast_and_add(sum_so_far: Tensor, arrived: Tensor) -> None:

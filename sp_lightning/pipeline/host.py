@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,6 +88,20 @@ def as_bytes(tensor: Tensor) -> Tensor:
         return empty.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
 
 
+class MasterState(NamedTuple):
+    """Version counters of masters, and a sample of their bytes.
+
+    `.data.copy_` (EMA, weight averaging, pruning) does not move the version counter, hence the sample.
+    """
+
+    versions: tuple[int, ...]
+    sample: Tensor
+
+    def equals(self, other: MasterState) -> bool:
+        """Whether both are of the same values."""
+        return self.versions == other.versions and torch.equal(self.sample, other.sample)
+
+
 class GroupHost:
     """The host side of the weights that travel together.
 
@@ -111,6 +125,8 @@ class GroupHost:
         elif lowered:
             masters.release()
         self.masters = masters
+        with torch.inference_mode(False):
+            self._words = masters.bytes[: self.master_bytes // _WORD * _WORD].view(torch.int32)
         self._sample_index = self._sampled_words()
         self._lowered: list[Tensor] = []
         if lowered:
@@ -122,27 +138,33 @@ class GroupHost:
             ]
         else:
             self.source_offsets, self.source = self._offsets, masters
-        self._sent: Any = None
+        self._sent: MasterState | None = None
 
-    def current_state(self) -> tuple[tuple[int, ...], Tensor]:
-        """What tells whether masters have changed: their version counters and a sample of their bytes.
-
-        `.data.copy_` (EMA, weight averaging, pruning) does not move the version counter, hence the sample.
-        """
-        for weight in self.weights:
-            weight.readopt()
+    def state(self) -> MasterState:
+        """What tells whether masters have changed."""
         with torch.inference_mode(False):
-            words = self.masters.bytes[: self.master_bytes // _WORD * _WORD].view(torch.int32)
-            return tuple(weight.master._version for weight in self.weights), words[self._sample_index]
+            return MasterState(self._versions(), self._words[self._sample_index])
 
-    def prepare(self) -> tuple[Tensor, tuple[tuple[int, ...], Tensor]]:
+    def has_changed(self, since: MasterState) -> bool:
+        """Whether masters have been written to since then."""
+        if self._versions() != since.versions:
+            return True
+        with torch.inference_mode(False):
+            return not torch.equal(self._words[self._sample_index], since.sample)
+
+    def prepare(self) -> tuple[Tensor, MasterState]:
         """The bytes to send, brought up to date, and the state of the masters that they hold."""
-        state = self.current_state()
-        if self._lowered and not same_state(state, self._sent):
+        state = self.state()
+        if self._lowered and (self._sent is None or not self._sent.equals(state)):
             for weight, target in zip(self.weights, self._lowered, strict=True):
                 target.copy_(weight.host)
             self._sent = state
         return self.source.bytes, state
+
+    def _versions(self) -> tuple[int, ...]:
+        for weight in self.weights:
+            weight.readopt()
+        return tuple(weight.master._version for weight in self.weights)
 
     def host_bytes(self) -> int:
         """Bytes of host memory held for these weights, without gradients."""
@@ -166,11 +188,6 @@ class GroupHost:
                 widths = (torch.arange(1, samples + 1) * words // max(samples, 1)) - starts
                 chosen.append(offset // _WORD + starts + (torch.rand(samples, generator=generator) * widths).long())
             return torch.cat(chosen)
-
-
-def same_state(one: Any, other: Any) -> bool:
-    """Whether two results of `GroupHost.current_state` are of the same weights' values."""
-    return one is not None and other is not None and one[0] == other[0] and torch.equal(one[1], other[1])
 
 
 def available_host_memory() -> int | None:

@@ -427,7 +427,7 @@ class Pipeline:
         weight.twin.written_back()
         self.stats.host_syncs += 1
         self.stats.write_backs += 1
-        weight.twin.group.loaded_state = weight.twin.group.host.prepare()[1]
+        weight.twin.group.loaded_state = weight.twin.group.host.state()
 
     def _watch(self, member: Member, output: Any) -> Any:
         """Have backward announce itself, and let nothing that leaves a unit lie in its slot."""

@@ -21,6 +21,7 @@ from sp_lightning.pipeline._private import (
     push_saved_tensor_hooks,
     storage_key,
     top_saved_tensor_hooks,
+    without_torch_function,
 )
 from sp_lightning.pipeline.weights import Twin
 
@@ -91,7 +92,10 @@ class SavedTensors:
     def handle(self, tensor: Tensor) -> _Handle | None:
         """The handle for a weight or a view of one; None for other tensors."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
-        return None if twin is None else _Handle(twin, tensor, twin.version())
+        if twin is None:
+            return None
+        with without_torch_function():
+            return _Handle(twin, tensor, twin.version())
 
     def _pack(self, tensor: Tensor) -> _Handle | _Kept:
         return self.handle(tensor) or _Kept(tensor, tensor._version)
@@ -109,9 +113,10 @@ class SavedTensors:
                 f"backward needs weight {twin.weight.name!r} of a graph that was built before superpipeline arranged its "
                 "memory anew (after the first step, or after `rebuild()`). Call backward in the step that built the graph."
             )
-        if twin.version() != packed.version:
-            raise RuntimeError(_changed_in_place(f"weight {twin.weight.name!r}"))
-        self._require(twin)
+        with without_torch_function():
+            if twin.version() != packed.version:
+                raise RuntimeError(_changed_in_place(f"weight {twin.weight.name!r}"))
+            self._require(twin)
         return packed.alias
 
 

@@ -15,7 +15,6 @@ from itertools import islice
 import torch
 
 from sp_lightning.pipeline.device import Group, Residency
-from sp_lightning.pipeline.host import same_state
 from sp_lightning.pipeline.schedule import Schedule
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer import Backend
@@ -91,13 +90,14 @@ class Window:
         """If masters may have changed since the load, look; if they have, what is on the device is worthless."""
         if group.suspect:
             group.suspect = False
-            if group.loaded and not same_state(group.host.current_state(), group.loaded_state):
+            if group.loaded and group.loaded_state is not None and group.host.has_changed(group.loaded_state):
                 group.residency = Residency.ABSENT
 
     def _load(self, group: Group) -> None:
         for other in group.conflicts:
             if other.loaded:
                 self._evict(other)
+        before = group.loaded_state
         source, group.loaded_state = group.host.prepare()
         group.ticket = self._backend.upload(group.place, source)
         group.residency = Residency.LOADED
@@ -106,7 +106,8 @@ class Window:
             self._stats.resident_loads += 1
         else:
             self._stats.loads += group.units
-        if torch.is_autocast_enabled(self._backend.device.type):
+        changed = before is not None and not before.equals(group.loaded_state)
+        if changed and torch.is_autocast_enabled(self._backend.device.type):
             # autocast keeps casts by Parameter object: without this it would go on with the old values
             torch.clear_autocast_cache()
 

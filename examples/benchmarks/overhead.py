@@ -1,0 +1,119 @@
+"""What the engine itself costs: microseconds of host work per unit and step, and a step's time over plain training.
+
+    python examples/benchmarks/overhead.py            # both, on the CPU
+    python examples/benchmarks/overhead.py --json out.json
+
+Host work is measured on units that compute next to nothing, so that what is left is the engine; plain training of the
+same modules in the same run is subtracted. The ratio is measured on blocks that compute for `--block-ms`, with all
+units on the device (k >= N), where a step should cost what plain training costs. Both take turns, step by step, and
+medians are compared, because timings on a shared machine drift.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from sp_lightning import superpipeline
+
+
+def make_chain(blocks: int, width: int) -> nn.Sequential:
+    """Equal blocks of two layers and a norm."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(blocks))
+    )
+
+
+def make_step(model: nn.Module, batch: Tensor) -> Callable[[], float]:
+    """A training step that returns its seconds."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> float:
+        start = time.perf_counter()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    return step
+
+
+def take_turns(steps: list[Callable[[], float]], rounds: int, warm_up: int = 3) -> list[list[float]]:
+    """Seconds of each of the steps, taken in turns."""
+    for _ in range(warm_up):
+        for step in steps:
+            step()
+    return [list(times) for times in zip(*([step() for step in steps] for _ in range(rounds)), strict=True)]
+
+
+def host_work_per_unit(blocks: int, rounds: int, k: int) -> float:
+    """Microseconds per unit and step that the engine adds to modules that compute next to nothing."""
+    plain = make_chain(blocks, width=8)
+    streamed = copy.deepcopy(plain)
+    batch = torch.ones(1, 8)
+    pipeline = superpipeline(streamed, "cpu", k=k)
+    units = pipeline.summary().units
+    times = take_turns([make_step(plain, batch), make_step(streamed, batch)], rounds)
+    pipeline.detach()
+    return (statistics.median(times[1]) - statistics.median(times[0])) / units * 1e6
+
+
+def step_ratio(blocks: int, rounds: int, block_ms: float) -> tuple[float, float]:
+    """Time of a step with k >= N over plain training's, and the milliseconds that a block computes."""
+    width, rows = 256, 256
+    while True:
+        block, batch = make_chain(1, width), torch.ones(rows, width)
+        measured = statistics.median(take_turns([make_step(block, batch)], rounds=5)[0]) * 1e3
+        if measured >= block_ms:
+            break
+        rows = int(rows * max(1.2, 1.1 * block_ms / measured))
+    plain = make_chain(blocks, width)
+    streamed = copy.deepcopy(plain)
+    batch = torch.randn(rows, width)
+    pipeline = superpipeline(streamed, "cpu", k=blocks)
+    times = take_turns([make_step(plain, batch), make_step(streamed, batch)], rounds)
+    pipeline.detach()
+    ratios = [ours / theirs for theirs, ours in zip(*times, strict=True)]
+    return statistics.median(ratios), measured
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=12, help="blocks in the chain")
+    parser.add_argument("--rounds", type=int, default=15, help="measured steps of each kind")
+    parser.add_argument("--block-ms", type=float, default=20.0, help="milliseconds that a block of the ratio computes")
+    parser.add_argument("--threads", type=int, default=1, help="threads that torch computes with")
+    parser.add_argument("--json", help="file to write the results to")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    results: dict[str, object] = {"torch": torch.__version__, "lightning": L.__version__, "python": sys.version.split()[0]}
+    for k in (2, arguments.blocks):
+        microseconds = host_work_per_unit(arguments.blocks, 10 * arguments.rounds, k)
+        results[f"microseconds_per_unit_k{k}"] = round(microseconds, 1)
+        print(f"host work per unit and step, k={k:<3} {microseconds:8.1f} us")
+    ratio, measured = step_ratio(arguments.blocks, arguments.rounds, arguments.block_ms)
+    results |= {"ratio": round(ratio, 3), "block_ms": round(measured, 1)}
+    print(f"step time over plain training, k>=N {ratio:8.3f}    ({arguments.blocks} blocks of {measured:.0f} ms)")
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(results, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
