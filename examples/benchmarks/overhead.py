@@ -30,7 +30,10 @@ def make_chain(blocks: int, width: int) -> nn.Sequential:
     """Equal blocks of two layers and a norm."""
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(blocks))
+        *(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+            for _ in range(blocks)
+        )
     )
 
 
@@ -102,7 +105,11 @@ def main() -> None:
     """Measure and print."""
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    results: dict[str, object] = {"torch": torch.__version__, "lightning": L.__version__, "python": sys.version.split()[0]}
+    results: dict[str, object] = {
+        "torch": torch.__version__,
+        "lightning": L.__version__,
+        "python": sys.version.split()[0],
+    }
     for k in (2, arguments.blocks):
         microseconds = host_work_per_unit(arguments.blocks, 10 * arguments.rounds, k)
         results[f"microseconds_per_unit_k{k}"] = round(microseconds, 1)

@@ -1,7 +1,8 @@
 """The engine: streams a module's units between host and device. Imports torch and nothing of Lightning."""
 
+from sp_lightning.pipeline.api import superpipeline
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.pipeline import Pipeline, superpipeline
+from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.transfer import AcceleratorBackend, Backend, HostBackend

@@ -43,7 +43,7 @@ def in_backward() -> bool:
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has run its last node (as DDP and FSDP2 do)."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
@@ -54,7 +54,7 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def storage_key(tensor: Tensor) -> int:
     """The identity of a tensor's memory. Views made by autograd (`W.t()`) share it, `is` and `isinstance` miss them."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # functorch's wrappers have no memory of their own
         return 0
 

@@ -16,7 +16,7 @@ from sp_lightning.pipeline.host import GroupHost, HostBuffer, as_bytes, availabl
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.summary import readable_bytes
 from sp_lightning.pipeline.transfer import Backend
-from sp_lightning.pipeline.units import Member, Unit, find_units
+from sp_lightning.pipeline.units import Unit, find_units
 from sp_lightning.pipeline.weights import Twin, Weight
 
 _DEFAULT_SLOTS = 2  # one computes, one arrives
@@ -43,6 +43,15 @@ class Learned:
         self.assumed: set[int] = set()
         self.buffers: dict[tuple[int, ...], HostBuffer] = {}
 
+    def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> bool:
+        """Note what was seen of weights under autocast; True if they should be sent in another dtype than they are."""
+        self.assumed -= {id(weight.master) for weight in watched}
+        self.lowered |= {id(weight.master) for weight in lowered}
+        self.used_as_is |= {id(weight.master) for weight in used_as_is}
+        return any(not weight.lowered for weight in lowered - used_as_is) or any(
+            weight.lowered for weight in used_as_is
+        )
+
 
 class Arrangement:
     """Lays a module's weights out on host and device. Nothing is changed before everything has been checked.
@@ -53,6 +62,15 @@ class Arrangement:
         learned: What earlier steps have shown.
         backend: Allocates and pins.
         autocast: The dtype that autocast lowers to in the steps to come, if it is on.
+
+    Attributes:
+        units: Streamed units in expected order.
+        resident: The unit of resident weights.
+        streamed_members: Members of streamed units, in expected order.
+        members: Every module that gets a gate.
+        weights: All weights.
+        groups: All groups, resident ones included.
+        twins: All twins, by the identity of their memory.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
@@ -79,6 +97,8 @@ class Arrangement:
         self.callers = plan.callers
         self.unmanaged = plan.unmanaged
         self.all_units = plan.all_units()
+        self.streamed_members = [member for unit in plan.units for member in unit.members]
+        self.members = [*self.streamed_members, *plan.resident.members, *plan.callers]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         for weight in self.weights:
             if autocast is not None and id(weight.master) in learned.lowered - learned.used_as_is:
@@ -89,16 +109,6 @@ class Arrangement:
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
         self._lay_out(learned)
-
-    @property
-    def streamed_members(self) -> list[Member]:
-        """Members of streamed units, in expected order."""
-        return [member for unit in self.units for member in unit.members]
-
-    @property
-    def members(self) -> list[Member]:
-        """Every module that gets a gate."""
-        return [*self.streamed_members, *self.resident.members, *self.callers]
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
@@ -183,6 +193,7 @@ class Arrangement:
                 weight.twin = Twin(weight, group, data)
                 self.twins[weight.twin.key] = weight.twin
         for member in self.members:
+            member.twins = self.twins
             member.find_groups()
         for key, buffer in before.items():
             if key not in learned.buffers:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+
 from torch import Tensor
 
 from sp_lightning.pipeline.host import GroupHost, MasterState

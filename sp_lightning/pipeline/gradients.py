@@ -77,7 +77,8 @@ class GradientReturn:
             with without_torch_function():
                 self._collect(twin)
 
-        twin.gradient_hook = twin.parameter.register_post_accumulate_grad_hook(collect)
+        register = twin.parameter.register_post_accumulate_grad_hook
+        twin.gradient_hook = register(collect)  # type: ignore[no-untyped-call]
 
     def _collect(self, twin: Twin) -> None:
         self._on_arrival()

@@ -23,8 +23,8 @@ _DEVICE_PROPERTIES = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_de
 _COMPUTED_PROPERTIES = {"T", "H", "mT", "mH", "real", "imag"}
 _ABOUT_THE_MASTER = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size",
-    "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_same_size", "is_set_to",
-    "data_ptr", "storage", "untyped_storage", "storage_type", "type", "register_hook",
+    "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_same_size",
+    "is_set_to", "data_ptr", "storage", "untyped_storage", "storage_type", "type", "register_hook",
     "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "share_memory_", "detach", "cpu", "numpy",
     "tolist", "__len__", "__repr__", "__format__", "__hash__", "__deepcopy__", "__reduce_ex__", "__setstate__",
     "__array__", "__dlpack__", "__dlpack_device__", "__set__", "__delete__", "has_names",
@@ -115,11 +115,14 @@ class Guard:
             return func(*args, **kwargs)
 
     def _is_about_host_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether other operands lie on the host (a hand-made EMA); where host and device are one, it makes no difference."""
+        """Whether other operands lie on the host, as those of a hand-made EMA do."""
         if self.owner.device.type == "cpu":
             return False
         return any(
-            isinstance(value, Tensor) and not isinstance(value, HostParameter) and value.device.type == "cpu" and value.dim()
+            isinstance(value, Tensor)
+            and not isinstance(value, HostParameter)
+            and value.device.type == "cpu"
+            and value.dim()
             for value in [*args, *kwargs.values()]
         )
 
@@ -156,7 +159,7 @@ class HostParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle is of an ordinary Parameter."""
         with without_torch_function():
-            return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+            return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 _suspended: list[object] = []

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import copyreg
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -83,7 +83,7 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
                 return _as_plain(self, lambda: self.__deepcopy__(memo))
 
             methods["__deepcopy__"] = __deepcopy__
-        gate = type(plain)(plain.__name__, (plain,), methods)
+        gate: type[nn.Module] = types.new_class(plain.__name__, (plain,), exec_body=lambda body: body.update(methods))
         gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
         _gate_classes[plain] = gate
     return _gate_classes[plain]
@@ -91,7 +91,8 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
 
 def _new_instance(plain: type) -> Callable[..., Any]:
     """What pickle calls for a new instance: not `copyreg.__newobj__`, which insists on the gate's own class."""
-    return object.__new__ if plain.__new__ is object.__new__ else plain.__new__
+    new: Callable[..., Any] = plain.__new__
+    return new
 
 
 def _as_plain(module: nn.Module, action: Callable[[], Any]) -> Any:
@@ -111,7 +112,9 @@ def _without_gate(cls: type) -> type:
         return plain
     if hasattr(cls, "_superpipeline_plain"):
         bases = tuple(_without_gate(base) for base in cls.__bases__)
-        return type(cls)(cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")})
+        return type(cls)(
+            cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+        )
     return cls
 
 
@@ -157,5 +160,3 @@ def before_backward(outputs: list[Tensor], action: Callable[[], None]) -> None:
 
     for node in nodes:
         node.register_prehook(run)
-
-

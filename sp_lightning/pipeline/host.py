@@ -112,7 +112,9 @@ class GroupHost:
         masters: The buffer that the masters already lie in, if an earlier pipeline of the same weights left one.
     """
 
-    def __init__(self, weights: Sequence[Weight], backend: Backend, pin: bool, masters: HostBuffer | None = None) -> None:
+    def __init__(
+        self, weights: Sequence[Weight], backend: Backend, pin: bool, masters: HostBuffer | None = None
+    ) -> None:
         self.weights = list(weights)
         self._backend = backend
         self._pin = pin

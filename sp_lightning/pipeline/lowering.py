@@ -70,7 +70,7 @@ def known_to_be_lowered(root: nn.Module, units: Iterable[Unit]) -> list[Weight]:
     ]
 
 
-class LoweringSpy(TorchDispatchMode):
+class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches operations on weights during a forward under autocast.
 
     Args:
@@ -87,7 +87,7 @@ class LoweringSpy(TorchDispatchMode):
         device_type: str,
         on_region_without_autocast: Callable[[nn.Module], None],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._twins = twins
         self._assumed = assumed
         self._device_type = device_type
@@ -104,11 +104,11 @@ class LoweringSpy(TorchDispatchMode):
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, always_call=True),
         ]
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exc_info: Any) -> None:
         """Stop watching."""
-        super().__exit__(*exc_info)
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 

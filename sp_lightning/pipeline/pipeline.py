@@ -13,16 +13,16 @@ next and copies are started for it.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import in_backward, storage_key, when_backward_ends, without_torch_function
+from sp_lightning.pipeline._private import in_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
+from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import Guard, guards_resumed, guards_suspended, resume_all_guards
@@ -30,13 +30,14 @@ from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_ga
 from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
 from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
-from sp_lightning.pipeline.options import PipelineOptions, UnitPolicy
+from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.saved import SavedTensors
 from sp_lightning.pipeline.schedule import Pass, Schedule
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary
+from sp_lightning.pipeline.swap import swap_in, swap_out
 from sp_lightning.pipeline.transfer import Backend, make_backend
-from sp_lightning.pipeline.units import Member, Unit
+from sp_lightning.pipeline.units import Member
 from sp_lightning.pipeline.weights import Twin, Weight
 from sp_lightning.pipeline.window import Window
 
@@ -79,12 +80,11 @@ class Pipeline:
         self._learned = Learned()
         self._lock = threading.RLock()
         self._depth = 0
-        self._backward_running = False
         self._touched_outside: list[Weight] = []
         self._rearrange = False
         self._untouched = True
-        self._saved = SavedTensors(self._require)
-        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        self._saved = SavedTensors(lambda twin: self._backward.require(twin))
+        self._graphs = Graphs()
         try:
             self._arrange()
         except BaseException:
@@ -136,15 +136,13 @@ class Pipeline:
             self.stats.resets += 1
             for member in self._plan.members:
                 member.held.clear()
-                self._swap_out(member)
-            self._reached.clear()
+                swap_out(member)
+            self._backward.abandon()
             self._saved.pop_all()
-            self._returns.abandon()
             self._backend.drain()
             self._schedule.forget_position()
             for group in self._plan.groups:
                 group.users = 0
-            self._backward_running = False
             self._depth = 0
             resume_all_guards()
             self._guard.disarm()
@@ -156,7 +154,7 @@ class Pipeline:
         Raises:
             RuntimeError: In the middle of a step.
         """
-        if self._depth or self._backward_running:
+        if self._depth or self._backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
         self._rearrange_for(self._plan.autocast)
 
@@ -164,7 +162,7 @@ class Pipeline:
         """Give the module back: plain, on the CPU, without a trace. Calling it again does nothing."""
         if not self._attached:
             return
-        if self._depth or self._backward_running:
+        if self._depth or self._backward.running:
             self.reset()
         self._attached = False
         stop_listening(self)
@@ -199,13 +197,23 @@ class Pipeline:
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
         plan = self._plan = Arrangement(self.module, self.options, self._learned, self._backend, autocast)
-        self._reached: list[Unit] = []
         self._schedule = Schedule(len(plan.streamed_members))
         self._saved.twins = plan.twins
-        self._returns = GradientReturn(plan.all_units, self._backend, self.stats, plan.pin, self._note_backward)
+        self._returns = GradientReturn(plan.all_units, self._backend, self.stats, plan.pin, self._sign_of_backward)
         self._guard = Guard(self, plan.weights)
         groups = [member.unit.group for member in plan.streamed_members if member.unit is not None]
-        self._window = Window(plan.groups, groups, self._schedule, self._backend, self.stats, self._evicted)
+        self._window = Window(plan.groups, groups, self._schedule, self._backend, self.stats, self._evict)
+        self._backward = BackwardPass(
+            window=self._window,
+            schedule=self._schedule,
+            returns=self._returns,
+            resident=plan.resident,
+            stats=self.stats,
+            lock=self._lock,
+            prepare=self._follow_requires_grad,
+            on_begin=self._activate,
+            on_end=self._close,
+        )
         move_buffers(self.module, self.device)
         for member in plan.members:
             install_gate(member, self)
@@ -225,7 +233,7 @@ class Pipeline:
 
     def _take_in_what_was_learned(self) -> None:
         """Between steps, when no graph holds on to the old arrangement."""
-        if not self._rearrange or any(not graph.done for graph in self._graphs):
+        if not self._rearrange or self._graphs.waiting():
             return
         self._rearrange = False
         for weight in self._touched_outside:
@@ -242,13 +250,13 @@ class Pipeline:
 
     def _open(self) -> None:
         if in_backward():
-            self._note_backward()
+            self._backward.note()
             return
-        if self._backward_running or any(member.active for member in self._plan.members):
+        if self._backward.running or any(member.active for member in self._plan.members):
             self.reset()  # an exception came out of a backward that nothing surrounded
         self._take_in_what_was_learned()
         self.stats.steps += 1
-        self._graph = _Graph()
+        self._graphs.begin()
         self._untouched = True
         self._activate()
 
@@ -258,7 +266,7 @@ class Pipeline:
             self._guard.arm()
 
     def _close(self) -> None:
-        if self._depth == 0 and not self._backward_running:
+        if self._depth == 0 and not self._backward.running:
             self._guard.disarm()
 
     # ------------------------------------------------------------------------------------------- calls of modules
@@ -280,7 +288,7 @@ class Pipeline:
         pushed = self._saved.push()
         try:
             if autocast is not None and torch.is_grad_enabled() not in member.observed:
-                output = self._run_observed(member, forward, args, kwargs)
+                output = self._run_watched(member, forward, args, kwargs)
             else:
                 output = forward(*args, **kwargs)
             return self._watch(member, output)
@@ -295,11 +303,11 @@ class Pipeline:
         if member.looks_into is None:
             return forward(*args, **kwargs)
         # nn.TransformerEncoder asks its first layer's weights whether a fast path will do: it must see ordinary ones
-        self._swap_in(member.looks_into)
+        swap_in(member.looks_into, self._follow_requires_grad)
         try:
             return forward(*args, **kwargs)
         finally:
-            self._swap_out(member.looks_into)
+            swap_out(member.looks_into)
 
     def _autocast_dtype(self) -> torch.dtype | None:
         """The dtype that autocast lowers to; None where it is off."""
@@ -314,7 +322,7 @@ class Pipeline:
             known = {id(weight.master) for weight in known_to_be_lowered(self.module, self._plan.units)}
             learned.lowered |= known
             learned.assumed |= known
-        if self._untouched and all(graph.done for graph in self._graphs):
+        if self._untouched and not self._graphs.waiting():
             self._guard.disarm()
             self._rearrange_for(autocast)
             self._activate()
@@ -329,28 +337,23 @@ class Pipeline:
         self._dismantle()
         self._arrange(autocast)
 
-    def _run_observed(
+    def _run_watched(
         self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Watch a first forward under autocast: what it does with weights decides in which dtype they are sent."""
-        learned = self._learned
 
         def keep_as_is(layer: nn.Module) -> None:
             for place in member.places:
                 if place.parameters is layer._parameters and place.weight.lowered:
-                    learned.used_as_is.add(id(place.weight.master))
+                    self._learned.used_as_is.add(id(place.weight.master))
                     self._make_resident(place.weight)
                     place.parameters[place.key] = self.serve(place.weight)
 
-        spy = LoweringSpy(self._plan.twins, learned.assumed, self.device.type, keep_as_is)
+        spy = LoweringSpy(self._plan.twins, self._learned.assumed, self.device.type, keep_as_is)
         with spy:
             output = forward(*args, **kwargs)
         member.observed.add(spy.builds_graph)
-        learned.assumed -= {id(place.weight.master) for place in member.places}
-        learned.lowered |= {id(weight.master) for weight in spy.lowered}
-        learned.used_as_is |= {id(weight.master) for weight in spy.used_as_is}
-        self._rearrange |= any(not weight.lowered for weight in spy.lowered - spy.used_as_is)
-        self._rearrange |= any(weight.lowered for weight in spy.used_as_is)
+        self._rearrange |= self._learned.take_in(spy.lowered, spy.used_as_is, [p.weight for p in member.places])
         return output
 
     def _enter(self, member: Member) -> None:
@@ -358,8 +361,8 @@ class Pipeline:
             self._untouched = False
             member.entered += 1
             direction = _direction()
-            if self._backward_running and direction is not Pass.BACKWARD:
-                self._abandon_backward()
+            if self._backward.running and direction is not Pass.BACKWARD:
+                self._backward.abandon()  # it ended with an exception that the user caught inside of the step
             if member.index >= 0:
                 self._schedule.visit(member.index, direction)
             for group in [group for group in member.groups if self._window.is_blocked(group)]:
@@ -371,7 +374,7 @@ class Pipeline:
                 self._window.bring(group)
                 group.users += 1
             member.held.append(member.groups)
-            self._swap_in(member)
+            swap_in(member, self._follow_requires_grad)
             self._window.prefetch()
 
     def _leave(self, member: Member) -> None:
@@ -383,29 +386,10 @@ class Pipeline:
             for place in member.places:
                 if place.weight.twin.changed_in_place:
                     self._write_back(place.weight)
-            if not member.active and member.unit not in self._reached:
-                self._swap_out(member)
+            if not member.active and not self._backward.has_reached(member.unit):
+                swap_out(member)
             being_recomputed = member.unit.group if in_backward() and member.unit is not None else None
             self._window.prefetch(being_recomputed)
-
-    def _swap_in(self, member: Member) -> None:
-        for place in member.places:
-            weight = place.weight
-            twin = weight.twin
-            if twin.parameter.requires_grad != weight.master.requires_grad:
-                self._follow_requires_grad(twin)
-            if place.parameters.get(place.key) is weight.master:  # else functional_call has put something there
-                place.parameters[place.key] = twin.parameter
-        for module, weights in member.recurrent:
-            module._flat_weights = [weight.twin.parameter for weight in weights]
-
-    def _swap_out(self, member: Member) -> None:
-        for place in member.places:
-            current = place.parameters.get(place.key)
-            if current is not None and current is not place.weight.master and storage_key(current) in self._plan.twins:
-                place.parameters[place.key] = place.weight.master
-        for module, weights in member.recurrent:
-            module._flat_weights = [weight.master for weight in weights]
 
     def _follow_requires_grad(self, twin: Twin) -> None:
         with torch.inference_mode(False):
@@ -436,81 +420,30 @@ class Pipeline:
             output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._plan.twins else t)
             tensors = tensors_in(output)
         if member.index >= 0 and torch.is_grad_enabled():
-            graph = self._graph
             watched = [tensor for tensor in tensors if tensor.requires_grad]
             if watched:
-                self._graphs.add(graph)
+                graph = self._graphs.watch_current()
                 before_backward(watched, lambda: self._reach(member, graph))
         return output
 
     # --------------------------------------------------------------------------------------------------- backward
 
-    def _note_backward(self) -> None:
-        """Called at every sign of a backward pass; the first one opens it."""
-        if not self._backward_running and in_backward():
-            self._backward_running = True
-            self._graphs_in_backward: set[_Graph] = set()
-            self._activate()
-            when_backward_ends(self._end_backward)
+    def _sign_of_backward(self) -> None:
+        self._backward.note()
 
-    def _reach(self, member: Member, graph: _Graph) -> None:
+    def _reach(self, member: Member, graph: Graph) -> None:
         """Backward is about to run the nodes of a member's call."""
-        unit = member.unit
-        if unit is None or self._plan.twins.get(unit.weights[0].twin.key) is None:
+        if member not in self._plan.streamed_members:
             return  # a graph of an earlier arrangement: unpacking will say so if it matters
-        with self._lock, without_torch_function():
-            if torch.is_grad_enabled() and self._depth == 0:
-                raise RuntimeError(
-                    "A backward pass with create_graph=True will need the weights once more. Surround forward and "
-                    "backward with `with pipeline.step():`."
-                )
-            self._note_backward()
-            self._graphs_in_backward.add(graph)
-            self._schedule.visit(member.index, Pass.BACKWARD)
-            self._returns.ship_all_but([unit, self._plan.resident])
-            self._window.bring(unit.group)
-            if unit not in self._reached:
-                self._reached.append(unit)
-            for other in unit.members:  # for checkpoints inside of the unit, which call its parts and not the unit
-                self._swap_in(other)
-            self._window.prefetch(in_use=unit.group)
+        if torch.is_grad_enabled() and self._depth == 0:
+            raise RuntimeError(
+                "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
+                "with `with pipeline.step():`."
+            )
+        self._backward.reach(member, graph)
 
-    def _require(self, twin: Twin) -> None:
-        """Backward unpacks a weight."""
-        with self._lock, without_torch_function():
-            self._note_backward()
-            if not twin.group.loaded:
-                self.stats.heals += 1
-            self._window.bring(twin.group)
-
-    def _end_backward(self) -> None:
-        with self._lock, without_torch_function():
-            for unit in self._reached:
-                self._take_twins_from(unit)
-            self._reached.clear()
-            for graph in self._graphs_in_backward:
-                graph.done = True
-            self._returns.finish()
-            self._backward_running = False
-            self._close()
-
-    def _abandon_backward(self) -> None:
-        """A backward ended with an exception that the user caught inside of the step."""
-        for unit in self._reached:
-            self._take_twins_from(unit)
-        self._reached.clear()
-        self._returns.abandon()
-        self._backward_running = False
-
-    def _evicted(self, group: Group) -> None:
-        for unit in [unit for unit in self._reached if unit.group is group]:
-            self._reached.remove(unit)
-            self._take_twins_from(unit)
-
-    def _take_twins_from(self, unit: Unit) -> None:
-        for member in unit.members:
-            if not member.active:
-                self._swap_out(member)
+    def _evict(self, group: Group) -> None:
+        self._backward.evict(group)
 
     # --------------------------------------------------------------------------- weights used outside of their unit
 
@@ -519,7 +452,7 @@ class Pipeline:
         with self._lock, without_torch_function():
             self._untouched = False
             twin = weight.twin
-            in_use = twin.group.users > 0 or weight.unit in self._reached
+            in_use = twin.group.users > 0 or self._backward.has_reached(weight.unit)
             if not (twin.group.resident or (in_use and twin.group.loaded)):
                 twin = self._make_resident(weight)
                 self._touched_outside.append(weight)
@@ -543,54 +476,6 @@ class Pipeline:
         self._window.groups.append(twin.group)
         self._rearrange = True
         return twin
-
-
-class _Graph:
-    """Lives as long as autograd holds the nodes of one step; says whether a backward has run through them."""
-
-    def __init__(self) -> None:
-        self.done = False
-
-
-def superpipeline(
-    module: nn.Module,
-    device: torch.device | str | None = None,
-    *,
-    k: int | Literal["auto"] = "auto",
-    k_prime: int | Literal["auto"] = "auto",
-    memory_budget: int | float | str | None = None,
-    units: UnitPolicy | None = None,
-    resident: Sequence[str] = (),
-    pin_memory: bool | Literal["auto"] = "auto",
-    debug: bool = False,
-) -> Pipeline:
-    """Train or run a module that is larger than the device, in a plain PyTorch loop.
-
-    Args:
-        module: The module, with its parameters on the CPU. Inputs go to the device, as ever.
-        device: Where to compute; by default the current accelerator, or else the CPU.
-        k: Units on the device at once.
-        k_prime: Units moved together, at most `k`.
-        memory_budget: Device memory for weights and gradients on their way, such as `"12GB"`.
-        units: What a unit is: module classes, class names, or `(name, module) -> bool`. `None` finds units.
-        resident: Names of modules and parameters that stay on the device.
-        pin_memory: Page-locked host memory.
-        debug: Delay copies, poison free slots, check accesses.
-
-    Returns:
-        The attached pipeline; call its `detach()` to get the plain module back.
-
-    Raises:
-        ValueError: If an argument is wrong or does not fit.
-
-    Example:
-        >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
-        >>> pipeline = superpipeline(model, "cpu", k=2)
-        >>> model(torch.ones(1, 8)).sum().backward()
-        >>> pipeline.detach()
-    """
-    options = PipelineOptions(k, k_prime, memory_budget, units, resident, pin_memory, debug)
-    return Pipeline(module, device, options=options)
 
 
 def _full_device(device: torch.device | str | None) -> torch.device:

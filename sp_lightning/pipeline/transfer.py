@@ -6,7 +6,7 @@ Nothing here knows what is copied or when: the pipeline decides, the backend kee
 A copy to the device starts after all work that was given to the device before it (the slot's last reader is among
 it), and computing waits for the copy's ticket before it reads the slot. A copy to the host starts after all work
 given before it (the gradients are among it). Those are the only two orders the engine needs, and both are kept on
-the device: `upload`, `download` and `wait` never make the host wait. `synchronize` does, and whoever calls it counts it.
+the device: `upload`, `download` and `wait` never make the host wait. `synchronize` does; whoever calls it counts it.
 
 The emulated device keeps the same two orders with threads, so that a missing wait or a slot given away too early
 shows as a wrong number on a laptop, not only on a GPU.
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
 
@@ -50,7 +51,8 @@ class Backend(ABC):
         self.poison = poison
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Device memory as bytes; outside of inference mode, or training could not use it (the sanity check comes first)."""
+        """Device memory as bytes."""
+        # the sanity check comes first, in inference mode, and memory made there is of no use to training
         with torch.inference_mode(False):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             if self.poison:
@@ -83,7 +85,8 @@ class Backend(ABC):
         return False
 
     def unpin(self, memory: Tensor) -> None:
-        """Undo `pin`."""
+        """Undo a `pin` that returned True."""
+        raise NotImplementedError(f"{type(self).__name__} pins nothing.")
 
     def total_memory(self) -> int | None:
         """Bytes of device memory, if that is known."""
@@ -111,6 +114,10 @@ class _StreamTicket(Ticket):
         self.event.synchronize()
 
 
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
 class AcceleratorBackend(Backend):
     """CUDA and whatever else torch gives streams and events to."""
 
@@ -118,14 +125,18 @@ class AcceleratorBackend(Backend):
         super().__init__(device, poison)
         self._api: Any = torch.get_device_module(device)
         if not hasattr(self._api, "Stream"):
-            raise ValueError(f"`device={device}`: torch has no streams for {device.type!r}, so nothing can be streamed.")
+            raise ValueError(
+                f"`device={device}`: torch has no streams for {device.type!r}, so nothing can be streamed."
+            )
         with self._api.device(device):
             self._up = self._api.Stream()
             self._down = self._api.Stream()
 
+    @override
     def upload(self, target: Tensor, source: Tensor) -> Ticket:
         return self._copy(self._up, target, source)
 
+    @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         return self._copy(self._down, target, source)
 
@@ -137,25 +148,30 @@ class AcceleratorBackend(Backend):
             event.record(stream)
         return _StreamTicket(event)
 
+    @override
     def wait(self, ticket: Ticket) -> None:
         assert isinstance(ticket, _StreamTicket)
         self._api.current_stream(self.device).wait_event(ticket.event)
 
+    @override
     def pin(self, memory: Tensor) -> bool:
         # torch's own pinned allocator rounds up to powers of two, up to twice the memory (pytorch#150517)
         if self.device.type != "cuda" or memory.nbytes == 0:
             return False
-        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        status = _cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         return int(status) == 0
 
+    @override
     def unpin(self, memory: Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        _cudart().cudaHostUnregister(memory.data_ptr())
 
+    @override
     def total_memory(self) -> int | None:
         if hasattr(self._api, "mem_get_info"):
             return int(self._api.mem_get_info(self.device)[1])
         return None
 
+    @override
     def drain(self) -> None:
         self._up.synchronize()
         self._down.synchronize()
@@ -235,9 +251,11 @@ class HostBackend(Backend):
         self._up = _Lane("superpipeline-upload")
         self._down = _Lane("superpipeline-download")
 
+    @override
     def upload(self, target: Tensor, source: Tensor) -> Ticket:
         return self._copy(self._up, target, source)
 
+    @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         return self._copy(self._down, target, source)
 
@@ -253,14 +271,17 @@ class HostBackend(Backend):
 
         return lane.submit(job)
 
+    @override
     def wait(self, ticket: Ticket) -> None:
         # this thread *is* the device's compute queue, so the order on the device is kept by waiting here
         ticket.join()
 
+    @override
     def drain(self) -> None:
         self._up.drain()
         self._down.drain()
 
+    @override
     def close(self) -> None:
         self._up.close()
         self._down.close()

@@ -24,7 +24,7 @@ from torch import nn
 
 from sp_lightning.pipeline.host import is_dense
 from sp_lightning.pipeline.options import UnitPolicy
-from sp_lightning.pipeline.weights import Weight
+from sp_lightning.pipeline.weights import Twin, Weight
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.device import Group
@@ -52,6 +52,7 @@ class Member:
         places: All weights that its call may use.
         recurrent: RNN modules below it, which keep a second list of their weights.
         groups: Groups that have to be on the device for its call.
+        twins: All twins of the arrangement, by the identity of their memory.
         held: For each call that is inside of it, the groups that must not be evicted meanwhile.
         entered: How many times it was called since it was attached.
         observed: Whether its forward has been watched under autocast: without a graph (False), with one (True).
@@ -66,6 +67,7 @@ class Member:
         self.places: list[Place] = []
         self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
         self.groups: list[Group] = []
+        self.twins: dict[int, Twin] = {}
         self.held: list[list[Group]] = []
         self.entered = 0
         self.observed: set[bool] = set()
@@ -373,9 +375,7 @@ class _Finder:
     def _remaining_members(self, units: list[Unit], resident: Unit) -> list[Member]:
         """Gates for modules outside of units: as large as possible below, one by one around units."""
         streamed = {id(member.module) for unit in units for member in unit.members}
-        inside = {
-            id(inner) for unit in units for member in unit.members for inner in member.module.modules()
-        }
+        inside = {id(inner) for unit in units for member in unit.members for inner in member.module.modules()}
         callers: list[Member] = []
 
         def visit(name: str, module: nn.Module) -> None:
@@ -456,8 +456,9 @@ def _as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:
     entries = [policy] if isinstance(policy, str | type) else list(policy)
     names = {entry for entry in entries if isinstance(entry, str)}
     classes = tuple(entry for entry in entries if isinstance(entry, type))
-    return lambda _, module: isinstance(module, classes) or any(
-        cls.__name__ in names or f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(module).__mro__
+    return lambda _, module: (
+        isinstance(module, classes)
+        or any(cls.__name__ in names or f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(module).__mro__)
     )
 
 

@@ -1,0 +1,53 @@
+"""The engine's front door for plain PyTorch loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from sp_lightning.pipeline.options import PipelineOptions, UnitPolicy
+from sp_lightning.pipeline.pipeline import Pipeline
+
+
+def superpipeline(
+    module: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    k: int | Literal["auto"] = "auto",
+    k_prime: int | Literal["auto"] = "auto",
+    memory_budget: int | float | str | None = None,
+    units: UnitPolicy | None = None,
+    resident: Sequence[str] = (),
+    pin_memory: bool | Literal["auto"] = "auto",
+    debug: bool = False,
+) -> Pipeline:
+    """Train or run a module that is larger than the device, in a plain PyTorch loop.
+
+    Args:
+        module: The module, with its parameters on the CPU. Inputs go to the device, as ever.
+        device: Where to compute; by default the current accelerator, or else the CPU.
+        k: Units on the device at once.
+        k_prime: Units moved together, at most `k`.
+        memory_budget: Device memory for weights and gradients on their way, such as `"12GB"`.
+        units: What a unit is: module classes, class names, or `(name, module) -> bool`. `None` finds units.
+        resident: Names of modules and parameters that stay on the device.
+        pin_memory: Page-locked host memory.
+        debug: Delay copies, poison free slots, check accesses.
+
+    Returns:
+        The attached pipeline; call its `detach()` to get the plain module back.
+
+    Raises:
+        ValueError: If an argument is wrong or does not fit.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
+        >>> pipeline = superpipeline(model, "cpu", k=2)
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> pipeline.detach()
+    """
+    options = PipelineOptions(k, k_prime, memory_budget, units, resident, pin_memory, debug)
+    return Pipeline(module, device, options=options)

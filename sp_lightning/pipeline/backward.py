@@ -1,0 +1,167 @@
+"""A backward pass: how the engine notices it, follows it through the units, and ends it.
+
+Nothing tells a module that backward has come to it. The signs are: a node that made a unit's output is about to run,
+a saved weight is unpacked, a checkpoint recomputes a unit, a gradient arrives. The first sign opens the pass; the
+callback that autograd runs after the last node closes it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from sp_lightning.pipeline._private import in_backward, when_backward_ends, without_torch_function
+from sp_lightning.pipeline.device import Group
+from sp_lightning.pipeline.gradients import GradientReturn
+from sp_lightning.pipeline.schedule import Pass, Schedule
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.swap import swap_in, swap_out
+from sp_lightning.pipeline.units import Member, Unit
+from sp_lightning.pipeline.weights import Twin
+from sp_lightning.pipeline.window import Window
+
+
+class Graph:
+    """Lives as long as autograd holds the nodes of one step; says whether a backward has run through them."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Graphs:
+    """The graphs that may still need the weights where they were when the graphs were built."""
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.current = Graph()
+
+    def begin(self) -> None:
+        """A new step builds a new graph."""
+        self.current = Graph()
+
+    def watch_current(self) -> Graph:
+        """The current graph, from now on among those that may be waiting."""
+        self._alive.add(self.current)
+        return self.current
+
+    def waiting(self) -> bool:
+        """Whether some graph has not been through a backward."""
+        return any(not graph.done for graph in self._alive)
+
+
+class BackwardPass:
+    """Follows backward passes, one after the other.
+
+    Args:
+        window: Brings groups to the device.
+        schedule: Is told what is used.
+        returns: Gets the gradients home.
+        resident: The unit of resident weights.
+        stats: Counters.
+        lock: Backward of a CUDA graph runs in a thread of autograd's.
+        prepare: Makes a twin's `requires_grad` follow its master.
+        on_begin: Called when a pass opens.
+        on_end: Called when it has ended.
+
+    Attributes:
+        running: Whether a pass is open.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: Window,
+        schedule: Schedule,
+        returns: GradientReturn,
+        resident: Unit,
+        stats: Stats,
+        lock: AbstractContextManager[bool],
+        prepare: Callable[[Twin], None],
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.running = False
+        self._window = window
+        self._schedule = schedule
+        self._returns = returns
+        self._resident = resident
+        self._stats = stats
+        self._lock = lock
+        self._prepare = prepare
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._reached: list[Unit] = []
+        self._graphs: set[Graph] = set()
+
+    def note(self) -> None:
+        """Called at every sign of a backward pass; the first one opens it."""
+        if not self.running and in_backward():
+            self.running = True
+            self._on_begin()
+            when_backward_ends(self._end)
+
+    def reach(self, member: Member, graph: Graph) -> None:
+        """Backward is about to run the nodes of a member's call."""
+        unit = member.unit
+        if unit is None:
+            return
+        with self._lock, without_torch_function():
+            self.note()
+            self._graphs.add(graph)
+            self._schedule.visit(member.index, Pass.BACKWARD)
+            self._returns.ship_all_but([unit, self._resident])
+            self._window.bring(unit.group)
+            if unit not in self._reached:
+                self._reached.append(unit)
+            for other in unit.members:  # for checkpoints inside of the unit, which call its parts and not the unit
+                swap_in(other, self._prepare)
+            self._window.prefetch(in_use=unit.group)
+
+    def require(self, twin: Twin) -> None:
+        """Backward unpacks a weight."""
+        with self._lock, without_torch_function():
+            self.note()
+            if not twin.group.loaded:
+                self._stats.heals += 1
+            self._window.bring(twin.group)
+
+    def has_reached(self, unit: Unit | None) -> bool:
+        """Whether backward is in a unit, so that its modules hold twins."""
+        return unit in self._reached
+
+    def evict(self, group: Group) -> None:
+        """A group's place is given away: its modules hold masters again."""
+        for unit in [unit for unit in self._reached if unit.group is group]:
+            self._reached.remove(unit)
+            _take_twins_from(unit)
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """An exception has ended the pass, and autograd has not called back."""
+        self._leave_units()
+        self._returns.abandon()
+        self.running = False
+
+    def _end(self) -> None:
+        with self._lock, without_torch_function():
+            self._leave_units()
+            for graph in self._graphs:
+                graph.done = True
+            self._graphs.clear()
+            self._returns.finish()
+            self.running = False
+            self._on_end()
+
+    def _leave_units(self) -> None:
+        for unit in self._reached:
+            _take_twins_from(unit)
+        self._reached.clear()
+
+
+def _take_twins_from(unit: Unit) -> None:
+    for member in unit.members:
+        if not member.active:
+            swap_out(member)
