@@ -164,7 +164,7 @@ class Arrangement:
             raise ValueError(
                 f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model "
                 f"({readable_bytes(gradients)} for gradients, the rest for copies of weights; optimizer state is not "
-                f"counted), and {readable_bytes(free)} are free. Use a machine with more memory or freeze part of the model."
+                f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights."
             )
 
     # ------------------------------------------------------------------------------------------------------ memory

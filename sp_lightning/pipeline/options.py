@@ -56,8 +56,8 @@ class PipelineOptions:
         _check_count("k_prime", self.k_prime)
         if isinstance(self.k, int) and isinstance(self.k_prime, int) and self.k_prime > self.k:
             raise ValueError(
-                f"`k_prime={self.k_prime}` is larger than `k={self.k}`: units that move together must fit among those on "
-                f"the device. Choose 1 <= k_prime <= {self.k}, or a larger k."
+                f"`k_prime={self.k_prime}` is larger than `k={self.k}`: units that move together must fit among those "
+                f"on the device. Choose 1 <= k_prime <= {self.k}, or a larger k."
             )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, device_bytes=None)

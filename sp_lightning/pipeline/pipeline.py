@@ -401,8 +401,8 @@ class Pipeline:
         """A forward changed a weight in place: the host has the truth, so it gets the change."""
         if weight.lowered:
             raise RuntimeError(
-                f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its module out of "
-                "autocast, or change the weight outside of the forward."
+                f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its module out "
+                "of autocast, or change the weight outside of the forward."
             )
         with torch.inference_mode(False), torch.no_grad():
             arrived = torch.empty_like(weight.host)
@@ -480,8 +480,9 @@ class Pipeline:
 
 def _full_device(device: torch.device | str | None) -> torch.device:
     if device is None:
-        usable = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
-        device = usable if usable and hasattr(torch.get_device_module(usable), "Stream") else "cpu"
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if device is None or not hasattr(torch.get_device_module(device), "Stream"):
+            device = "cpu"
     device = torch.device(device)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())

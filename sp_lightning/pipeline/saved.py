@@ -110,8 +110,8 @@ class SavedTensors:
         twin = packed.twin
         if self.twins.get(twin.key) is not twin:
             raise RuntimeError(
-                f"backward needs weight {twin.weight.name!r} of a graph that was built before superpipeline arranged its "
-                "memory anew (after the first step, or after `rebuild()`). Call backward in the step that built the graph."
+                f"backward needs weight {twin.weight.name!r} of a graph that was built before superpipeline arranged "
+                "its memory anew (after a first step, or in `rebuild()`). Call backward in the step that built the graph."
             )
         with without_torch_function():
             if twin.version() != packed.version:

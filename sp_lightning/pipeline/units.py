@@ -418,8 +418,8 @@ class _Finder:
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(
-            f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example data, so that it gets its "
-            "shape, before the model is given to superpipeline."
+            f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example data before the model is "
+            "given to superpipeline."
         )
     if parameter.device.type == "meta":
         raise ValueError(

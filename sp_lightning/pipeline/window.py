@@ -114,8 +114,8 @@ class Window:
     def _evict(self, group: Group) -> None:
         if group.users:
             raise RuntimeError(
-                "superpipeline: a backward pass inside of a unit's forward needs the place of that very unit. Use a larger "
-                "`k`, or name the inner module in `resident`."
+                "superpipeline: a backward pass inside of a unit's forward needs the place of that very unit. Use a "
+                "larger `k`, or name the inner module in `resident`."
             )
         group.residency = Residency.ABSENT
         self._on_evict(group)
