@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.device import Group, place_in_arena
 from sp_lightning.pipeline.host import GroupHost, HostBuffer, as_bytes, available_host_memory, lay_out, tensor_in
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
@@ -69,6 +70,7 @@ class Arrangement:
         streamed_members: Members of streamed units, in expected order.
         members: Every module that gets a gate.
         weights: All weights.
+        weights_by_memory: All weights, by the identity of the masters' memory.
         groups: All groups, resident ones included.
         twins: All twins, by the identity of their memory.
 
@@ -109,6 +111,7 @@ class Arrangement:
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
         self._lay_out(learned)
+        self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""

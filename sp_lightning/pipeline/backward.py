@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 
-from sp_lightning.pipeline._private import in_backward, when_backward_ends, without_torch_function
+from sp_lightning.pipeline._private import in_backward, when_backward_ends
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.gradients import GradientReturn
+from sp_lightning.pipeline.guard import EngineAtWork
 from sp_lightning.pipeline.schedule import Pass, Schedule
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.swap import swap_in, swap_out
@@ -61,7 +61,7 @@ class BackwardPass:
         returns: Gets the gradients home.
         resident: The unit of resident weights.
         stats: Counters.
-        lock: Backward of a CUDA graph runs in a thread of autograd's.
+        at_work: Entered around what the pass does.
         prepare: Makes a twin's `requires_grad` follow its master.
         on_begin: Called when a pass opens.
         on_end: Called when it has ended.
@@ -78,7 +78,7 @@ class BackwardPass:
         returns: GradientReturn,
         resident: Unit,
         stats: Stats,
-        lock: AbstractContextManager[bool],
+        at_work: EngineAtWork,
         prepare: Callable[[Twin], None],
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
@@ -89,7 +89,7 @@ class BackwardPass:
         self._returns = returns
         self._resident = resident
         self._stats = stats
-        self._lock = lock
+        self._at_work = at_work
         self._prepare = prepare
         self._on_begin = on_begin
         self._on_end = on_end
@@ -108,7 +108,7 @@ class BackwardPass:
         unit = member.unit
         if unit is None:
             return
-        with self._lock, without_torch_function():
+        with self._at_work:
             self.note()
             self._graphs.add(graph)
             self._schedule.visit(member.index, Pass.BACKWARD)
@@ -122,7 +122,7 @@ class BackwardPass:
 
     def require(self, twin: Twin) -> None:
         """Backward unpacks a weight."""
-        with self._lock, without_torch_function():
+        with self._at_work:
             self.note()
             if not twin.group.loaded:
                 self._stats.heals += 1
@@ -146,7 +146,7 @@ class BackwardPass:
         self.running = False
 
     def _end(self) -> None:
-        with self._lock, without_torch_function():
+        with self._at_work:
             self._leave_units()
             for graph in self._graphs:
                 graph.done = True

@@ -45,6 +45,7 @@ class Group:
         resident: Whether the place is never given away.
         conflicts: Groups whose place overlaps this one's.
         users: Forward calls that are inside one of its units now; above zero it may not be evicted.
+        readable: Whether computing waits for the copy, so that what is computed from now on sees the bytes.
         suspect: Whether the masters may have changed since the load.
         loaded_state: State of the masters that the device's bytes were copied from.
     """
@@ -59,6 +60,7 @@ class Group:
         self.users = 0
         self.residency = Residency.ABSENT
         self.ticket: Ticket | None = None
+        self.readable = False
         self.suspect = False
         self.loaded_state: MasterState | None = None
 

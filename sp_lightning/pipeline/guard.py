@@ -9,8 +9,9 @@ to the weight on the device, which the pipeline makes resident from then on. Rea
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -125,6 +126,30 @@ class Guard:
             and value.dim()
             for value in [*args, *kwargs.values()]
         )
+
+
+class EngineAtWork:
+    """Around the engine's own work in a step: one thread at a time, and its reads of masters mean the masters.
+
+    Backward of a CUDA graph runs in a thread of autograd's, hence the lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._unguarded: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        unguarded = without_torch_function()
+        unguarded.__enter__()
+        self._unguarded.append(unguarded)
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._unguarded.pop().__exit__(*exc_info)
+        self._lock.release()
+
+    def __bool__(self) -> bool:
+        return bool(self._unguarded)
 
 
 _guarded: dict[int, tuple[Guard, Weight]] = {}

@@ -125,8 +125,8 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note casts and other uses of weights; the operation itself is left alone."""
         kwargs = kwargs or {}
-        if not _is_view(func):
-            for tensor in _tensors(args):
+        if not is_view(func):
+            for tensor in tensors_among(args):
                 twin = self._twins.get(storage_key(tensor))
                 if twin is not None:
                     self._note(twin.weight, func, kwargs)
@@ -145,14 +145,16 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.used_as_is.add(weight)
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
+    """Whether an operation only makes an alias of its operand."""
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_among(value: Any) -> list[Tensor]:
+    """All dense tensors among an operation's arguments."""
     if isinstance(value, Tensor):
         return [value] if value.layout is torch.strided else []
     if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
+        return [tensor for item in value for tensor in tensors_among(item)]
     return []

@@ -12,9 +12,8 @@ next and copies are started for it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +22,10 @@ from torch import Tensor, nn
 from sp_lightning.pipeline._private import in_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
+from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.gradients import GradientReturn
-from sp_lightning.pipeline.guard import Guard, guards_resumed, guards_suspended, resume_all_guards
+from sp_lightning.pipeline.guard import EngineAtWork, Guard, guards_resumed, guards_suspended, resume_all_guards
 from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
 from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
@@ -78,13 +78,16 @@ class Pipeline:
         self.stats = Stats()
         self._backend = backend or make_backend(self.device, self.options.debug)
         self._learned = Learned()
-        self._lock = threading.RLock()
+        self._at_work = EngineAtWork()
         self._depth = 0
         self._touched_outside: list[Weight] = []
         self._rearrange = False
         self._untouched = True
         self._saved = SavedTensors(lambda twin: self._backward.require(twin))
         self._graphs = Graphs()
+        self._access_check: AbstractContextManager[Any] = nullcontext()
+        if self.options.debug:
+            self._access_check = AccessCheck(lambda: self._plan, lambda: bool(self._at_work) or guards_suspended())
         try:
             self._arrange()
         except BaseException:
@@ -108,7 +111,8 @@ class Pipeline:
         self._depth += 1
         pushed = self._saved.push()
         try:
-            yield
+            with self._access_check if self._depth == 1 else nullcontext():
+                yield
         except BaseException:
             if self._depth == 1 and not in_backward():
                 self.reset()
@@ -132,7 +136,7 @@ class Pipeline:
 
     def reset(self) -> None:
         """After an exception in the middle of a step: idle, nothing in flight, ready for the next step."""
-        with self._lock, without_torch_function():
+        with self._at_work:
             self.stats.resets += 1
             for member in self._plan.members:
                 member.held.clear()
@@ -209,7 +213,7 @@ class Pipeline:
             returns=self._returns,
             resident=plan.resident,
             stats=self.stats,
-            lock=self._lock,
+            at_work=self._at_work,
             prepare=self._follow_requires_grad,
             on_begin=self._activate,
             on_end=self._close,
@@ -357,7 +361,7 @@ class Pipeline:
         return output
 
     def _enter(self, member: Member) -> None:
-        with self._lock, without_torch_function():
+        with self._at_work:
             self._untouched = False
             member.entered += 1
             direction = _direction()
@@ -378,7 +382,7 @@ class Pipeline:
             self._window.prefetch()
 
     def _leave(self, member: Member) -> None:
-        with self._lock, without_torch_function():
+        with self._at_work:
             if not member.held:  # an exception inside led to a reset
                 return
             for group in member.held.pop():
@@ -401,8 +405,8 @@ class Pipeline:
         """A forward changed a weight in place: the host has the truth, so it gets the change."""
         if weight.lowered:
             raise RuntimeError(
-                f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its module out "
-                "of autocast, or change the weight outside of the forward."
+                f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its module "
+                "out of autocast, or change the weight outside of the forward."
             )
         with torch.inference_mode(False), torch.no_grad():
             arrived = torch.empty_like(weight.host)
@@ -449,7 +453,7 @@ class Pipeline:
 
     def serve(self, weight: Weight) -> nn.Parameter:
         """The weight on the device, for an operation outside of its unit (see guard.py)."""
-        with self._lock, without_torch_function():
+        with self._at_work:
             self._untouched = False
             twin = weight.twin
             in_use = twin.group.users > 0 or self._backward.has_reached(weight.unit)
@@ -478,12 +482,17 @@ class Pipeline:
         return twin
 
 
+def _best_device() -> torch.device:
+    """The current accelerator, if torch has streams for it."""
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        if device is not None and hasattr(torch.get_device_module(device), "Stream"):
+            return device
+    return torch.device("cpu")
+
+
 def _full_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if device is None or not hasattr(torch.get_device_module(device), "Stream"):
-            device = "cpu"
-    device = torch.device(device)
+    device = _best_device() if device is None else torch.device(device)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     return device

@@ -111,7 +111,7 @@ class SavedTensors:
         if self.twins.get(twin.key) is not twin:
             raise RuntimeError(
                 f"backward needs weight {twin.weight.name!r} of a graph that was built before superpipeline arranged "
-                "its memory anew (after a first step, or in `rebuild()`). Call backward in the step that built the graph."
+                "its memory anew (after a first step, or in `rebuild()`). Call backward in the step of its forward."
             )
         with without_torch_function():
             if twin.version() != packed.version:

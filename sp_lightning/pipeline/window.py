@@ -65,6 +65,7 @@ class Window:
             self._load(group)
         assert group.ticket is not None
         self._backend.wait(group.ticket)
+        group.readable = True
 
     def prefetch(self, in_use: Group | None = None) -> None:
         """Start copies for what comes next, as far as places are free.
@@ -100,7 +101,7 @@ class Window:
         before = group.loaded_state
         source, group.loaded_state = group.host.prepare()
         group.ticket = self._backend.upload(group.place, source)
-        group.residency = Residency.LOADED
+        group.residency, group.readable = Residency.LOADED, False
         self._stats.bytes_to_device += source.nbytes
         if group.resident:
             self._stats.resident_loads += 1
@@ -117,6 +118,6 @@ class Window:
                 "superpipeline: a backward pass inside of a unit's forward needs the place of that very unit. Use a "
                 "larger `k`, or name the inner module in `resident`."
             )
-        group.residency = Residency.ABSENT
+        group.residency, group.readable = Residency.ABSENT, False
         self._on_evict(group)
         self._backend.invalidate(group.place)

@@ -1,0 +1,56 @@
+"""`debug=True`: every operation of a step is checked for weights that are not where they should be.
+
+On the emulated device host and device are the same memory, so nothing but this check sees an operation that mixes a
+master with what is on the "device"; on a GPU torch would raise. That a weight is read before its copy has landed
+nobody else sees on either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.arrangement import Arrangement
+from sp_lightning.pipeline.lowering import is_view, tensors_among
+
+
+class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises when an operation reads a twin that is not there, or computes with a master.
+
+    Args:
+        plan: The arrangement of now.
+        is_paused: Whether the engine itself or an optimizer is at work, which may do both.
+    """
+
+    def __init__(self, plan: Callable[[], Arrangement], is_paused: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._plan = plan
+        self._is_paused = is_paused
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Check the operands, then run the operation."""
+        if not is_view(func) and not self._is_paused():
+            operands = tensors_among(args)
+            for operand in operands:
+                self._check_twin(operand, func)
+            if not func._schema.is_mutable:
+                self._check_masters(operands, func)
+        return func(*args, **(kwargs or {}))
+
+    def _check_twin(self, operand: Tensor, func: Any) -> None:
+        twin = self._plan().twins.get(storage_key(operand))
+        if twin is not None and not twin.group.readable:
+            raise AssertionError(
+                f"{func} reads weight {twin.weight.name!r}, whose copy to the device was not waited for."
+            )
+
+    def _check_masters(self, operands: list[Tensor], func: Any) -> None:
+        by_memory = self._plan().weights_by_memory
+        masters = [by_memory[key] for key in map(storage_key, operands) if key in by_memory]
+        others = [operand for operand in operands if storage_key(operand) not in by_memory and operand.dim() > 0]
+        if masters and others:
+            raise AssertionError(f"{func} mixes the master of {masters[0].name!r}, on the host, with a device tensor.")
