@@ -85,9 +85,6 @@ class Pipeline:
         self._untouched = True
         self._saved = SavedTensors(lambda twin: self._backward.require(twin))
         self._graphs = Graphs()
-        self._access_check: AbstractContextManager[Any] = nullcontext()
-        if self.options.debug:
-            self._access_check = AccessCheck(lambda: self._plan, lambda: bool(self._at_work) or guards_suspended())
         try:
             self._arrange()
         except BaseException:
@@ -111,7 +108,7 @@ class Pipeline:
         self._depth += 1
         pushed = self._saved.push()
         try:
-            with self._access_check if self._depth == 1 else nullcontext():
+            with self._checked():
                 yield
         except BaseException:
             if self._depth == 1 and not in_backward():
@@ -123,6 +120,12 @@ class Pipeline:
             if self._depth:
                 self._depth -= 1
                 self._close()
+
+    def _checked(self) -> AbstractContextManager[Any]:
+        # not in inference: torch's fused fast paths look for dispatch modes, and without them other numbers come out
+        if self.options.debug and self._depth == 1 and torch.is_grad_enabled():
+            return AccessCheck(lambda: self._plan, lambda: bool(self._at_work) or guards_suspended())
+        return nullcontext()
 
     def weights_changed(self) -> None:
         """Weights on the host were written to: what lies on the device is checked before it is used again."""
@@ -493,7 +496,7 @@ def _best_device() -> torch.device:
 
 def _full_device(device: torch.device | str | None) -> torch.device:
     device = _best_device() if device is None else torch.device(device)
-    if device.type != "cpu" and device.index is None:
+    if device.type != "cpu" and ":" not in str(device):  # no index given
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     return device
 
