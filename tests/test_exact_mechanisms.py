@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline import PipelineOptions
@@ -327,6 +327,150 @@ def test_requires_grad_follows_the_user() -> None:
             run.normal_step(f"step {step}", optimizer, seed=step)
 
     assert_same_story(story, partial(chain, 4))
+
+
+def lbfgs(run: Run) -> Callable[[int], None]:
+    """Calls its closure several times in a step, with other weights each time."""
+    optimizer = LBFGS(run.model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+    def step(number: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            with run.step():
+                loss = run.model(run.rows(number)).square().mean()
+                loss.backward()
+            return loss
+
+        run.note(f"loss {number}", optimizer.step(closure))
+
+    return step
+
+
+def sharpness_aware(run: Run) -> Callable[[int], None]:
+    """SAM: climbs, takes the gradient there, goes back, and steps; all of it inside of one training step."""
+    optimizer = sgd(run.model)
+
+    def step(number: int) -> None:
+        parameters = list(run.model.parameters())
+        with run.step():
+            run.model(run.rows(number)).square().mean().backward()
+            with torch.no_grad():
+                climbs = [p.grad * 0.05 for p in parameters]
+                for parameter, climb in zip(parameters, climbs, strict=True):
+                    parameter.add_(climb)
+            optimizer.zero_grad()
+            loss = run.model(run.rows(number)).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for parameter, climb in zip(parameters, climbs, strict=True):
+                    parameter.sub_(climb)
+            optimizer.step()
+            optimizer.zero_grad()
+        run.note(f"loss {number}", loss)
+
+    return step
+
+
+@pytest.mark.parametrize("method", [lbfgs, sharpness_aware])
+def test_optimizers_that_change_weights_between_two_backwards(method: Callable[[Run], Callable[[int], None]]) -> None:
+    """Each forward computes with the weights as they are at that moment."""
+
+    def story(run: Run) -> None:
+        step = method(run)
+        for number in range(3):
+            step(number)
+        for name, parameter in run.model.named_parameters():
+            run.note(name, parameter)
+
+    assert_same_story(story, partial(chain, 3))
+
+
+def test_retained_gradients_and_hooks_on_activations() -> None:
+    """``retain_grad`` and ``register_hook`` on what units return see plain gradients, also on view outputs."""
+
+    def build() -> nn.Module:
+        return KeepsHidden(Block() if index % 2 else nn.Linear(12, 12) for index in range(5))
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        for step in range(2):
+            with run.step():
+                loss = run.model(run.rows(step)[:, None]).square().mean()
+                for index, hidden in enumerate(run.model.hidden):
+                    hidden.retain_grad()
+                    hidden.register_hook(lambda g, i=index, s=step: run.note(f"hook {s} {i}", g))
+                loss.backward()
+            for index, hidden in enumerate(run.model.hidden):
+                run.note(f"gradient {step} {index}", hidden.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same_story(story, build, units=lambda name, module: isinstance(module, Block | nn.Linear))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection() -> None:
+    """Lightning's ``detect_anomaly`` changes how autograd keeps nodes; poisoned slots must not set it off."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        with torch.autograd.set_detect_anomaly(True):
+            for step in range(3):
+                run.normal_step(f"step {step}", optimizer, seed=step)
+
+    assert_same_story(story, partial(chain, 4))
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_two_pipelines_in_one_step(k: int) -> None:
+    """Distillation with a teacher that has a pipeline of its own, inside of the student's graph."""
+
+    def story(run: Run) -> None:
+        torch.manual_seed(3)
+        other = chain(3)
+        with attached(other, k=k) if run.pipe is not None else nullcontext() as pipe:
+            second = Run(other, run.trace, pipe)
+            optimizers = [sgd(run.model), sgd(other)]
+            for step in range(3):
+                with run.step(), second.step():
+                    x = run.rows(step)
+                    loss = (run.model(x) - other(run.model(x * 2))).square().mean()
+                    loss.backward()
+                run.note(f"loss {step}", loss)
+                for number, optimizer in enumerate(optimizers):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
+                        run.note(f"step {step} / model {number} / parameter {index}", parameter)
+
+    assert_same_story(story, partial(chain, 3), k=k)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"k": "auto", "k_prime": "auto"},
+        {"resident": ("blocks.1", "blocks.3.up.weight")},
+        {"units": None},
+        {"units": "Block"},
+        {"units": [nn.Linear]},
+        {"k": 4, "k_prime": 3},
+        {"k": 4, "k_prime": 4},
+        {"debug": False},
+        {"pin_memory": False},
+    ],
+    ids=str,
+)
+def test_options_change_no_number(options: dict[str, Any]) -> None:
+    """Whatever is streamed in whatever portions."""
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        for step in range(3):
+            run.normal_step(f"step {step}", optimizer, seed=step)
+            run.evaluate(f"evaluation {step}")
+
+    assert_same_story(story, partial(chain, 5, dropout=0.1), **options)
 
 
 # ----------------------------------------------------------------------------------------------- copies and checkpoints

@@ -431,6 +431,41 @@ def seen(model: nn.Module) -> Any:
     return model.seen
 
 
+class Attention(nn.Module):
+    """nn.MultiheadAttention uses its child's weight without calling the child, and a fused op in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
+        self.cross = nn.MultiheadAttention(WIDTH, 2, kdim=5, vdim=7, add_bias_kv=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.cross(x, x[..., :5], x[..., :7])[0]
+
+
+class Mixture(nn.Module):
+    """Layers that keep their weights for backward in other ways than Linear and Conv do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 4, 3, padding=1, groups=1, padding_mode="circular")
+        self.transposed = nn.ConvTranspose1d(4, 3, 3, padding=1)
+        self.instance = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+        self.batch = nn.BatchNorm1d(3, momentum=None)
+        self.group = nn.GroupNorm(3, 3)
+        self.rms = nn.RMSNorm(WIDTH)
+        self.prelu = nn.PReLU(3)
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+        self.embedding = nn.Embedding(9, WIDTH, padding_idx=0, scale_grad_by_freq=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.prelu(self.batch(self.transposed(self.instance(F.gelu(self.conv(x))[:, :3]).repeat(1, 2, 1)[:, :4])))
+        y = self.rms(self.group(y))
+        positions = torch.arange(WIDTH, device=x.device).remainder(9)
+        return self.bilinear(y, x) + torch.einsum("pw,bcw->bcp", self.embedding(positions), y)
+
+
 class NoParameters(nn.Module):
     """Units and modules without any parameter between those that have some."""
 
@@ -477,6 +512,14 @@ CASES = [
         for wrap in (weight_norm, spectral_norm)
         for old in (True, False)
     ),
+    Case(
+        "multihead-attention",
+        lambda: Chain(Attention() for _ in range(3)),
+        lambda: (torch.randn(2, 5, WIDTH),),
+        autocast=True,
+        lightning=True,
+    ),
+    Case("layer-mixture", lambda: Chain(Mixture() for _ in range(3)), lambda: (torch.randn(4, 3, WIDTH),)),
     Case("embedding-max-norm", MaxNorm, lambda: (torch.randint(0, 30, (3, 4)),)),
     Case("complex-and-float64", lambda: Chain(ComplexBlock() for _ in range(4)), rows, optimizers=adamw_loop),
     Case("parameter-lists", Listed, rows),

@@ -108,6 +108,51 @@ class ShuffledOrder(Chain):
         return x
 
 
+class SkipsInside(Block):
+    """Stochastic depth inside of the block: sometimes the output is the very input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and torch.rand(()) < 0.5 else super().forward(x)
+
+
+class FrozenEncoder(nn.Module):
+    """An encoder that runs under no_grad inside of the training forward, as in many vision-language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = chain(3), chain(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.encoder(x)
+        return self.decoder(x) + self.encoder.blocks[0](x).detach()
+
+
+class MomentumContrast(nn.Module):
+    """MoCo: the key encoder follows the query encoder, inside of the training step."""
+
+    def __init__(self, rebind: bool) -> None:
+        super().__init__()
+        self.query, self.key = chain(3), chain(3).requires_grad_(False)
+        self.rebind = rebind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.follow()
+        with torch.no_grad():
+            key = self.key(x)
+        return self.query(x) @ key.T
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """MoCo's own code assigns ``.data``; others write in place."""
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            if self.rebind:
+                key.data = key.data * 0.9 + query.data * 0.1
+            else:
+                key.mul_(0.9).add_(query, alpha=0.1)
+
+
 class CheckpointedBlocks(Chain):
     """Each block, then the rest of the chain as one, under user checkpoints."""
 
@@ -296,6 +341,10 @@ CASES = [
     Case("half-frozen", half_frozen, rows),
     Case("unused-parameters", Unused, rows, lightning=True),
     Case("stochastic-depth", lambda: StochasticDepth(Block() for _ in range(7)), rows, accumulate=1, lightning=True),
+    Case("skips-inside", lambda: Chain(SkipsInside() for _ in range(5)), rows, accumulate=1),
+    Case("frozen-encoder", FrozenEncoder, rows, autocast=True, lightning=True),
+    Case("momentum-encoder-in-place", lambda: MomentumContrast(rebind=False), rows, lightning=True),
+    Case("momentum-encoder-data", lambda: MomentumContrast(rebind=True), rows),
     Case("shuffled-order", lambda: ShuffledOrder(Block() for _ in range(5)), rows),
     *(
         Case(
