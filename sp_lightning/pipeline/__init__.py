@@ -1,11 +1,13 @@
 """The engine: streams a module's units between host and device. Imports torch and nothing of Lightning."""
 
+from sp_lightning.pipeline.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.api import superpipeline
+from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary
-from sp_lightning.pipeline.transfer import AcceleratorBackend, Backend, HostBackend
+from sp_lightning.pipeline.transfer import Backend
 
 __all__ = [
     "AcceleratorBackend",

@@ -6,6 +6,7 @@ unit, a weight that autocast lowers) or when the module tree has changed. Master
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,13 +14,22 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.device import Group, place_in_arena
-from sp_lightning.pipeline.host import GroupHost, HostBuffer, as_bytes, available_host_memory, lay_out, tensor_in
+from sp_lightning.pipeline.host import (
+    GroupHost,
+    HostBuffer,
+    as_bytes,
+    available_host_memory,
+    lay_out,
+    tensor_in,
+    total_host_memory,
+)
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.summary import readable_bytes
 from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Unit, find_units
 from sp_lightning.pipeline.weights import Twin, Weight
 
+_PINNED_SHARE = 0.8  # of the host's memory; the rest of the system must not starve
 _DEFAULT_SLOTS = 2  # one computes, one arrives
 _LARGEST_UNIT = 2 << 30  # blocks above this many bytes are divided where their structure allows it
 
@@ -89,7 +99,6 @@ class Arrangement:
         self.autocast = autocast
         self._options = options
         self._backend = backend
-        self.pin = options.pin_memory is not False
         device_bytes = backend.total_memory()
         budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
         largest = min(_LARGEST_UNIT, (budget or device_bytes or 8 * _LARGEST_UNIT) // 8)
@@ -108,6 +117,7 @@ class Arrangement:
         self._choose_window()
         self._check_budget(budget)
         self._check_host_memory()
+        self.pin = self._may_pin()
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
         self._lay_out(learned)
@@ -170,6 +180,21 @@ class Arrangement:
                 f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights."
             )
 
+    def _may_pin(self) -> bool:
+        """Whether to page-lock what is sent: not more than its share of the memory, unless the user insists."""
+        if not self._backend.can_pin or self._options.pin_memory is False:
+            return False
+        wanted, total = sum(weight.compute_bytes for weight in self.weights), total_host_memory()
+        if self._options.pin_memory == "auto" and total is not None and wanted > _PINNED_SHARE * total:
+            warnings.warn(
+                f"{readable_bytes(wanted)} of weights would take more than {_PINNED_SHARE:.0%} of the host's "
+                f"{readable_bytes(total)} as page-locked memory. They are copied through a small page-locked ring "
+                "instead, which is slower. `pin_memory=True` page-locks all of them.",
+                stacklevel=2,
+            )
+            return False
+        return True
+
     # ------------------------------------------------------------------------------------------------------ memory
 
     def _lay_out(self, learned: Learned) -> None:
@@ -201,6 +226,12 @@ class Arrangement:
         for key, buffer in before.items():
             if key not in learned.buffers:
                 buffer.release()
+        if self.pin and not all(group.host.source.pinned for group in self.groups):
+            warnings.warn(
+                "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
+                "It is copied through a small page-locked ring, which is slower.",
+                stacklevel=2,
+            )
 
     def _make_group(
         self,

@@ -8,7 +8,6 @@ holds the lowered copy, written once per change of the masters.
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -194,11 +193,17 @@ class GroupHost:
 
 def available_host_memory() -> int | None:
     """Bytes of host memory that are free now, where the system tells."""
+    return _from_meminfo("MemAvailable")
+
+
+def total_host_memory() -> int | None:
+    """Bytes of host memory, where the system tells."""
+    return _from_meminfo("MemTotal")
+
+
+def _from_meminfo(name: str) -> int | None:
     try:
         with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+    except OSError:
         return None

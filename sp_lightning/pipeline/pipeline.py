@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward, storage_key, without_torch_function
+from sp_lightning.pipeline.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
+from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import EngineAtWork, Guard, guards_resumed, guards_suspended, resume_all_guards
 from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
@@ -36,7 +38,7 @@ from sp_lightning.pipeline.schedule import Pass, Schedule
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.swap import swap_in, swap_out
-from sp_lightning.pipeline.transfer import Backend, make_backend
+from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Member
 from sp_lightning.pipeline.weights import Twin, Weight
 from sp_lightning.pipeline.window import Window
@@ -76,7 +78,7 @@ class Pipeline:
         self.device = _full_device(device)
         self.options = options or PipelineOptions()
         self.stats = Stats()
-        self._backend = backend or make_backend(self.device, self.options.debug)
+        self._backend = backend or _make_backend(self.device, self.options.debug)
         self._learned = Learned()
         self._at_work = EngineAtWork()
         self._depth = 0
@@ -505,3 +507,10 @@ def _direction() -> Pass:
     if in_backward():
         return Pass.BACKWARD
     return Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
+
+
+def _make_backend(device: torch.device, debug: bool) -> Backend:
+    """The backend for a device; `debug` adds poison, and delays where copies run on threads."""
+    if device.type == "cpu":
+        return HostBackend(device, poison=debug, max_delay=0.002 if debug else 0.0)
+    return AcceleratorBackend(device, poison=debug)

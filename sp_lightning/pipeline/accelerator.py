@@ -1,0 +1,184 @@
+"""Real devices: copies on streams of their own, ordered by events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from sp_lightning.pipeline.threads import Lane, copy_memory
+from sp_lightning.pipeline.transfer import Backend, Ticket
+
+_CHUNK_BYTES = 32 << 20
+
+
+class _StreamTicket(Ticket):
+    """Done when an event on a copy stream has happened; `started` is still to come for a copy that a thread makes."""
+
+    def __init__(self, event: Any, started: Ticket | None = None) -> None:
+        self.event = event
+        self.started = started
+
+    @override
+    def join(self) -> None:
+        if self.started is not None:
+            self.started.join()
+        self.event.synchronize()
+
+
+class AcceleratorBackend(Backend):
+    """CUDA and whatever else torch gives streams and events to."""
+
+    def __init__(self, device: torch.device, poison: bool = False) -> None:
+        super().__init__(device, poison)
+        self._api: Any = torch.get_device_module(device)
+        if not hasattr(self._api, "Stream"):
+            raise ValueError(f"`device={device}`: torch has no streams for {device.type!r}, so nothing can stream.")
+        with self._api.device(device):
+            self._up = self._api.Stream()
+            self._down = self._api.Stream()
+        self._upload_staging = _Staging(self, "superpipeline-staged-upload")
+        self._download_staging = _Staging(self, "superpipeline-staged-download")
+
+    @override
+    def upload(self, target: Tensor, source: Tensor) -> Ticket:
+        self._up.wait_stream(self._api.current_stream(self.device))
+        if source.is_pinned():
+            return self._copy(self._up, target, source)
+        return self._copy_staged(self._upload_staging, self._up, target, source)
+
+    @override
+    def download(self, target: Tensor, source: Tensor) -> Ticket:
+        self._down.wait_stream(self._api.current_stream(self.device))
+        if target.is_pinned():
+            return self._copy(self._down, target, source)
+        return self._copy_staged(self._download_staging, self._down, target, source)
+
+    def _copy(self, stream: Any, target: Tensor, source: Tensor) -> _StreamTicket:
+        with self._api.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = self._api.Event()
+            event.record(stream)
+        return _StreamTicket(event)
+
+    def _copy_staged(self, staging: _Staging, stream: Any, target: Tensor, source: Tensor) -> _StreamTicket:
+        event = self._api.Event()
+
+        def job() -> None:
+            with torch.inference_mode(False), self._api.device(self.device):
+                staging.copy(target, source, lambda to, frm: self._copy(stream, to, frm))
+                event.record(stream)
+
+        return _StreamTicket(event, started=staging.lane.submit(job))
+
+    @override
+    def wait(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, _StreamTicket)
+        if ticket.started is not None:  # an event that was not recorded yet would not be waited for
+            ticket.started.join()
+        self._api.current_stream(self.device).wait_event(ticket.event)
+
+    @property
+    @override
+    def can_pin(self) -> bool:
+        return self.device.type == "cuda"
+
+    @override
+    def pin(self, memory: Tensor) -> bool:
+        # torch's own pinned allocator rounds up to powers of two, up to twice the memory (pytorch#150517)
+        if not self.can_pin or memory.nbytes == 0:
+            return False
+        with self._api.device(self.device):
+            done = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+            if not done:
+                self._clear_error()
+        return done
+
+    def _clear_error(self) -> None:
+        """A call that failed leaves an error behind, which the next kernel launch would raise."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+
+    @override
+    def unpin(self, memory: Tensor) -> None:
+        _cudart().cudaHostUnregister(memory.data_ptr())
+
+    @override
+    def total_memory(self) -> int | None:
+        if hasattr(self._api, "mem_get_info"):
+            return int(self._api.mem_get_info(self.device)[1])
+        return None
+
+    @override
+    def drain(self) -> None:
+        self._upload_staging.lane.drain()
+        self._download_staging.lane.drain()
+        self._up.synchronize()
+        self._down.synchronize()
+
+    @override
+    def close(self) -> None:
+        self.drain()
+        self._upload_staging.close()
+        self._download_staging.close()
+
+
+class _Staging:
+    """Two small page-locked chunks, through which a thread copies host memory that is not page-locked itself.
+
+    Without them the device's driver would copy such memory in small steps and make the host wait for each.
+    """
+
+    def __init__(self, backend: AcceleratorBackend, name: str) -> None:
+        self.lane = Lane(name)
+        self._backend = backend
+        self._chunks: list[Tensor] = []
+        self._pinned: list[Tensor] = []
+
+    def copy(self, target: Tensor, source: Tensor, copy_chunk: Callable[[Tensor, Tensor], Ticket]) -> None:
+        """Copy piece by piece: while one chunk is on its way, the other is filled or emptied."""
+        self._allocate()
+        to_device = source.device.type == "cpu"
+        under_way: list[tuple[Ticket, Tensor, Tensor] | None] = [None, None]
+        for number, start in enumerate(range(0, source.nbytes, _CHUNK_BYTES)):
+            end = min(start + _CHUNK_BYTES, source.nbytes)
+            self._finish(under_way, number % 2, to_device)
+            chunk = self._chunks[number % 2][: end - start]
+            if to_device:
+                copy_memory(chunk, source[start:end])
+                ticket = copy_chunk(target[start:end], chunk)
+            else:
+                ticket = copy_chunk(chunk, source[start:end])
+            under_way[number % 2] = (ticket, target[start:end], chunk)
+        for turn in (0, 1):
+            self._finish(under_way, turn, to_device)
+
+    def _finish(self, under_way: list[tuple[Ticket, Tensor, Tensor] | None], turn: int, to_device: bool) -> None:
+        entry, under_way[turn] = under_way[turn], None
+        if entry is not None:
+            ticket, target, chunk = entry
+            ticket.join()
+            if not to_device:
+                copy_memory(target, chunk)
+
+    def _allocate(self) -> None:
+        while len(self._chunks) < 2:
+            chunk = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+            if self._backend.pin(chunk):
+                self._pinned.append(chunk)
+            self._chunks.append(chunk)
+
+    def close(self) -> None:
+        self.lane.close()
+        for chunk in self._pinned:
+            self._backend.unpin(chunk)
+        self._pinned.clear()
+        self._chunks.clear()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

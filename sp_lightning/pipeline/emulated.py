@@ -1,0 +1,70 @@
+"""The CPU as a device, and the emulated device of the tests."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from sp_lightning.pipeline.threads import Lane, copy_memory
+from sp_lightning.pipeline.transfer import Backend, Ticket
+
+
+class HostBackend(Backend):
+    """The CPU as the device: "device" memory is other host memory, and copies run on threads.
+
+    Training with `accelerator="cpu"` uses it as it is. With `max_delay` and `poison` it is the emulated device that
+    the tests use as a race detector: copies take a random time, and memory that holds nothing is full of NaN.
+
+    Args:
+        device: The CPU.
+        poison: Fill memory that holds nothing with NaN.
+        max_delay: Longest random delay before a copy, in seconds.
+        seed: Seed of the delays.
+    """
+
+    def __init__(
+        self, device: torch.device | None = None, poison: bool = False, max_delay: float = 0.0, seed: int = 0
+    ) -> None:
+        super().__init__(device or torch.device("cpu"), poison)
+        self._max_delay = max_delay
+        self._random = random.Random(seed)
+        self._up = Lane("superpipeline-upload")
+        self._down = Lane("superpipeline-download")
+
+    @override
+    def upload(self, target: Tensor, source: Tensor) -> Ticket:
+        return self._copy(self._up, target, source)
+
+    @override
+    def download(self, target: Tensor, source: Tensor) -> Ticket:
+        return self._copy(self._down, target, source)
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> Ticket:
+        self.invalidate(target)
+        delay = self._random.uniform(0, self._max_delay) if self._max_delay else 0.0
+
+        def job() -> None:
+            if delay:
+                time.sleep(delay)
+            copy_memory(target, source)
+
+        return lane.submit(job)
+
+    @override
+    def wait(self, ticket: Ticket) -> None:
+        # this thread *is* the device's compute queue, so the order on the device is kept by waiting here
+        ticket.join()
+
+    @override
+    def drain(self) -> None:
+        self._up.drain()
+        self._down.drain()
+
+    @override
+    def close(self) -> None:
+        self._up.close()
+        self._down.close()
