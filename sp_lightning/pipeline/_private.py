@@ -26,6 +26,11 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     return hooks
 
 
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether hooks may be pushed: the reverse-mode transforms of `torch.func` forbid it."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+
+
 def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:
     """Push a pair without the context manager: a `with` block cannot span a module's enter and leave."""
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)

@@ -155,7 +155,7 @@ class Arrangement:
         if budget is None:
             return
         resident = _sent_bytes([self.resident])
-        gradients = 2 * max(_sent_bytes([unit]) for unit in self.all_units)
+        gradients = 2 * max(_sent_bytes([unit], trainable=True) for unit in self.all_units)
         _, arena = place_in_arena([_sent_bytes(part) for part in self._parts], self._window)
         needed = arena + resident + gradients
         if needed > budget:
@@ -270,5 +270,6 @@ def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> 
             parameter.data = parameter.data.to(device)
 
 
-def _sent_bytes(units: Sequence[Unit]) -> int:
-    return lay_out([weight.compute_bytes for unit in units for weight in unit.weights])[1]
+def _sent_bytes(units: Sequence[Unit], trainable: bool = False) -> int:
+    weights = [weight for unit in units for weight in unit.weights if weight.master.requires_grad or not trainable]
+    return lay_out([weight.compute_bytes for weight in weights])[1]

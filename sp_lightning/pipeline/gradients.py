@@ -55,7 +55,7 @@ class GradientReturn:
         self._stats = stats
         self._pin = pin
         self._on_arrival = on_arrival
-        self._piece_bytes = max(lay_out([weight.compute_bytes for weight in unit.weights])[1] for unit in units)
+        self._units = list(units)
         self._gathered: dict[Unit, dict[Weight, Tensor]] = {}
         self._arrived: dict[Weight, None] = {}
         self._sparse: dict[Weight, list[Tensor]] = {}
@@ -63,6 +63,7 @@ class GradientReturn:
         self._shipped: set[Weight] = set()
         self._landed: dict[Weight, Tensor] = {}
         self._landing: list[Ticket] = []
+        self._outgrown: list[HostBuffer] = []
         self._homes: dict[Unit, _Home] = {}
         self._ring: list[_Piece] = []
         self._turn = 0
@@ -99,7 +100,7 @@ class GradientReturn:
             self._ship(weight.unit)
             gathered = self._gathered.setdefault(weight.unit, {})
         gathered[weight] = gradient
-        if len(gathered) == len(weight.unit.weights):
+        if len(gathered) == sum(other.master.requires_grad for other in weight.unit.weights):
             self._ship(weight.unit)
 
     def ship_all_but(self, units: Sequence[Unit]) -> None:
@@ -119,8 +120,9 @@ class GradientReturn:
             self._backend.wait(piece.ticket)
         torch._foreach_copy_(piece.tensors("device", weights, gradients, offsets), gradients)
         self._stats.bytes_to_host += nbytes
-        if self._are_first(unit, weights, gradients):
-            home = self._home(unit).whole()
+        home = self._home_for(unit, weights)
+        if home.weights == weights and self._are_first(weights, gradients):
+            home.vacate()
             piece.ticket = self._backend.download(home.memory, piece.device[:nbytes])
             self._landed.update(zip(weights, home.tensors, strict=True))
             self._landing.append(piece.ticket)
@@ -132,9 +134,9 @@ class GradientReturn:
             self._worker.put(_Shipment(piece, weights, arrived))
         self._shipped.update(weights)
 
-    def _are_first(self, unit: Unit, weights: list[Weight], gradients: list[Tensor]) -> bool:
+    def _are_first(self, weights: list[Weight], gradients: list[Tensor]) -> bool:
         """Whether the copy can land in the gradients themselves: nothing to add to, nothing to cast, nobody to ask."""
-        return len(weights) == len(unit.weights) and all(
+        return all(
             weight.master.grad is None
             and weight not in self._shipped
             and gradient.dtype == weight.master.dtype
@@ -160,7 +162,7 @@ class GradientReturn:
         if sum_so_far is None:
             sum_so_far = weight.master.grad
         if sum_so_far is None:
-            self._landed[weight] = self._home(weight.unit).single(weight).copy_(arrived)
+            self._landed[weight] = self._home_for(weight.unit, [weight]).room_for(weight).copy_(arrived)
         elif sum_so_far.dtype == arrived.dtype or sum_so_far.stride() != arrived.stride():
             sum_so_far.add_(arrived)
         else:
@@ -213,6 +215,8 @@ class GradientReturn:
         self._hooked.clear()
         self._shipped.clear()
         self._landing.clear()
+        while self._outgrown:
+            self._outgrown.pop().release()
         self._landed.clear()
 
     def _add_sparse(self, weight: Weight, gradient: Tensor) -> None:
@@ -226,20 +230,28 @@ class GradientReturn:
 
     def _next_piece(self, nbytes: int) -> _Piece:
         if len(self._ring) < _RING:
-            self._ring.append(_Piece(max(self._piece_bytes, nbytes), self._backend, self._pin))
+            self._ring.append(_Piece(max(self._largest(), nbytes), self._backend, self._pin))
             return self._ring[-1]
         self._turn = (self._turn + 1) % _RING
         piece = self._ring[self._turn]
-        if piece.device.nbytes < nbytes:  # weights that were lowered, and then were used as they are
+        if piece.device.nbytes < nbytes:  # weights that were frozen, or lowered, when the ring was made
             self._worker.join()
             piece.host.release()
             self._ring[self._turn] = _Piece(nbytes, self._backend, self._pin)
         return self._ring[self._turn]
 
-    def _home(self, unit: Unit) -> _Home:
-        if unit not in self._homes:
-            self._homes[unit] = _Home(unit.weights, self._backend, self._pin)
-        return self._homes[unit]
+    def _largest(self) -> int:
+        trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in self._units)
+        return max(lay_out([weight.compute_bytes for weight in weights])[1] for weights in trainable)
+
+    def _home_for(self, unit: Unit, weights: list[Weight]) -> _Home:
+        home = self._homes.get(unit)
+        if home is None or not set(weights) <= set(home.weights):
+            if home is not None:
+                self._outgrown.append(home.buffer)  # a copy into it may still be on its way
+            members = [weight for weight in unit.weights if weight.master.requires_grad or weight in weights]
+            home = self._homes[unit] = _Home(members, self._backend, self._pin)
+        return home
 
 
 class _Piece:
@@ -276,36 +288,35 @@ class _Shipment(NamedTuple):
 
 
 class _Home:
-    """Where a unit's gradients live on the host: one buffer, a tensor per weight.
+    """Where the gradients of a unit's trainable weights live on the host: one buffer, a tensor per weight.
 
     It is used again every step, unless the user kept a gradient (PCGrad and the like do): then that one stays theirs.
     """
 
     def __init__(self, weights: Sequence[Weight], backend: Backend, pin: bool) -> None:
-        self._weights = list(weights)
+        self.weights = list(weights)
         self._backend = backend
         self._pin = pin
         self._build()
 
     def _build(self) -> None:
-        offsets, nbytes = lay_out([weight.master.nbytes for weight in self._weights])
+        offsets, nbytes = lay_out([weight.master.nbytes for weight in self.weights])
         self.buffer = HostBuffer(nbytes, self._backend, self._pin)
         self.memory = self.buffer.bytes
         self.tensors = [
             tensor_in(self.memory, offset, weight.host, weight.host.dtype)
-            for weight, offset in zip(self._weights, offsets, strict=True)
+            for weight, offset in zip(self.weights, offsets, strict=True)
         ]
 
-    def whole(self) -> _Home:
-        """All of it, in memory that nobody else holds."""
+    def vacate(self) -> None:
+        """Make sure that nobody else holds any of it."""
         if not all(_is_free(tensor) for tensor in self.tensors):
             self.buffer.release()
             self._build()
-        return self
 
-    def single(self, weight: Weight) -> Tensor:
+    def room_for(self, weight: Weight) -> Tensor:
         """Memory for one weight's gradient that nobody else holds."""
-        tensor = self.tensors[self._weights.index(weight)]
+        tensor = self.tensors[self.weights.index(weight)]
         return tensor if _is_free(tensor) else torch.empty_like(weight.host)
 
 

@@ -96,10 +96,6 @@ class MasterState(NamedTuple):
     versions: tuple[int, ...]
     sample: Tensor
 
-    def equals(self, other: MasterState) -> bool:
-        """Whether both are of the same values."""
-        return self.versions == other.versions and torch.equal(self.sample, other.sample)
-
 
 class GroupHost:
     """The host side of the weights that travel together.
@@ -153,14 +149,18 @@ class GroupHost:
         with torch.inference_mode(False):
             return not torch.equal(self._words[self._sample_index], since.sample)
 
-    def prepare(self) -> tuple[Tensor, MasterState]:
-        """The bytes to send, brought up to date, and the state of the masters that they hold."""
-        state = self.state()
-        if self._lowered and (self._sent is None or not self._sent.equals(state)):
+    @property
+    def keeps_lowered_copies(self) -> bool:
+        """Whether what is sent is not the masters themselves."""
+        return bool(self._lowered)
+
+    def prepare(self, state: MasterState) -> Tensor:
+        """The bytes to send, brought up to date with the masters, whose state this is."""
+        if self._lowered and self._sent is not state:
             for weight, target in zip(self.weights, self._lowered, strict=True):
                 target.copy_(weight.host)
             self._sent = state
-        return self.source.bytes, state
+        return self.source.bytes
 
     def _versions(self) -> tuple[int, ...]:
         for weight in self.weights:

@@ -105,8 +105,13 @@ class Pipeline:
         Calls of the module open one by themselves. A wider one is needed around code that uses weights outside of
         module calls, and around `torch.autograd.grad(..., create_graph=True)`.
         """
+        with self._scope(look_for_new_parameters=True):
+            yield
+
+    @contextmanager
+    def _scope(self, look_for_new_parameters: bool = False) -> Iterator[None]:
         if self._depth == 0:
-            self._open()
+            self._open(look_for_new_parameters)
         self._depth += 1
         pushed = self._saved.push()
         try:
@@ -224,6 +229,8 @@ class Pipeline:
             on_end=self._close,
         )
         move_buffers(self.module, self.device)
+        for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
+            self._follow_requires_grad(twin)
         for member in plan.members:
             install_gate(member, self)
 
@@ -257,21 +264,34 @@ class Pipeline:
 
     # -------------------------------------------------------------------------------------------------- the scope
 
-    def _open(self) -> None:
+    def _open(self, look_for_new_parameters: bool) -> None:
         if in_backward():
             self._backward.note()
             return
         if self._backward.running or any(member.active for member in self._plan.members):
             self.reset()  # an exception came out of a backward that nothing surrounded
+        if look_for_new_parameters and self._has_new_parameters():
+            self.rebuild()
         self._take_in_what_was_learned()
         self.stats.steps += 1
         self._graphs.begin()
         self._untouched = True
         self._activate()
+        with self._at_work:
+            self._window.prefetch()
+
+    def _has_new_parameters(self) -> bool:
+        """Whether someone put other Parameter objects into the modules, as `load_state_dict(assign=True)` does."""
+        return not self._graphs.waiting() and any(
+            type(found := place.parameters.get(place.key)) is nn.Parameter and found is not place.weight.master
+            for member in self._plan.members
+            for place in member.places
+        )
 
     def _activate(self) -> None:
         if not self._guard.armed:
-            self._window.suspect_all()
+            if not self._graphs.waiting():  # else this is the backward of the step before
+                self._window.suspect_all()
             self._guard.arm()
 
     def _close(self) -> None:
@@ -286,7 +306,7 @@ class Pipeline:
             with guards_resumed():
                 return self.call(member, forward, args, kwargs)
         if self._depth == 0:
-            with self.step():
+            with self._scope():
                 return self.call(member, forward, args, kwargs)
         if member.unit is None:
             return self._call_around_units(member, forward, args, kwargs)
@@ -420,7 +440,8 @@ class Pipeline:
         weight.twin.written_back()
         self.stats.host_syncs += 1
         self.stats.write_backs += 1
-        weight.twin.group.loaded_state = weight.twin.group.host.state()
+        group = weight.twin.group
+        group.state = group.loaded_state = group.host.state()
 
     def _watch(self, member: Member, output: Any) -> Any:
         """Have backward announce itself, and let nothing that leaves a unit lie in its slot."""
@@ -472,8 +493,8 @@ class Pipeline:
 
     def note_write(self, weight: Weight) -> None:
         """A master may be written to."""
-        weight.twin.group.suspect = True
-        weight.unit.group.suspect = True
+        for group in (weight.twin.group, weight.unit.group):
+            group.suspect, group.state = True, None
 
     def in_graph(self, weight: Weight) -> Tensor:
         """The leaf that the graph of this step was built on."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from sp_lightning.pipeline._private import (
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    saved_tensor_hooks_allowed,
     storage_key,
     top_saved_tensor_hooks,
     without_torch_function,
@@ -67,6 +68,11 @@ class SavedTensors:
         """Make the hooks active unless they are on top already; True if `pop` must follow."""
         if not torch.is_grad_enabled():
             return False
+        if not saved_tensor_hooks_allowed():
+            raise RuntimeError(
+                "superpipeline cannot stream under torch.func.grad, vjp, jacrev and hessian, which do not let it follow "
+                "what they save. Use torch.autograd for these gradients."
+            )
         outer = top_saved_tensor_hooks()
         pack: Callable[[Tensor], Any] = self._pack
         if outer is not None:

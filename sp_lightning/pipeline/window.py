@@ -88,18 +88,22 @@ class Window:
             soon.append(group)
 
     def _verify(self, group: Group) -> None:
-        """If masters may have changed since the load, look; if they have, what is on the device is worthless."""
-        if group.suspect:
-            group.suspect = False
-            if group.loaded and group.loaded_state is not None and group.host.has_changed(group.loaded_state):
-                group.residency = Residency.ABSENT
+        """If masters may have changed since the last look, look again; if they have, what was copied is worthless."""
+        if not group.suspect:
+            return
+        group.suspect = False
+        worth_a_look = group.loaded or group.host.keeps_lowered_copies
+        if group.state is None or not worth_a_look or group.host.has_changed(group.state):
+            group.state = None
+            group.residency = Residency.ABSENT
 
     def _load(self, group: Group) -> None:
         for other in group.conflicts:
             if other.loaded:
                 self._evict(other)
-        before = group.loaded_state
-        source, group.loaded_state = group.host.prepare()
+        if group.state is None:
+            group.state = group.host.state()
+        source = group.host.prepare(group.state)
         group.ticket = self._backend.upload(group.place, source)
         group.residency, group.readable = Residency.LOADED, False
         self._stats.bytes_to_device += source.nbytes
@@ -107,8 +111,8 @@ class Window:
             self._stats.resident_loads += 1
         else:
             self._stats.loads += group.units
-        changed = before is not None and not before.equals(group.loaded_state)
-        if changed and torch.is_autocast_enabled(self._backend.device.type):
+        before, group.loaded_state = group.loaded_state, group.state
+        if before is not None and before is not group.state and torch.is_autocast_enabled(self._backend.device.type):
             # autocast keeps casts by Parameter object: without this it would go on with the old values
             torch.clear_autocast_cache()
 
