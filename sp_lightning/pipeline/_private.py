@@ -28,7 +28,7 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
 
 def saved_tensor_hooks_allowed() -> bool:
     """Whether hooks may be pushed: the reverse-mode transforms of `torch.func` forbid it."""
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:

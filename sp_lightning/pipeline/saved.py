@@ -70,8 +70,8 @@ class SavedTensors:
             return False
         if not saved_tensor_hooks_allowed():
             raise RuntimeError(
-                "superpipeline cannot stream under torch.func.grad, vjp, jacrev and hessian, which do not let it follow "
-                "what they save. Use torch.autograd for these gradients."
+                "superpipeline cannot stream under torch.func.grad, vjp, jacrev and hessian, which do not let it "
+                "follow what they save. Use torch.autograd for these gradients."
             )
         outer = top_saved_tensor_hooks()
         pack: Callable[[Tensor], Any] = self._pack
