@@ -302,6 +302,7 @@ class SuperpipelineMixin(_Base):
     def on_exception(self, exception: BaseException) -> None:
         if self.pipeline is not None:
             self.pipeline.reset()
+        super().on_exception(exception)
 
     # ---------------------------------------------------------------------------------------------- state
 

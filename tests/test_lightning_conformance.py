@@ -1,0 +1,28 @@
+"""What Lightning's own tests, run with the strategy in place of its default one, have found: one test for each fix.
+
+Of Lightning 2.6.5's tests, those that still fail name `SingleDeviceStrategy`, assign to its attributes, or put a mock
+around a base class's method that we override.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+from lightning.pytorch.strategies import Strategy
+
+from .lightning_modules import Base, assert_plain, fit, streamed, trainer
+
+
+@pytest.mark.parametrize("hook", ["setup", "loss"], ids=["before the pipeline", "with the pipeline"])
+def test_lightning_is_told_of_exceptions(hook):
+    error = RuntimeError("the user's")
+    module = Base()
+    setattr(module, hook, mock.Mock(side_effect=error))
+    with (
+        mock.patch.object(Strategy, "on_exception") as told,
+        pytest.raises(RuntimeError, match="the user's"),
+    ):
+        fit(trainer(streamed()), module)
+    told.assert_called_once_with(error)
+    assert_plain(module)
