@@ -1,0 +1,160 @@
+"""A device with streams and events, simulated lazily: work runs only when something waits for it.
+
+Nothing that is not ordered by an event or by a stream happens in the order in which it was asked for: each stream
+keeps its work until somebody synchronises with it, and then runs what that work waits for and no more. So a missing
+wait shows as wrong bytes every time, not once in a thousand runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class FakeStream:
+    """Work in the order in which it was given, run as far as it is asked for."""
+
+    def __init__(self, api: FakeDeviceModule, name: str) -> None:
+        self._api = api
+        self.name = name
+        self._work: list[Callable[[], None]] = []
+        self._done = 0
+
+    def give(self, what: str, work: Callable[[], None]) -> None:
+        with self._api.lock:
+            self._api.log.append((what, self.name))
+            self._work.append(work)
+
+    def run(self, until: int) -> None:
+        with self._api.lock:
+            while self._done < until:
+                work = self._work[self._done]
+                self._done += 1
+                work()
+
+    def position(self) -> int:
+        return len(self._work)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        event.must_be_recorded()
+        stream, until = event.stream, event.until
+        self.give(f"wait for {stream.name}", lambda: stream.run(until))
+
+    def wait_stream(self, other: FakeStream) -> None:
+        event = FakeEvent(self._api)
+        event.stream, event.until = other, other.position()
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        self._api.log.append(("synchronize", self.name))
+        self.run(self.position())
+
+
+class FakeEvent:
+    """A place in a stream's work."""
+
+    stream: FakeStream
+    until: int = -1
+
+    def __init__(self, api: FakeDeviceModule) -> None:
+        self._api = api
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.until = stream, stream.position()
+        self._api.log.append(("record", stream.name))
+
+    def must_be_recorded(self) -> None:
+        # a real event that was not recorded is not waited for at all
+        assert self.until >= 0, "an event was waited for before it was recorded"
+
+    def synchronize(self) -> None:
+        self.must_be_recorded()
+        self._api.log.append(("synchronize event", self.stream.name))
+        self._api.synchronized_by.append(threading.current_thread().name)
+        self.stream.run(self.until)
+
+
+class FakeDeviceModule:
+    """What `torch.get_device_module` returns for a device."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.log: list[tuple[str, str]] = []
+        self.synchronized_by: list[str] = []
+        self._names = iter(["compute", "up", "down"])
+        self._compute = self.Stream()
+        self._current = threading.local()
+
+    def Stream(self) -> FakeStream:
+        return FakeStream(self, next(self._names))
+
+    def Event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def device(self, device: torch.device) -> Any:
+        return nullcontext()
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self, device: torch.device | None = None) -> FakeStream:
+        return getattr(self._current, "stream", self._compute)
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before = self.current_stream()
+        self._current.stream = stream
+        yield
+        self._current.stream = before
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 3 << 20, 7 << 20
+
+    def compute(self, work: Callable[[], None]) -> None:
+        """Launch a kernel."""
+        self._compute.give("compute", work)
+
+    def finish_computing(self) -> None:
+        """Run all kernels, and the copies that they wait for."""
+        self._compute.run(self._compute.position())
+
+
+class DeviceTensor(Tensor):
+    """Memory that says it is the fake device's; copies from and to it are work for the current stream."""
+
+    api: FakeDeviceModule
+
+    @staticmethod
+    def on(api: FakeDeviceModule, tensor: Tensor) -> DeviceTensor:
+        made = tensor.as_subclass(DeviceTensor)
+        made.api = api
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+    @property
+    def plain(self) -> Tensor:
+        """The same memory, to look at."""
+        return self.as_subclass(Tensor)
+
+    def __getitem__(self, index: Any) -> DeviceTensor:
+        return DeviceTensor.on(self.api, self.plain[index])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            target, source = args
+            api = next(operand.api for operand in args if isinstance(operand, DeviceTensor))
+            assert (kwargs or {}).get("non_blocking"), "this copy would make the host wait"
+            to, frm = target.as_subclass(Tensor), source.as_subclass(Tensor)
+            api.current_stream().give("copy", lambda: to.copy_(frm))
+            return target
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

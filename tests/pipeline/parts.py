@@ -1,0 +1,184 @@
+"""Parts of the engine, made one by one, so that a test can look at a single one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from sp_lightning.pipeline import Backend, HostBackend
+from sp_lightning.pipeline.device import Group
+from sp_lightning.pipeline.host import GroupHost, tensor_in
+from sp_lightning.pipeline.transfer import Ticket
+from sp_lightning.pipeline.units import Unit
+from sp_lightning.pipeline.weights import Twin, Weight
+
+
+class DoneTicket(Ticket):
+    """A copy that has landed, or failed."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+    @override
+    def join(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class RecordingBackend(Backend):
+    """Copies at once, in the calling thread, and writes down what it was asked for as `(what, target, source)`."""
+
+    def __init__(self, can_pin: bool = False) -> None:
+        super().__init__(torch.device("cpu"), poison=True)
+        self.calls: list[tuple[str, Any]] = []
+        self.fail_next: BaseException | None = None
+        self._can_pin = can_pin
+        self.pinned: set[int] = set()
+
+    @override
+    def upload(self, target: Tensor, source: Tensor) -> Ticket:
+        return self._copy("upload", target, source)
+
+    @override
+    def download(self, target: Tensor, source: Tensor) -> Ticket:
+        return self._copy("download", target, source)
+
+    def _copy(self, what: str, target: Tensor, source: Tensor) -> Ticket:
+        self.calls.append((what, (target.data_ptr(), target.nbytes)))
+        target.copy_(source)
+        error, self.fail_next = self.fail_next, None
+        return DoneTicket(error)
+
+    @override
+    def wait(self, ticket: Ticket) -> None:
+        self.calls.append(("wait", ticket))
+
+    @override
+    def drain(self) -> None:
+        self.calls.append(("drain", None))
+
+    @property
+    @override
+    def can_pin(self) -> bool:
+        return self._can_pin
+
+    @override
+    def pin(self, memory: Tensor) -> bool:
+        self.pinned.add(memory.data_ptr())
+        return True
+
+    @override
+    def unpin(self, memory: Tensor) -> None:
+        self.pinned.remove(memory.data_ptr())
+
+    def said(self, *what: str) -> list[str]:
+        """The names of the calls, in order; only those asked for."""
+        return [name for name, _ in self.calls if name in what]
+
+
+@dataclass
+class FakeSource:
+    """What a group sends."""
+
+    bytes: Tensor
+
+
+@dataclass
+class FakeHost:
+    """The host side of a group without weights; a test says by `version` that masters have changed."""
+
+    source: FakeSource
+    version: int = 0
+    looks: int = 0
+    keeps_lowered_copies: bool = False
+
+    def state(self) -> FakeState:
+        return FakeState(self.version)
+
+    def prepare(self, state: FakeState) -> Tensor:
+        return self.source.bytes
+
+    def has_changed(self, since: FakeState) -> bool:
+        self.looks += 1
+        return since.version != self.version
+
+
+@dataclass(frozen=True)
+class FakeState:
+    """The state of masters that have a version and nothing else."""
+
+    version: int
+
+
+def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
+    """Groups of equal size that share `window` slots; group number i sends bytes of value i."""
+    arena = torch.zeros(window * nbytes, dtype=torch.uint8)
+    groups = []
+    for index in range(count):
+        host = FakeHost(FakeSource(torch.full((nbytes,), index, dtype=torch.uint8)))
+        group = Group(index, 1, host, resident=False)  # type: ignore[arg-type]
+        slot = index % window
+        group.place = arena[slot * nbytes : (slot + 1) * nbytes]
+        groups.append(group)
+    for group in groups:
+        group.conflicts = [
+            other for other in groups if other is not group and (other.index - group.index) % window == 0
+        ]
+    return groups
+
+
+@dataclass
+class Placed:
+    """Weights with masters on the host and twins over "device" memory that is other host memory."""
+
+    unit: Unit
+    weights: list[Weight]
+    group: Group
+    backend: Backend
+
+    @property
+    def twins(self) -> list[Twin]:
+        return [weight.twin for weight in self.weights]
+
+    @property
+    def by_memory(self) -> dict[int, Twin]:
+        return {twin.key: twin for twin in self.twins}
+
+
+def place(
+    tensors: Sequence[Tensor], backend: Backend | None = None, lowered: torch.dtype | None = None, name: str = "unit"
+) -> Placed:
+    """One unit whose weights are these tensors, loaded."""
+    backend = backend or RecordingBackend()
+    unit = Unit(name)
+    for index, tensor in enumerate(tensors):
+        weight = Weight(f"{name}.{index}", tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
+        weight.unit = unit
+        weight.compute_dtype = lowered or weight.compute_dtype
+        unit.weights.append(weight)
+    host = GroupHost(unit.weights, backend, pin=False)
+    group = unit.group = Group(0, 1, host, resident=False)
+    group.place = backend.allocate(group.nbytes)
+    group.state = group.loaded_state = host.state()
+    group.place.copy_(host.prepare(group.state))
+    for weight, offset in zip(unit.weights, host.source_offsets, strict=True):
+        data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
+        weight.twin = Twin(weight, group, data)
+        weight.twin.parameter.requires_grad_(weight.master.requires_grad)
+    return Placed(unit, unit.weights, group, backend)
+
+
+@contextmanager
+def host_backend(**options: Any) -> Iterator[HostBackend]:
+    """A backend with threads, closed at the end."""
+    backend = HostBackend(**options)
+    try:
+        yield backend
+    finally:
+        backend.close()

@@ -1,0 +1,100 @@
+"""Options: each wrong value raises a ValueError that names the argument and the value, before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from sp_lightning.pipeline import PipelineOptions
+from sp_lightning.pipeline.options import parse_bytes
+
+WRONG: list[tuple[str, Any]] = [
+    *[("k", value) for value in (0, -1, True, False, "two", 1.5, None, "Auto")],
+    *[("k_prime", value) for value in (0, -3, True, "one", 2.0, None)],
+    *[
+        ("memory_budget", value)
+        for value in (
+            0,
+            -1,
+            1.5,
+            True,
+            False,
+            0.0,
+            -0.5,
+            float("nan"),
+            float("inf"),
+            "",
+            "12 parsecs",
+            "-1GB",
+            "GB",
+            "0",
+        )
+    ],
+    *[("memory_budget", value) for value in ("1,5GB", "1e9", [1], 1j, nn.Linear)],
+    *[("units", value) for value in (5, [], (), [5], ["Block", 3], {"Block"}, 1.5, b"Block")],
+    *[("resident", value) for value in ("head", [3], [nn.Linear], [None], None, 7)],
+    *[("pin_memory", value) for value in (1, 0, "yes", None, "Auto")],
+    *[("debug", value) for value in (1, 0, "auto", None)],
+]
+
+RIGHT: list[tuple[str, Any]] = [
+    *[("k", value) for value in ("auto", 1, 1000)],
+    *[("k_prime", value) for value in ("auto", 1)],
+    *[("memory_budget", value) for value in (None, 1, 1.0, 0.25, "12GB", " 1.5 gib ", "7", "100 B")],
+    *[("units", value) for value in (None, "Block", nn.Linear, [nn.Linear, "Block"], lambda name, module: True)],
+    *[("resident", value) for value in ((), [], ["head", "norm.weight"])],
+    *[("pin_memory", value) for value in ("auto", True, False)],
+    *[("debug", value) for value in (True, False)],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=[f"{name}={value!r:.30}" for name, value in WRONG])
+def test_a_wrong_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"`{name}=") as caught:
+        PipelineOptions(**{name: value})
+    if not isinstance(value, str):  # amounts in text are shown in bytes
+        assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), RIGHT, ids=[f"{name}={value!r:.30}" for name, value in RIGHT])
+def test_a_right_value_is_kept(name: str, value: Any) -> None:
+    assert getattr(PipelineOptions(**{name: value}), name) is value
+
+
+def test_k_prime_must_fit_into_k() -> None:
+    """Units that move together must fit among those on the device; the message has both numbers and the range."""
+    with pytest.raises(ValueError, match=r"`k_prime=5`.*`k=4`.*1 <= k_prime <= 4"):
+        PipelineOptions(k=4, k_prime=5)
+    PipelineOptions(k=4, k_prime=4)
+    PipelineOptions(k="auto", k_prime=5)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (7, 7),
+        ("7", 7),
+        ("12GB", 12 * 10**9),
+        ("12GiB", 12 * 2**30),
+        ("1.5 mib", 3 * 2**19),
+        ("2 kB", 2000),
+        ("1TB", 10**12),
+        (0.5, 500),
+        (1.0, 1000),
+        (1, 1),
+    ],
+)
+def test_amounts_of_memory(budget: int | float | str, expected: int) -> None:
+    """An int is bytes, a float is a fraction of the device, text has a unit: 1 is one byte and 1.0 the whole device."""
+    assert parse_bytes(budget, device_bytes=1000) == expected
+
+
+def test_a_fraction_of_an_unknown_device_is_no_limit() -> None:
+    assert parse_bytes(0.5, device_bytes=None) is None
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        PipelineOptions().k = 3  # type: ignore[misc]
