@@ -42,6 +42,7 @@ class Plan:
     accumulate: int = 2
     clip: float | None = None
     autocast: bool = False
+    cast_cache: bool = True  # Lightning's autocast has none: each use of a weight is cast, gradients add up in fp32
     sanity: bool = False  # an evaluation under inference_mode comes first, as under Lightning
     set_to_none: bool = True
 
@@ -174,14 +175,14 @@ def one_step(
     scope: Scope,
 ) -> None:
     """One optimizer step over ``plan.accumulate`` micro-batches."""
+    cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.autocast, cache_enabled=plan.cast_cache)
     if case.train_step is not None:
-        with scope():
+        with scope(), cast:
             note_outputs(trace, label, list(case.train_step(model, next(batches), optimizers)))
         note_state(trace, label, model, optimizers)
         return
     for micro in range(plan.accumulate):
         here = f"{label} / micro-batch {micro}"
-        cast = torch.autocast("cpu", dtype=torch.bfloat16) if plan.autocast else None
         with scope():
             losses = case.forward_backward(model, next(batches), cast)
             note_outputs(trace, f"{here} / loss", losses)

@@ -16,8 +16,7 @@ from sp_lightning.pipeline import PipelineOptions
 
 from .helpers import Plan, assert_exact, reference_of
 from .zoo import Case
-from .zoo.blocks import WIDTH, Block, rows
-from .zoo.oddities import Stashing
+from .zoo.blocks import WIDTH, Block, Stashing, rows
 
 Tree = tuple[Any, ...]  # the name of a node and its arguments, trees among them
 
@@ -188,6 +187,7 @@ def examples(draw: st.DrawFn) -> Example:
         accumulate=draw(st.integers(1, 2)),
         clip=draw(st.sampled_from([None, 0.1])),
         autocast=draw(st.booleans()),
+        cast_cache=draw(st.booleans()),
         sanity=draw(st.booleans()),
         set_to_none=draw(st.booleans()),
     )

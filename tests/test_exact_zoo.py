@@ -38,12 +38,12 @@ def test_zoo_is_exact(name: str, k: int, k_prime: int) -> None:
     assert_exact(CASES[name], options, Plan.of(CASES[name], sanity=k == 2))
 
 
-@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize(("k", "k_prime", "cast_cache"), [(1, 1, True), (2, 1, False), (3, 2, True)])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.autocast])
-def test_zoo_is_exact_under_autocast(name: str, k: int, k_prime: int) -> None:
-    """Streaming weights that are already cast gives autocast's own numbers."""
+def test_zoo_is_exact_under_autocast(name: str, k: int, k_prime: int, cast_cache: bool) -> None:
+    """Streaming weights that are already cast gives autocast's own numbers, with its cache and without (Lightning)."""
     options = PipelineOptions(k=k, k_prime=k_prime, debug=True)
-    assert_exact(CASES[name], options, Plan.of(CASES[name], autocast=True, sanity=k == 3))
+    assert_exact(CASES[name], options, Plan.of(CASES[name], autocast=True, cast_cache=cast_cache, sanity=k == 3))
 
 
 @pytest.mark.parametrize("name", ["chain", "gpt2-tied", "stochastic-depth", "vgg"])
@@ -60,7 +60,9 @@ def test_zoo_is_exact_under_lightning(name: str) -> None:
     assert_same_trace(lightning_reference(name, "32-true"), actual)
 
 
-@pytest.mark.parametrize("name", ["gpt2-tied", "gpt2-checkpoint-plain", "llava", "unet"])
+@pytest.mark.parametrize(
+    "name", ["gpt2-tied", "gpt2-checkpoint-plain", "llava", "unet", "siamese", "albert", "gan", "lstm"]
+)
 def test_zoo_is_exact_under_lightnings_mixed_precision(name: str) -> None:
     """``precision="bf16-mixed"`` gives autocast's own numbers."""
     actual = lightning_run(CASES[name], SuperpipelineStrategy(k=2, k_prime=1, debug=True), "bf16-mixed")

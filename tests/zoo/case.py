@@ -100,9 +100,11 @@ class Case:
         self, model: nn.Module, batch: Batch, around_forward: AbstractContextManager[Any] | None = None
     ) -> list[Tensor]:
         """Forward and backward of one micro-batch; ``around_forward`` is autocast, or nothing."""
+        around_forward = around_forward or nullcontext()
         if self.backward is not None:
-            return list(self.backward(model, batch))
-        with around_forward or nullcontext():
+            with around_forward:
+                return list(self.backward(model, batch))
+        with around_forward:
             loss = self.step(model, batch)
         loss.backward()
         return [loss]

@@ -246,12 +246,14 @@ CASES = [
     Case("llama-tied", lambda: llama(tied=True), causal_batch, own_loss, autocast=True, heavy=True),
     Case("llama-untied", llama, masked_batch, own_loss, clip=0.5, lightning=True, heavy=True),
     Case("bert", bert, masked_batch, own_loss, autocast=True, heavy=True),
-    Case("albert", albert, masked_batch, own_loss, lightning=True, heavy=True),
-    Case("t5", t5, masked_batch, own_loss, lightning=True, heavy=True),
+    Case("albert", albert, masked_batch, own_loss, lightning=True, heavy=True, autocast=True),
+    Case("t5", t5, masked_batch, own_loss, lightning=True, heavy=True, autocast=True),
     Case("mixtral", mixtral, causal_batch, own_loss, heavy=True),
     Case("qwen2-moe", qwen2_moe, causal_batch, own_loss, heavy=True),
-    Case("experts-as-modules", lambda: nn.Sequential(Experts(), Experts()), lambda: (torch.randn(9, 12),)),
-    Case("lstm", RecurrentLM, lambda: (tokens(),), next_token_loss, lightning=True),
+    Case(
+        "experts-as-modules", lambda: nn.Sequential(Experts(), Experts()), lambda: (torch.randn(9, 12),), autocast=True
+    ),
+    Case("lstm", RecurrentLM, lambda: (tokens(),), next_token_loss, lightning=True, autocast=True),
     Case("nn-transformer-encoder", EncoderLM, encoder_batch, logits_loss, autocast=True, lightning=True),
     Case("nn-transformer-encoder-norm-first", lambda: EncoderLM(norm_first=True), encoder_batch, logits_loss),
     Case(

@@ -94,7 +94,8 @@ CASES = [
         lambda model, batch: model(**batch, return_loss=True),
         heavy=True,
         lightning=True,
+        autocast=True,
     ),
     Case("llava", llava, llava_batch, own_loss, heavy=True, autocast=True, lightning=True),
-    Case("whisper", whisper, whisper_batch, own_loss, heavy=True, lightning=True),
+    Case("whisper", whisper, whisper_batch, own_loss, heavy=True, lightning=True, autocast=True),
 ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
-from .blocks import WIDTH, Block, Chain, chain, rows
+from .blocks import WIDTH, Block, Chain, Stashing, chain, rows
 from .case import Batch, Case, adamw_loop
 
 # ---------------------------------------------------------------------------------------------- outputs and activations
@@ -44,33 +44,6 @@ class InplaceOnInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x += 1
         return x + F.relu_(self.linear(x))
-
-
-class StashOnContext(torch.autograd.Function):
-    """Keeps the weight on ``ctx``, where saved-tensor hooks never see it (fused kernels do this)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.x, ctx.weight = x, weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        gradient = gradient.to(ctx.weight.dtype)  # autocast lowers what happens in forward
-        return gradient @ ctx.weight, gradient.t() @ ctx.x.to(gradient.dtype)
-
-
-class Stashing(nn.Module):
-    """A layer over StashOnContext; ``inplace`` edits a view of its output as well, the worst of both."""
-
-    def __init__(self, inplace: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
-        self.inplace = inplace
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = StashOnContext.apply(x, self.weight)
-        return out.view(len(x), -1)[:, :] if self.inplace else out
 
 
 class StashingChain(Chain):
@@ -493,14 +466,14 @@ CASES = [
     Case("tied-by-use", TiedByUse, lambda: (torch.randint(0, 40, (3, 4)),), autocast=True, lightning=True),
     Case("l2-penalty", lambda: chain(4), rows, backward=l2_penalty, streams=False),
     Case("l1-of-one-weight", lambda: chain(4), rows, backward=l1_of_one),
-    Case("parent-reads-child", lambda: ParentReads(Block() for _ in range(4)), rows),
+    Case("parent-reads-child", lambda: ParentReads(Block() for _ in range(4)), rows, autocast=True),
     Case("calls-forward", lambda: CallsForward(Block() for _ in range(4)), rows, streams=False),
-    Case("sometimes-forward", lambda: SometimesForward(Block() for _ in range(4)), rows),
+    Case("sometimes-forward", lambda: SometimesForward(Block() for _ in range(4)), rows, autocast=True),
     Case("functional-call", lambda: Functional(Block() for _ in range(4)), rows),
     Case("maml", lambda: chain(3), rows, backward=maml, streams=False),
     Case("scripted", Scripted, rows),
     Case("parent-calls-children", ParentCallsChildren, rows),
-    Case("nested-lists", NestedLists, rows),
+    Case("nested-lists", NestedLists, rows, autocast=True),
     Case("no-parameters-between", NoParameters, rows),
     *(
         Case(
@@ -521,10 +494,16 @@ CASES = [
     ),
     Case("layer-mixture", lambda: Chain(Mixture() for _ in range(3)), lambda: (torch.randn(4, 3, WIDTH),)),
     Case("embedding-max-norm", MaxNorm, lambda: (torch.randint(0, 30, (3, 4)),)),
-    Case("complex-and-float64", lambda: Chain(ComplexBlock() for _ in range(4)), rows, optimizers=adamw_loop),
+    Case(
+        "complex-and-float64",
+        lambda: Chain(ComplexBlock() for _ in range(4)),
+        rows,
+        optimizers=adamw_loop,
+        autocast=True,
+    ),
     Case("parameter-lists", Listed, rows),
     Case("strided-weights", strided, rows, optimizers=adamw_loop),
-    Case("shared-across-units", SharedAcross, rows),
+    Case("shared-across-units", SharedAcross, rows, autocast=True),
     Case("parameter-hooks", with_parameter_hooks, rows, seen=seen),
     Case("module-hooks", with_module_hooks, rows, seen=seen),
 ]

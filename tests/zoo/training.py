@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from .blocks import WIDTH, Block, Chain, chain, rows
+from .blocks import WIDTH, Block, Chain, Stashing, chain, rows
 from .case import Batch, Case, call_with_batch, sum_of_squares
 
 
@@ -324,9 +324,27 @@ def two_groups(model: nn.Module) -> list[Optimizer]:
     return [AdamW(groups, lr=1e-2, amsgrad=True, foreach=False)]
 
 
+class CheckpointedStash(nn.Module):
+    """A weight on ``ctx`` inside of a checkpoint inside of a block: recomputed, then read (OneTrainer#1306)."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = Stashing(inplace=False), Stashing(inplace=True)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.reentrant = reentrant
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What is recomputed."""
+        return self.second(torch.tanh(self.first(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
 CHECKPOINTED: dict[str, Callable[[bool], nn.Module]] = {
     "checkpointed-blocks": CheckpointedBlocks,
     "checkpoint-inside": lambda reentrant: Chain(CheckpointInside(reentrant) for _ in range(4)),
+    "checkpointed-stash": lambda reentrant: Chain(CheckpointedStash(reentrant) for _ in range(5)),
     "checkpoint-sequential": CheckpointSequential,
     "nested-checkpoint": NestedCheckpoint,
 }
@@ -340,7 +358,14 @@ CASES = [
     Case("lora", lora, rows, autocast=True, lightning=True),
     Case("half-frozen", half_frozen, rows),
     Case("unused-parameters", Unused, rows, lightning=True),
-    Case("stochastic-depth", lambda: StochasticDepth(Block() for _ in range(7)), rows, accumulate=1, lightning=True),
+    Case(
+        "stochastic-depth",
+        lambda: StochasticDepth(Block() for _ in range(7)),
+        rows,
+        accumulate=1,
+        lightning=True,
+        autocast=True,
+    ),
     Case("skips-inside", lambda: Chain(SkipsInside() for _ in range(5)), rows, accumulate=1),
     Case("frozen-encoder", FrozenEncoder, rows, autocast=True, lightning=True),
     Case("momentum-encoder-in-place", lambda: MomentumContrast(rebind=False), rows, lightning=True),
@@ -357,9 +382,9 @@ CASES = [
         for reentrant in (False, True)
         for name, build in CHECKPOINTED.items()
     ),
-    Case("two-losses", lambda: chain(4, dropout=0.1), rows, backward=two_losses),
-    Case("two-graphs", lambda: chain(4, dropout=0.1), rows, backward=two_graphs),
-    Case("teacher", lambda: chain(4), rows, backward=teacher),
+    Case("two-losses", lambda: chain(4, dropout=0.1), rows, backward=two_losses, autocast=True),
+    Case("two-graphs", lambda: chain(4, dropout=0.1), rows, backward=two_graphs, autocast=True),
+    Case("teacher", lambda: chain(4), rows, backward=teacher, autocast=True),
     Case("several-roots", lambda: chain(4), rows, backward=several_roots),
     Case("gan", Gan, rows, optimizers=gan_optimizers, train_step=gan_step, lightning=True),
     Case(
@@ -369,5 +394,6 @@ CASES = [
         sum_of_squares,
         call_with_batch,
         sparse_optimizers,
+        autocast=True,
     ),
 ]

@@ -149,9 +149,9 @@ class UNet(nn.Module):
 
 CASES = [
     Case("vit", vit, vit_batch, own_loss, autocast=True, lightning=True, heavy=True),
-    Case("swin", swin, lambda: images(16), class_loss, image_call, heavy=True, lightning=True),
+    Case("swin", swin, lambda: images(16), class_loss, image_call, heavy=True, lightning=True, autocast=True),
     Case("convnext", convnext, lambda: images(16), class_loss, image_call, heavy=True, autocast=True),
-    Case("resnet50", resnet50, lambda: images(32), class_loss, image_call, heavy=True, lightning=True),
+    Case("resnet50", resnet50, lambda: images(32), class_loss, image_call, heavy=True, lightning=True, autocast=True),
     Case("vgg", vgg, lambda: images(8, rows=4), class_loss, image_call, autocast=True, lightning=True),
     Case("channels-last", lambda: UNet().to(memory_format=torch.channels_last), lambda: (torch.randn(2, 3, 16, 16),)),
     Case("efficientnet", efficientnet, lambda: images(16, rows=4), class_loss, image_call, heavy=True),
