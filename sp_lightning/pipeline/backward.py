@@ -122,6 +122,8 @@ class BackwardPass:
 
     def require(self, twin: Twin) -> None:
         """Backward unpacks a weight."""
+        if self.running and twin.group.readable and not twin.group.suspect:
+            return
         with self._at_work:
             self.note()
             if not twin.group.loaded:

@@ -57,6 +57,7 @@ class GradientReturn:
         self._on_arrival = on_arrival
         self._units = list(units)
         self._gathered: dict[Unit, dict[Weight, Tensor]] = {}
+        self._expected: dict[Unit, int] = {}
         self._arrived: dict[Weight, None] = {}
         self._sparse: dict[Weight, list[Tensor]] = {}
         self._hooked: dict[Weight, list[Tensor]] = {}
@@ -95,13 +96,15 @@ class GradientReturn:
         if gradient.layout is not torch.strided:
             self._sparse.setdefault(weight, []).append(gradient)
             return
-        gathered = self._gathered.setdefault(weight.unit, {})
-        if weight in gathered:  # reentrant checkpoints accumulate several times in one backward
-            self._ship(weight.unit)
-            gathered = self._gathered.setdefault(weight.unit, {})
-        gathered[weight] = gradient
-        if len(gathered) == sum(other.master.requires_grad for other in weight.unit.weights):
-            self._ship(weight.unit)
+        unit = weight.unit
+        if weight in self._gathered.get(unit, ()):  # reentrant checkpoints accumulate several times in one backward
+            self._ship(unit)
+        if unit not in self._gathered:
+            self._gathered[unit] = {}
+            self._expected[unit] = sum(other.master.requires_grad for other in unit.weights)
+        self._gathered[unit][weight] = gradient
+        if len(self._gathered[unit]) == self._expected[unit]:
+            self._ship(unit)
 
     def ship_all_but(self, units: Sequence[Unit]) -> None:
         """Backward has moved on to these units: what others gathered can leave."""

@@ -56,10 +56,10 @@ class Schedule:
     def _expected_after(self, use: int) -> int:
         if use < 0:
             return 0
-        direction, member = Pass(use // self._members), use % self._members
+        direction, member = divmod(use, self._members)
         last = self._members - 1
-        if direction is Pass.FORWARD:
+        if direction == Pass.FORWARD:
             return use + 1 if member < last else Pass.BACKWARD * self._members + last
-        if direction is Pass.BACKWARD:
+        if direction == Pass.BACKWARD:
             return use - 1 if member > 0 else 0
         return use + 1 if member < last else Pass.INFERENCE * self._members
