@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import override
 
 from sp_lightning._namespace import Namespace
-from sp_lightning.pipeline import Stats, Summary
+from sp_lightning.pipeline import Stats, Summary, readable_bytes
 from sp_lightning.strategy import SuperpipelineMixin
 
 if TYPE_CHECKING:
@@ -84,14 +84,10 @@ def outcome(stats: Stats, summary: Summary) -> str:
         stats: What the pipeline counted.
         summary: Its plan.
     """
-    saved = 1 - summary.device_bytes / summary.model_bytes if summary.model_bytes else 0.0
     return (
-        f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {_size(stats.bytes_to_device)} to the device,"
-        f" {_size(stats.bytes_to_host)} back; {stats.misses} loads came late, {stats.heals} were repeated.\n"
-        f"Weights on {summary.device}: at most {_size(summary.device_bytes)} of {_size(summary.model_bytes)}"
-        f" ({saved:.0%} saved)."
+        f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {readable_bytes(stats.bytes_to_device)} to the"
+        f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late,"
+        f" {stats.heals} were repeated.\n"
+        f"Weights on {summary.device}: at most {readable_bytes(summary.device_bytes)} of"
+        f" {readable_bytes(summary.model_bytes)} ({summary.saved:.0%} saved)."
     )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"

@@ -6,7 +6,7 @@ from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.summary import Summary
+from sp_lightning.pipeline.summary import Summary, readable_bytes
 from sp_lightning.pipeline.transfer import Backend
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "PipelineOptions",
     "Stats",
     "Summary",
+    "readable_bytes",
     "superpipeline",
 ]

@@ -47,14 +47,14 @@ class AcceleratorBackend(Backend):
     @override
     def upload(self, target: Tensor, source: Tensor) -> Ticket:
         self._up.wait_stream(self._api.current_stream(self.device))
-        if source.is_pinned():
+        if source.is_pinned() and not self._upload_staging.lane.busy:  # a copy must not overtake one before it
             return self._copy(self._up, target, source)
         return self._copy_staged(self._upload_staging, self._up, target, source)
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         self._down.wait_stream(self._api.current_stream(self.device))
-        if target.is_pinned():
+        if target.is_pinned() and not self._download_staging.lane.busy:
             return self._copy(self._down, target, source)
         return self._copy_staged(self._download_staging, self._down, target, source)
 

@@ -17,7 +17,6 @@ from sp_lightning.pipeline.device import Group, place_in_arena
 from sp_lightning.pipeline.host import (
     GroupHost,
     HostBuffer,
-    as_bytes,
     available_host_memory,
     lay_out,
     tensor_in,
@@ -126,7 +125,8 @@ class Arrangement:
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         lowered, weight.compute_dtype = weight.lowered, weight.master.dtype
-        masters = HostBuffer(weight.host.nbytes, self._backend, False, as_bytes(weight.host))
+        memory = weight.unit.group.host.memory_of(weight)
+        masters = HostBuffer(memory.nbytes, self._backend, False, memory)
         group = Group(-1, 0, GroupHost([weight], self._backend, False, masters), resident=True)
         group.place = self._backend.allocate(group.nbytes)
         self.groups.append(group)

@@ -12,6 +12,7 @@ has not landed.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -195,9 +196,11 @@ class GradientReturn:
 
     def abandon(self) -> None:
         """After an exception: forget what has not landed."""
-        self._worker.join()
-        for ticket in self._landing:
-            ticket.join()
+        for join in [self._worker.join, *(ticket.join for ticket in self._landing)]:
+            with contextlib.suppress(Exception):  # a copy that failed has been told of, or belongs to what failed
+                join()
+        for piece in self._ring:
+            piece.ticket = None
         self._forget()
 
     def close(self) -> None:

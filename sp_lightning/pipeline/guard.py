@@ -9,9 +9,11 @@ to the weight on the device, which the pipeline makes resident from then on. Rea
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -169,7 +171,7 @@ class HostParameter(nn.Parameter):
         """Hand the operation to the guard of the first master among its arguments."""
         master = next(_masters_in((args, kwargs or {})), None)
         found = _guarded.get(id(master))
-        if found is None or _suspended:
+        if found is None or guards_suspended():
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
         return found[0].redirect(func, args, kwargs or {})
@@ -187,38 +189,48 @@ class HostParameter(nn.Parameter):
             return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-_suspended: list[object] = []
+_stepping: list[tuple[int, FrameType]] = []  # thread and frame of the optimizer steps that are running
 
 
-def suspend_guards(reason: object) -> None:
-    """An optimizer steps: what it does with masters it means."""
-    _suspended.append(reason)
+def suspend_guards(step: FrameType) -> None:
+    """An optimizer steps, in this frame: what it does with masters it means."""
+    _stepping.append((threading.get_ident(), step))
 
 
-def resume_guards(reason: object) -> None:
-    """Undo `suspend_guards`."""
-    if reason in _suspended:
-        _suspended.remove(reason)
+def resume_guards() -> None:
+    """The optimizer of the last `suspend_guards` has stepped."""
+    if _stepping:
+        _stepping.pop()
+
+
+def guards_suspended() -> bool:
+    """Whether an optimizer steps now, in this thread; torch does not tell when a step ends with an exception."""
+    thread = threading.get_ident()
+    while _stepping and _stepping[-1][0] == thread and not _is_running(_stepping[-1][1]):
+        _stepping.pop()
+    return bool(_stepping) and _stepping[-1][0] == thread
+
+
+def _is_running(wanted: FrameType) -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
 
 
 def resume_all_guards() -> None:
     """After an exception: no optimizer steps any more."""
-    _suspended.clear()
+    _stepping.clear()
 
 
 @contextmanager
 def guards_resumed() -> Iterator[None]:
     """A closure that an optimizer calls computes again: there masters are guarded as ever."""
-    suspended, _suspended[:] = list(_suspended), []
+    stepping, _stepping[:] = list(_stepping), []
     try:
         yield
     finally:
-        _suspended[:] = suspended
-
-
-def guards_suspended() -> bool:
-    """Whether an optimizer steps now."""
-    return bool(_suspended)
+        _stepping[:] = stepping
 
 
 def _weight_of(master: HostParameter) -> Weight:

@@ -19,7 +19,7 @@ from sp_lightning.pipeline.weights import Weight
 
 ALIGNMENT = 256  # bytes; what the strictest kernels and quantised formats ask of a tensor's address
 _WORD = 4  # bytes compared at once
-_MOST_SAMPLES = 1 << 17  # of one weight
+_LEAST_SAMPLES, _MOST_SAMPLES = 64, 1 << 17  # of one weight
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -123,7 +123,7 @@ class GroupHost:
             masters.release()
         self.masters = masters
         with torch.inference_mode(False):
-            self._words = masters.bytes[: self.master_bytes // _WORD * _WORD].view(torch.int32)
+            self._words = masters.bytes[: masters.bytes.nbytes // _WORD * _WORD].view(torch.int32)
         self._sample_index = self._sampled_words()
         self._lowered: list[Tensor] = []
         if lowered:
@@ -167,6 +167,12 @@ class GroupHost:
             weight.readopt()
         return tuple(weight.master._version for weight in self.weights)
 
+    def memory_of(self, weight: Weight) -> Tensor:
+        """The bytes of one of the masters, with the padding after them."""
+        index = self.weights.index(weight)
+        end = self._offsets[index + 1] if index + 1 < len(self._offsets) else self.master_bytes
+        return self.masters.bytes[self._offsets[index] : end]
+
     def host_bytes(self) -> int:
         """Bytes of host memory held for these weights, without gradients."""
         return self.masters.bytes.nbytes + (self.source.bytes.nbytes if self.source is not self.masters else 0)
@@ -177,17 +183,21 @@ class GroupHost:
         self.source.release()
 
     def _sampled_words(self) -> Tensor:
-        """Indices of words spread at random over every weight: about one in every row, so no row changes unseen."""
+        """Indices of words of every weight: at random places, one in every row, so that no row changes unseen."""
         generator = torch.Generator().manual_seed(0)
-        chosen = []
+        chosen = [torch.empty(0, dtype=torch.long)]
         with torch.inference_mode(False):
             for weight, offset in zip(self.weights, self._offsets, strict=True):
-                words = weight.host.nbytes // _WORD
-                rows = weight.host.size(0) if weight.host.dim() else 1
-                samples = min(words, max(rows, 64), _MOST_SAMPLES)
-                starts = torch.arange(samples) * words // max(samples, 1)
-                widths = (torch.arange(1, samples + 1) * words // max(samples, 1)) - starts
-                chosen.append(offset // _WORD + starts + (torch.rand(samples, generator=generator) * widths).long())
+                host = weight.host
+                if host.numel() == 0:
+                    continue
+                rows = host.size(0) if host.dim() else 1
+                samples = min(max(rows, _LEAST_SAMPLES), _MOST_SAMPLES)
+                elements = torch.zeros(samples, dtype=torch.long)
+                for dimension, (size, stride) in enumerate(zip(host.size(), host.stride(), strict=True)):
+                    anywhere = torch.randint(size, (samples,), generator=generator)
+                    elements += (torch.arange(samples) % size if dimension == 0 else anywhere) * stride
+                chosen.append((offset + elements * host.element_size()) // _WORD)
             return torch.cat(chosen)
 
 

@@ -6,6 +6,7 @@ did, wherever it was called from: torch's hooks for all optimizers tell.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any, Protocol
 
@@ -41,10 +42,10 @@ def stop_listening(listener: _Listener) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    suspend_guards(optimizer)
+    suspend_guards(sys._getframe(1))  # the frame of torch's wrapper around `step`
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    resume_guards(optimizer)
+    resume_guards()
     for listener in list(_listeners):
         listener.weights_changed()

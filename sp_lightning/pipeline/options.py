@@ -62,7 +62,12 @@ class PipelineOptions:
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, device_bytes=None)
         _check_policy(self.units)
-        if isinstance(self.resident, str) or not all(isinstance(name, str) for name in self.resident):
+        names = self.resident
+        if (
+            isinstance(names, str)
+            or not isinstance(names, Sequence)
+            or not all(isinstance(name, str) for name in names)
+        ):
             raise ValueError(f"`resident={self.resident!r}` must be a list of module or parameter names.")
         for name in ("pin_memory", "debug"):
             value = getattr(self, name)
@@ -78,14 +83,14 @@ def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | No
         ValueError: If the budget is not positive, not a size, or a fraction above 1.
     """
     advice = "Give bytes (an int), a fraction of the device's memory (a float up to 1.0) or text such as '12GB'."
-    if isinstance(budget, bool):
+    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
         raise ValueError(f"`memory_budget={budget!r}` is not an amount of memory. {advice}")
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
         if match is None or match[2].lower() not in _UNITS_OF_BYTES:
             raise ValueError(f"`memory_budget={budget!r}` is not an amount of memory. {advice}")
         budget = int(float(match[1]) * _UNITS_OF_BYTES[match[2].lower()])
-    if budget <= 0:
+    if not budget > 0:
         raise ValueError(f"`memory_budget={budget!r}` must be above zero. {advice}")
     if isinstance(budget, float):
         if budget > 1:

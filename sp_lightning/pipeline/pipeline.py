@@ -43,6 +43,8 @@ from sp_lightning.pipeline.units import Member
 from sp_lightning.pipeline.weights import Twin, Weight
 from sp_lightning.pipeline.window import Window
 
+_attached_masters: set[int] = set()
+
 
 class Pipeline:
     """Streams a module's units between host and device while it computes.
@@ -78,6 +80,7 @@ class Pipeline:
         self.device = _full_device(device)
         self.options = options or PipelineOptions()
         self.stats = Stats()
+        _check_not_attached(module)
         self._backend = backend or _make_backend(self.device, self.options.debug)
         self._learned = Learned()
         self._at_work = EngineAtWork()
@@ -95,6 +98,8 @@ class Pipeline:
         move_unmanaged(self._plan.unmanaged.values(), self.device)
         listen_to_optimizers(self)
         self._attached = True
+        self._masters = list(module.parameters())
+        _attached_masters.update(map(id, self._masters))
 
     # ------------------------------------------------------------------------------------------------------ public
 
@@ -155,12 +160,10 @@ class Pipeline:
             self._saved.pop_all()
             self._backend.drain()
             self._schedule.forget_position()
-            for group in self._plan.groups:
-                group.users = 0
+            self._window.forget()
             self._depth = 0
             resume_all_guards()
             self._guard.disarm()
-            self._window.suspect_all()
 
     def rebuild(self) -> None:
         """Take in a changed module tree: other Parameter objects, added or removed modules.
@@ -179,6 +182,7 @@ class Pipeline:
         if self._depth or self._backward.running:
             self.reset()
         self._attached = False
+        _attached_masters.difference_update(map(id, self._masters))
         stop_listening(self)
         self._dismantle()
         for buffer in self._learned.buffers.values():
@@ -273,7 +277,7 @@ class Pipeline:
         if look_for_new_parameters and self._has_new_parameters():
             self.rebuild()
         self._take_in_what_was_learned()
-        self.stats.steps += 1
+        self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
         self._graphs.begin()
         self._untouched = True
         self._activate()
@@ -290,7 +294,7 @@ class Pipeline:
 
     def _activate(self) -> None:
         if not self._guard.armed:
-            if not self._graphs.waiting():  # else this is the backward of the step before
+            if not (in_backward() and self._graphs.waiting()):  # the backward of the step before
                 self._window.suspect_all()
             self._guard.arm()
 
@@ -506,6 +510,14 @@ class Pipeline:
         self._window.groups.append(twin.group)
         self._rearrange = True
         return twin
+
+
+def _check_not_attached(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if id(parameter) in _attached_masters:
+            raise ValueError(
+                f"Parameter {name!r} already belongs to a pipeline, which streams it. Call its `detach()` first."
+            )
 
 
 def _best_device() -> torch.device:

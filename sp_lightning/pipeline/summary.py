@@ -41,17 +41,21 @@ class Summary:
     lowered: int
     pinned: bool
 
+    @property
+    def saved(self) -> float:
+        """The share of the weights that never has to be on the device at once with the rest."""
+        return max(0.0, 1 - self.device_bytes / self.model_bytes) if self.model_bytes else 0.0
+
     def __str__(self) -> str:
         streamed = "all on the device, none streamed" if self.k >= self.units else "streamed"
         largest = max(self.unit_bytes, default=0)
-        saved = 1 - self.device_bytes / self.model_bytes if self.model_bytes else 0.0
         rows = [
             ("device", self.device),
             ("units", f"{self.units} ({streamed}), largest {readable_bytes(largest)}"),
             ("k, k_prime", f"{self.k}, {self.k_prime}"),
             ("resident", f"{len(self.resident)} weights, {readable_bytes(self.resident_bytes)}"),
             ("weights on the device", f"{readable_bytes(self.device_bytes)} of {readable_bytes(self.model_bytes)}"),
-            ("saved on the device", f"{max(saved, 0.0):.0%} of the weights"),
+            ("saved on the device", f"{self.saved:.0%} of the weights"),
             ("weights on the host", readable_bytes(self.host_bytes) + (", page-locked" if self.pinned else "")),
         ]
         width = max(len(name) for name, _ in rows)

@@ -34,13 +34,19 @@ class Lane:
         self._name = name
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], ThreadTicket] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._last: ThreadTicket | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is waiting or running."""
+        return self._last is not None and not self._last.done.is_set()
 
     def submit(self, job: Callable[[], None]) -> ThreadTicket:
         """Run a job after those submitted before it."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        ticket = ThreadTicket()
+        ticket = self._last = ThreadTicket()
         self._jobs.put((job, ticket))
         return ticket
 

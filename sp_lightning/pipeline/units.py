@@ -89,9 +89,9 @@ class Unit:
 
     name: str
     resident: bool = False
-    weights: list[Weight] = field(default_factory=list)
-    members: list[Member] = field(default_factory=list)
-    group: Group = field(init=False)
+    weights: list[Weight] = field(default_factory=list, repr=False)
+    members: list[Member] = field(default_factory=list, repr=False)
+    group: Group = field(init=False, repr=False)
 
 
 @dataclass
@@ -271,7 +271,12 @@ class _Finder:
         return nbytes * _TYPICAL_COUNT <= self.total
 
     def _has_blocks(self, module: nn.Module) -> bool:
-        return any(isinstance(inner, _LISTS) and len(self._parts(inner)) > 1 for inner in module.modules())
+        """Whether there is a list of blocks inside; a list of leaves (an MLP) is not one."""
+        return any(
+            isinstance(inner, _LISTS) and len(parts) > 1 and any(self._parts(part) for _, part in parts)
+            for inner in module.modules()
+            for parts in [self._parts(inner)]
+        )
 
     def _atoms_by_policy(self, matches: Callable[[str, nn.Module], bool]) -> list[tuple[str, nn.Module]]:
         atoms: list[tuple[str, nn.Module]] = []
@@ -282,12 +287,12 @@ class _Finder:
             covered |= {id(inner) for inner in module.modules()}
             if self.sizes[id(module)] and _is_called(module) and id(module) not in self.split:
                 atoms.append((name, module))
-        if not covered:
+        if not atoms and self.total:
             classes = Counter(type(module).__name__ for module in self.root.modules())
             common = ", ".join(name for name, _ in classes.most_common(8))
             raise ValueError(
-                f"`units={self.policy!r}` matches no module of `{type(self.root).__name__}`. Its most frequent module "
-                f"classes are: {common}."
+                f"`units={self.policy!r}` matches no module of `{type(self.root).__name__}` that is called and has "
+                f"weights to stream. Its most frequent module classes are: {common}."
             )
         return atoms
 

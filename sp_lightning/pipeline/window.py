@@ -53,6 +53,12 @@ class Window:
         for group in self.groups:
             group.suspect = True
 
+    def forget(self) -> None:
+        """After an exception: nothing on the device counts, and no call is inside of any group."""
+        for group in self.groups:
+            group.users, group.suspect = 0, True
+            group.residency, group.readable, group.ticket = Residency.ABSENT, False, None
+
     def is_blocked(self, group: Group) -> bool:
         """Whether the group is absent and a call is inside of a group that has its place."""
         return not group.loaded and any(other.loaded and other.users for other in group.conflicts)
@@ -95,7 +101,7 @@ class Window:
         worth_a_look = group.loaded or group.host.keeps_lowered_copies
         if group.state is None or not worth_a_look or group.host.has_changed(group.state):
             group.state = None
-            group.residency = Residency.ABSENT
+            group.residency, group.readable = Residency.ABSENT, False
 
     def _load(self, group: Group) -> None:
         for other in group.conflicts:
