@@ -37,7 +37,7 @@ class RecordingBackend(Backend):
     def __init__(self, can_pin: bool = False) -> None:
         super().__init__(torch.device("cpu"), poison=True)
         self.calls: list[tuple[str, Any]] = []
-        self.fail_next: BaseException | None = None
+        self._failing: dict[str, BaseException] = {}
         self._can_pin = can_pin
         self.pinned: set[int] = set()
 
@@ -52,12 +52,16 @@ class RecordingBackend(Backend):
     def _copy(self, what: str, target: Tensor, source: Tensor) -> Ticket:
         self.calls.append((what, (target.data_ptr(), target.nbytes)))
         target.copy_(source)
-        error, self.fail_next = self.fail_next, None
-        return DoneTicket(error)
+        return DoneTicket(self._failing.pop(what, None))
 
     @override
     def wait(self, ticket: Ticket) -> None:
         self.calls.append(("wait", ticket))
+        ticket.join()
+
+    def fail_next(self, what: str, error: BaseException) -> None:
+        """Let the next copy in one direction fail."""
+        self._failing[what] = error
 
     @override
     def drain(self) -> None:

@@ -213,6 +213,33 @@ def test_one_row_of_a_transposed_weight_is_noticed(row: int) -> None:
     assert group.has_changed(state)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "edit"),
+    [
+        (torch.complex64, lambda tensor: tensor.imag.add_(1)),
+        (torch.complex64, lambda tensor: tensor.real.add_(1)),
+        (torch.float64, lambda tensor: tensor.mul_(2)),
+        (torch.float64, lambda tensor: tensor.mul_(1 + 2**-50)),
+    ],
+    ids=["imaginary", "real", "exponent", "last-bits"],
+)
+def test_all_of_an_element_is_looked_at(dtype: torch.dtype, edit: Callable[[Tensor], object]) -> None:
+    """Elements of eight bytes have an upper and a lower half."""
+    group = group_of(torch.ones(20, 20, dtype=dtype))
+    state = group.state()
+    edit(group.weights[0].master.data)
+    assert group.has_changed(state)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 5000), slice(70_000, 75_000), slice(135_000, None)], ids=str)
+def test_very_tall_weights_are_looked_at_everywhere(rows: slice) -> None:
+    """An embedding of more rows than samples are taken: they are spread over all of it, to the last tokens."""
+    group = group_of(torch.zeros(140_000, 1))
+    state = group.state()
+    group.weights[0].master.data[rows] = 1
+    assert group.has_changed(state)
+
+
 def test_other_memory_is_taken_back() -> None:
     """After `p.data = ...` the master lies in the group's buffer again, with the new values."""
     group = group_of(torch.zeros(4), torch.zeros(4))

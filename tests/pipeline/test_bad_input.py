@@ -1,0 +1,230 @@
+"""What cannot be made right raises a ValueError that names it, and leaves the module exactly as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, superpipeline
+
+from ..zoo.blocks import Block, chain
+
+
+def snapshot(module: nn.Module) -> dict[str, Any]:
+    """All of a module that an attachment touches."""
+    seen: dict[str, Any] = {}
+    for name, inner in module.named_modules():
+        seen[f"class {name}"] = type(inner)
+        seen[f"attributes {name}"] = {key: id(value) for key, value in vars(inner).items()}
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(inner, kind).items():
+                seen[f"{kind} {name}.{key}"] = None if tensor is None else (id(tensor), type(tensor), address(tensor))
+    return seen
+
+
+def address(tensor: Tensor) -> tuple[int, int, tuple[int, ...]] | None:
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return None
+    return tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.stride()
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Any:
+    """The module is what it was, and no thread has been started."""
+    before, threads = snapshot(module), set(threading.enumerate())
+    yield
+    assert snapshot(module) == before
+    assert set(threading.enumerate()) == threads
+
+
+def model() -> nn.Module:
+    """Blocks, a head, and a buffer."""
+    made = chain(6, 16, 64)
+    made.head = nn.Linear(16, 8)
+    made.norm = nn.BatchNorm1d(16)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"units": "NoSuchBlock"}, "`units='NoSuchBlock'` matches no module"),
+        ({"units": nn.Conv3d}, "`units=.*Conv3d.*matches no module"),
+        ({"units": lambda name, module: False}, "`units=.*matches no module"),
+        ({"resident": ["nowhere"]}, "`resident` names 'nowhere'"),
+        ({"resident": ["blocks.0", "blocks.0.up.weights"]}, "`resident` names 'blocks.0.up.weights'"),
+        ({"memory_budget": 1000}, "`memory_budget=1000` is too small"),
+        ({"memory_budget": "1kB", "k": 3, "units": Block}, "`memory_budget='1kB'` is too small with `k=3`"),
+        ({"k": 4, "k_prime": 5}, "`k_prime=5` is larger than `k=4`"),
+        ({"k": 0}, "`k=0` must be"),
+        ({"k": "two"}, "`k='two'` must be"),
+        ({"k": True}, "`k=True` must be"),
+        ({"k_prime": -1}, "`k_prime=-1` must be"),
+        ({"memory_budget": "12 parsecs"}, "`memory_budget='12 parsecs'` is not an amount"),
+        ({"memory_budget": -1}, "`memory_budget=-1` must be above zero"),
+        ({"memory_budget": 1.5}, "`memory_budget=1.5` is a float above 1"),
+        ({"memory_budget": True}, "`memory_budget=True` is not an amount"),
+        ({"units": []}, r"`units=\[\]` must be"),
+        ({"resident": "head"}, "`resident='head'` must be a list"),
+        ({"pin_memory": "maybe"}, "`pin_memory='maybe'` must be"),
+        ({"debug": 1}, "`debug=1` must be"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    """From the front door on: nothing is attached, the argument and its value are in the message."""
+    module = model()
+    with unchanged(module), pytest.raises(ValueError, match=message):
+        superpipeline(module, "cpu", **options)
+    superpipeline(module, "cpu").detach()
+
+
+class ElsewhereParameter(nn.Parameter):
+    """A parameter that says it is on a GPU."""
+
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+
+def on_meta(module: nn.Module) -> None:
+    module.blocks[2].up.weight = nn.Parameter(torch.empty(64, 16, device="meta"))
+
+
+def on_a_gpu(module: nn.Module) -> None:
+    module.blocks[2].up.weight = ElsewhereParameter(torch.empty(64, 16))
+
+
+def lazy(module: nn.Module) -> None:
+    module.blocks[2].up = nn.LazyLinear(64)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (on_meta, "'blocks.2.up.weight' is on the meta device.*to_empty"),
+        (on_a_gpu, "'blocks.2.up.weight' is on cuda:1.*on the CPU"),
+        (lazy, "'blocks.2.up.weight' has no shape yet.*one forward"),
+    ],
+)
+def test_parameters_that_cannot_stream(spoil: Callable[[nn.Module], None], message: str) -> None:
+    """The parameter's full name, and what to do about it."""
+    module = model()
+    spoil(module)
+    with unchanged(module), pytest.raises(ValueError, match=message):
+        Pipeline(module, "cpu")
+
+
+@pytest.mark.parametrize("module", [nn.ReLU(), nn.Sequential(), nn.BatchNorm1d(3, affine=False)], ids=repr)
+def test_a_module_without_parameters(module: nn.Module) -> None:
+    with unchanged(module), pytest.raises(ValueError, match=f"`{type(module).__name__}` has no parameters"):
+        Pipeline(module, "cpu")
+
+
+@pytest.mark.parametrize("k", [1, 2, 6])
+@pytest.mark.parametrize("options", [{"units": Block}, {}, {"units": Block, "resident": ["head"]}], ids=str)
+def test_the_least_budget_that_works(options: dict[str, Any], k: int) -> None:
+    """The message names it in bytes; with k=1 it works, and with one byte less it does not."""
+    module = model()
+    with unchanged(module), pytest.raises(ValueError, match=r"with k=1, is (\d+) bytes") as caught:
+        superpipeline(module, "cpu", k=k, memory_budget=1, **options)
+    least = int(str(caught.value).split("is ")[-1].split(" bytes")[0])
+    with pytest.raises(ValueError, match="`memory_budget="):
+        superpipeline(module, "cpu", k=1, memory_budget=least - 1, **options)
+
+    pipeline = superpipeline(module, "cpu", k=1, memory_budget=least, **options)
+    run_a_step(pipeline)
+    summary = pipeline.summary()
+    assert summary.device_bytes + summary.gradient_bytes <= least
+    pipeline.detach()
+
+
+def test_a_budget_that_is_large_enough_changes_nothing() -> None:
+    pipeline = superpipeline(model(), "cpu", k=3, memory_budget="1GB", units=Block)
+    assert pipeline.summary().k == 3
+    pipeline.detach()
+
+
+class SmallDevice(HostBackend):
+    """A device of 40 kB."""
+
+    def total_memory(self) -> int:
+        return 40_000
+
+
+@pytest.mark.parametrize(("fraction", "fits"), [(1.0, True), (0.1, False)])
+def test_a_fraction_is_of_the_device(fraction: float, fits: bool) -> None:
+    module = model()
+    options = PipelineOptions(k=2, units=Block, memory_budget=fraction)
+    if fits:
+        Pipeline(module, "cpu", options=options, backend=SmallDevice()).detach()
+        return
+    with unchanged(module), pytest.raises(ValueError, match="`memory_budget=0.1` is too small"):
+        Pipeline(module, "cpu", options=options, backend=SmallDevice())
+
+
+def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much is needed and how much there is; frozen weights need less."""
+    monkeypatch.setattr("sp_lightning.pipeline.arrangement.available_host_memory", lambda: 20_000)
+    module = model()
+    with unchanged(module), pytest.raises(ValueError, match=r"Host memory is too small: .* needed.*19.5 KiB are free"):
+        Pipeline(module, "cpu")
+    module.requires_grad_(False)
+    Pipeline(module, "cpu", options=PipelineOptions(units=Block)).detach()
+
+
+@pytest.mark.parametrize("known", [None, 1 << 40])
+def test_enough_or_unknown_host_memory(known: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_lightning.pipeline.arrangement.available_host_memory", lambda: known)
+    Pipeline(model(), "cpu").detach()
+
+
+@pytest.mark.parametrize("units", [Block, nn.Linear])
+@pytest.mark.parametrize(
+    "part",
+    [lambda module: module, lambda module: module.blocks[0], lambda module: module.blocks[0].up, nn.Sequential],
+    ids=["itself", "a-unit", "inside-of-a-unit", "around"],
+)
+def test_a_module_attached_twice(part: Callable[[nn.Module], nn.Module], units: Any) -> None:
+    """The second pipeline is refused before it touches anything, and the first goes on."""
+    module = model()
+    first = superpipeline(module, "cpu", units=Block, debug=True)
+    attached = [first]
+    try:
+        run_a_step(first)
+        again = part(module)
+        options = {} if isinstance(again, nn.Linear) else {"units": units}
+        with unchanged(again), pytest.raises(ValueError, match="already belongs to a pipeline.*(?i:detach)"):
+            attached.append(superpipeline(again, "cpu", **options))
+        run_a_step(first)
+    finally:
+        for pipeline in reversed(attached):
+            pipeline.detach()
+    superpipeline(again, "cpu").detach()
+
+
+def test_a_part_of_a_shared_model_may_have_its_own_pipeline() -> None:
+    """Two pipelines over two modules that have nothing in common."""
+    module = model()
+    pipelines = [superpipeline(part, "cpu") for part in (module.blocks[0], module.blocks[1])]
+    for pipeline in pipelines:
+        pipeline.detach()
+
+
+def run_a_step(pipeline: Pipeline) -> None:
+    """Forward and backward through blocks and head."""
+    with pipeline.step():
+        x = pipeline.module(torch.randn(3, 16))
+        pipeline.module.head(x).square().mean().backward()
+
+
+def test_rebuild_in_the_middle_of_a_step() -> None:
+    pipeline = superpipeline(model(), "cpu", units=Block)
+    with pytest.raises(RuntimeError, match=r"`rebuild\(\)`.*between steps"), pipeline.step():
+        pipeline.rebuild()
+    pipeline.rebuild()
+    pipeline.detach()

@@ -1,0 +1,134 @@
+"""`debug=True`: a read that was not waited for, and a master among device tensors, raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.debug import AccessCheck
+
+from .parts import Placed, place
+
+
+class Scene:
+    """A check over two weights that are loaded, and waited for."""
+
+    def __init__(self) -> None:
+        self.placed: Placed = place([torch.ones(2, 3), torch.ones(3)])
+        self.placed.group.readable = True
+        self.paused = False
+        masters = {storage_key(weight.host): weight for weight in self.placed.weights}
+        plan: Any = SimpleNamespace(twins=self.placed.by_memory, weights_by_memory=masters)
+        self.check = AccessCheck(lambda: plan, lambda: self.paused)
+
+    @property
+    def twin(self) -> Tensor:
+        return self.placed.twins[0].data
+
+    @property
+    def master(self) -> Tensor:
+        return self.placed.weights[0].host
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+READS: list[Callable[[Tensor], object]] = [
+    lambda w: w + 1,
+    lambda w: torch.ones(1, 3) @ w.t(),
+    lambda w: nn.functional.linear(torch.ones(1, 3), w),
+    lambda w: w[0].sum(),
+    lambda w: torch.cat([w, torch.ones(1, 3)]),
+    lambda w: torch.ones(2, 3).add_(w),
+    lambda w: torch._foreach_add([w], 1.0),
+    lambda w: torch.add(torch.ones(2, 3), other=w),
+]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_read_before_the_wait_raises(scene: Scene, read: Callable[[Tensor], object]) -> None:
+    """The weight is named; after the wait the same operation is fine."""
+    scene.placed.group.readable = False
+    with scene.check, pytest.raises(AssertionError, match="reads weight 'unit.0'.*not waited for"):
+        read(scene.twin)
+    scene.placed.group.readable = True
+    with scene.check:
+        read(scene.twin)
+
+
+MIXTURES: list[Callable[[Tensor], object]] = [
+    lambda w: w + torch.ones(2, 3),
+    lambda w: torch.ones(1, 3) @ w.t(),
+    lambda w: torch.cat([torch.ones(1, 3), w]),
+    lambda w: nn.functional.linear(torch.ones(1, 3), w),
+]
+
+
+@pytest.mark.parametrize("mix", MIXTURES)
+def test_a_master_among_device_tensors_raises(scene: Scene, mix: Callable[[Tensor], object]) -> None:
+    """The emulated device would let it pass; a GPU would not."""
+    with scene.check, pytest.raises(AssertionError, match="mixes the master of 'unit.0'"):
+        mix(scene.master)
+
+
+FINE: list[Callable[[Scene], object]] = [
+    lambda s: s.master + 1,
+    lambda s: s.master.square().sum(),
+    lambda s: s.master * torch.tensor(2.0),
+    lambda s: s.master + s.placed.weights[1].host,
+    lambda s: s.master.t(),
+    lambda s: s.master.data.clamp_(0),
+    lambda s: torch.ones(2, 3).add_(s.master),
+    lambda s: s.twin + torch.ones(2, 3),
+    lambda s: torch.ones(2) + torch.ones(2),
+]
+
+
+@pytest.mark.parametrize("work", FINE)
+def test_what_is_fine_passes(scene: Scene, work: Callable[[Scene], object]) -> None:
+    """Masters among themselves and with scalars, writes in place (EMA), twins among device tensors, views."""
+    with scene.check:
+        work(scene)
+
+
+def test_views_are_no_reads(scene: Scene) -> None:
+    """Autograd makes views of weights before they are there."""
+    scene.placed.group.readable = False
+    with scene.check:
+        scene.twin.t()
+        scene.twin.view(-1)
+        scene.twin[0]
+
+
+def test_the_engines_own_work_is_not_checked(scene: Scene) -> None:
+    scene.placed.group.readable, scene.paused = False, True
+    with scene.check:
+        assert (scene.twin + scene.master).shape == (2, 3)
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_a_step_is_checked_in_debug_only(debug: bool) -> None:
+    """A unit's weight that a user kept, read when its slot may hold something else."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    kept: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, args, output: kept.append(module._parameters["weight"].data))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=nn.Linear, debug=debug))
+    try:
+        with pipeline.step():
+            model(torch.ones(1, 4))
+            if debug:
+                with pytest.raises(AssertionError, match="reads weight '0.weight'"):
+                    kept[0] + 1
+            else:
+                kept[0] + 1
+    finally:
+        pipeline.detach()

@@ -1,0 +1,194 @@
+"""Which weights are sent in autocast's dtype: layers that are known, uses that are watched, and what stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.lowering import LoweringSpy, is_lowered_layer, is_view, known_to_be_lowered, tensors_among
+from sp_lightning.pipeline.units import find_units
+
+from .parts import place
+
+
+class Scaled(nn.Linear):
+    """A linear layer that also uses its weight as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.mean()
+
+
+class Raw(nn.Module):
+    """A layer that torch does not know."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.w)
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "lowered"),
+    [
+        (nn.Linear(2, 2), True),
+        (nn.Conv1d(2, 2, 1), True),
+        (nn.Conv2d(2, 2, 1), True),
+        (nn.Conv3d(2, 2, 1), True),
+        (nn.ConvTranspose2d(2, 2, 1), True),
+        (type("Sub", (nn.Linear,), {})(2, 2), True),
+        (Scaled(2, 2), False),
+        (patched(), False),
+        (nn.MultiheadAttention(2, 1).out_proj, False),
+        (nn.LayerNorm(2), False),
+        (nn.Embedding(2, 2), False),
+        (nn.Bilinear(2, 2, 2), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_known_layers(layer: nn.Module, lowered: bool) -> None:
+    """Only layers whose forward is the very operation; nn.MultiheadAttention reads `out_proj`, never calls it."""
+    assert is_lowered_layer(layer) is lowered
+
+
+def test_known_weights() -> None:
+    """Not those that are tied to an embedding, nor those that autocast leaves alone."""
+    tied, double, plain = nn.Linear(4, 4, bias=False), nn.Linear(4, 4).double(), nn.Linear(4, 4)
+    embedding = nn.Embedding(4, 4)
+    embedding.weight = tied.weight
+    model = nn.Sequential(embedding, nn.Linear(4, 4), nn.LayerNorm(4), double, plain, tied)
+    plan = find_units(model, lambda name, module: not any(module.children()))
+    known = {weight.name for weight in known_to_be_lowered(model, plan.units)}
+    assert known == {"1.weight", "1.bias", "4.weight", "4.bias"}
+
+
+class Product(torch.autograd.Function):
+    """A user's function, whose forward autocast lowers and whose backward uses the weight as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient.float() @ w.float().t(), x.float().t() @ gradient.float()
+
+
+CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "linear": (lambda x, w: F.linear(x, w), True),
+    "matmul": (lambda x, w: x @ w, True),
+    "transposed": (lambda x, w: x @ w.t(), True),
+    "twice": (lambda x, w: F.linear(F.linear(x, w), w), True),
+    "multiplied": (lambda x, w: x * w.sum(), False),
+    "both": (lambda x, w: F.linear(x, w) * w.mean(), False),
+    "norm": (lambda x, w: F.layer_norm(x, (8,), w[0]), False),
+    "embedding": (lambda x, w: x + F.embedding(torch.tensor([0]), w), False),
+    "custom-function": (Product.apply, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_uses_are_watched(name: str) -> None:
+    """In a first forward under autocast: what is only ever cast is lowered, what is used as it is stays."""
+    use, lowered = CASES[name]
+    made = place([torch.randn(8, 8)])
+    spy_on = {"twins": made.by_memory, "assumed": set(), "device_type": "cpu"}
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with cast, LoweringSpy(**spy_on, on_region_without_autocast=pytest.fail) as spy:
+        use(torch.randn(2, 8), made.twins[0].parameter)
+    assert (set(made.weights) == spy.lowered - spy.used_as_is) is lowered
+    assert bool(spy.used_as_is) is not lowered
+
+
+def test_a_layer_where_autocast_is_off_is_told() -> None:
+    """Before it computes, so that it can be served with its own dtype."""
+    layer = nn.Linear(4, 4)
+    told: list[nn.Module] = []
+    with torch.autocast("cpu", dtype=torch.bfloat16), LoweringSpy({}, set(), "cpu", told.append):
+        layer(torch.ones(1, 4))
+        with torch.autocast("cpu", enabled=False):
+            layer(torch.ones(1, 4))
+    assert told == [layer]
+    layer(torch.ones(1, 4))
+    assert told == [layer], "a hook was left behind"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
+    """From the second step on, and outputs are those of plain autocast in every step."""
+    use, lowered = CASES[name]
+    model = nn.Sequential(*[Raw(use) for _ in range(3)])
+    plain = nn.Sequential(*[Raw(use) for _ in range(3)])
+    plain.load_state_dict(model.state_dict())
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=Raw, debug=True))
+    try:
+        for step in range(3):
+            results = []
+            for runner in (plain, model):
+                torch.manual_seed(step)
+                with pipeline.step(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+                    loss = runner(torch.randn(2, 8)).float().square().mean()
+                loss.backward()
+                results += [loss.detach(), *(p.grad.clone() for p in runner.parameters())]
+            half = len(results) // 2
+            assert all(map(torch.equal, results[:half], results[half:]))
+        assert pipeline.summary().lowered == (3 if lowered else 0)
+    finally:
+        pipeline.detach()
+
+
+def test_lowered_units_travel_at_half_the_bytes() -> None:
+    """In bf16; without autocast in fp32 again."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear))
+    for enabled, nbytes in [(True, 2 * 64 * 64), (False, 4 * 64 * 64), (True, 2 * 64 * 64)]:
+        for _ in range(2):
+            with pipeline.step(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                loss = model(torch.randn(2, 64)).sum()
+            loss.backward()
+        assert pipeline.summary().unit_bytes == (nbytes,) * 4
+    pipeline.detach()
+
+
+@pytest.mark.parametrize(
+    ("operation", "view"),
+    [
+        (torch.ops.aten.t.default, True),
+        (torch.ops.aten.view.default, True),
+        (torch.ops.aten.detach.default, True),
+        (torch.ops.aten.slice.Tensor, True),
+        (torch.ops.aten.add.Tensor, False),
+        (torch.ops.aten.add_.Tensor, False),
+        (torch.ops.aten._to_copy.default, False),
+        (torch.ops.aten._foreach_add_.Scalar, False),
+    ],
+    ids=str,
+)
+def test_views_are_told_from_work(operation: torch._ops.OpOverload, view: bool) -> None:
+    """By the operation's schema."""
+    assert is_view(operation) is view
+
+
+def test_operands_are_found() -> None:
+    """In lists, too; sparse ones have no memory to look up."""
+    a, b = torch.ones(1), torch.ones(2)
+    sparse = torch.eye(2).to_sparse()
+    assert [storage_key(t) for t in tensors_among((a, [b, sparse], 3, None, "x"))] == [storage_key(a), storage_key(b)]

@@ -1,0 +1,171 @@
+"""The pipeline as a whole, where no other test of the engine looks: edits, life and death of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.guard import guards_suspended
+
+from .parts import RecordingBackend
+
+
+def layers(count: int = 4) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(count)])
+
+
+@contextmanager
+def attached(model: nn.Module, **options: Any) -> Iterator[Pipeline]:
+    """Each linear layer is a unit; always detached."""
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(**{"k": 2, "units": nn.Linear, "debug": True, **options}))
+    try:
+        yield pipeline
+    finally:
+        pipeline.detach()
+
+
+def data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 3 for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("edit", [data, in_place, load])
+def test_edits_while_a_graph_is_alive_are_seen(edit: Callable[[nn.Module], None], k: int) -> None:
+    """A kept loss must not make the next forward use old weights."""
+    x = torch.ones(1, 8)
+
+    def story(model: nn.Module) -> list[Tensor]:
+        kept = [model(x)]
+        for _ in range(2):
+            edit(model)
+            kept.append(model(x))
+        return [output.detach() for output in kept]
+
+    torch.manual_seed(0)
+    expected = story(layers())
+    torch.manual_seed(0)
+    with attached(model := layers(), k=k):
+        assert all(map(torch.equal, story(model), expected))
+
+
+class FailingOptimizer(SGD):
+    """An optimizer whose step is interrupted."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in-a-step", "between-steps"])
+def test_an_interrupted_optimizer_step_leaves_no_trace(inside: bool) -> None:
+    """Masters are guarded again in the next step, whatever came out of the optimizer."""
+
+    def story(model: nn.Module, scope: Callable[[], Any]) -> list[Tensor]:
+        optimizer = FailingOptimizer(model.parameters(), lr=0.1)
+        if inside:
+            with pytest.raises(KeyboardInterrupt), scope():
+                optimizer.step()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        with scope():
+            assert not guards_suspended()
+            loss = model(torch.ones(1, 8)).square().mean() + sum(p.square().sum() for p in model.parameters())
+            loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    torch.manual_seed(0)
+    expected = story(layers(), nullcontext)
+    torch.manual_seed(0)
+    model = layers()
+    with attached(model) as pipeline:
+        assert all(map(torch.equal, story(model, pipeline.step), expected))
+
+
+@pytest.mark.parametrize("where", ["upload", "download"])
+def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
+    """The error surfaces, the next step is right, and detach works."""
+    model = layers()
+    backend = RecordingBackend()
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear), backend=backend)
+
+    def one_step() -> list[Tensor]:
+        model.zero_grad()
+        with pipeline.step():
+            model(torch.ones(1, 8)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    try:
+        expected = one_step()
+        with torch.no_grad():
+            next(model.parameters()).add_(0)
+        backend.fail_next(where, OSError("the bus is gone"))
+        with pytest.raises(OSError, match="the bus is gone"):
+            one_step()
+        assert all(map(torch.equal, one_step(), expected))
+    finally:
+        pipeline.detach()
+
+
+def test_weights_changed_is_heard_from_any_optimizer() -> None:
+    """Whoever steps it, wherever it was made."""
+    model = layers()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with attached(model, k=4) as pipeline:
+        model(torch.ones(1, 8)).sum().backward()
+        pipeline.stats.clear()
+        optimizer.step()
+        expected = model(torch.ones(1, 8)).detach()
+        assert pipeline.stats.loads == 4
+    assert torch.equal(model(torch.ones(1, 8)), expected)
+
+
+def test_no_hook_on_optimizers_stays() -> None:
+    """torch's hooks for all optimizers are taken off with the last pipeline."""
+    before = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+    with attached(layers()):
+        with attached(layers()):
+            assert len(_global_optimizer_pre_hooks) == before[0] + 1
+        assert len(_global_optimizer_post_hooks) == before[1] + 1
+    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
+
+
+def test_detach_twice_and_in_the_middle_of_a_step() -> None:
+    model = layers()
+    with attached(model) as pipeline:
+        with pipeline.step():
+            model(torch.ones(1, 8))
+            pipeline.detach()
+            assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+        pipeline.detach()
+    assert {type(module) for module in model} == {nn.Linear}
+    model(torch.ones(1, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_buffers_are_moved_once_and_stay_shared() -> None:
+    """Two modules that share a buffer share it on the device, too."""
+    model = layers(2)
+    model[0].register_buffer("table", torch.arange(3.0))
+    model[1].register_buffer("table", model[0].table)
+    with attached(model):
+        assert model[0].table is model[1].table
+    assert model[0].table is model[1].table

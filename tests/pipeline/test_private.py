@@ -1,0 +1,188 @@
+"""The private torch APIs that the engine stands on: each of these tests fails when torch changes one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import grad, vmap
+
+from sp_lightning.pipeline import _private
+from sp_lightning.pipeline._private import (
+    in_backward,
+    pop_saved_tensor_hooks,
+    post_accumulate_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_allowed,
+    storage_key,
+    tensor_hooks,
+    top_saved_tensor_hooks,
+    users_of_storage,
+    when_backward_ends,
+    without_torch_function,
+)
+
+
+def keep(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def test_the_top_pair_of_hooks_is_seen() -> None:
+    assert top_saved_tensor_hooks() is None
+    with saved_tensors_hooks(keep, keep):
+        assert top_saved_tensor_hooks() == (keep, keep)
+        with saved_tensors_hooks(abs, keep):
+            assert top_saved_tensor_hooks() == (abs, keep)
+        assert top_saved_tensor_hooks() == (keep, keep)
+    assert top_saved_tensor_hooks() is None
+
+
+def test_a_pair_is_pushed_and_popped() -> None:
+    """A pushed pair is called as one of the context manager is, and only the innermost one."""
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    with saved_tensors_hooks(pytest.fail, pytest.fail):
+        push_saved_tensor_hooks((pack, keep))
+        y = x.exp()
+        pop_saved_tensor_hooks()
+    assert len(packed) == 1
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert top_saved_tensor_hooks() is None
+
+
+def test_torch_func_forbids_hooks() -> None:
+    """Reverse-mode transforms do; vmap does not."""
+    seen: dict[str, bool] = {}
+
+    def note(name: str) -> Any:
+        return lambda x: (seen.update({name: saved_tensor_hooks_allowed()}), x.sum())[1]
+
+    grad(note("grad"))(torch.ones(2))
+    vmap(note("vmap"))(torch.ones(2, 2))
+    assert seen == {"grad": False, "vmap": True}
+    assert saved_tensor_hooks_allowed()
+
+
+def test_backward_is_told_from_forward() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(in_backward()))
+    y = x.exp().sum()
+    assert not in_backward()
+    y.backward()
+    assert seen == [True]
+    assert not in_backward()
+
+
+def test_the_callback_runs_after_the_last_node() -> None:
+    """Once, after all gradients, before `backward` returns."""
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: order.append("accumulated"))
+    y = x.exp()
+    y.register_hook(lambda _: (when_backward_ends(lambda: order.append("end")), order.append("first node"), None)[2])
+    y.sum().backward()
+    assert order == ["first node", "accumulated", "end"]
+
+
+def test_the_callback_does_not_run_after_an_exception() -> None:
+    """The engine's `abandon` stands on it."""
+    order: list[str] = []
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(fail)
+    y = x.exp()
+    y.register_hook(lambda _: (when_backward_ends(lambda: order.append("end")), None)[1])
+    with pytest.raises(ValueError, match="on purpose"):
+        y.sum().backward()
+    assert order == []
+
+
+def test_a_callback_outside_of_backward_is_refused() -> None:
+    with pytest.raises(RuntimeError):
+        when_backward_ends(lambda: None)
+
+
+class Loud(nn.Parameter):
+    """A parameter that does not want to be touched."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+def test_torch_function_is_switched_off() -> None:
+    """Within the scope, and within it only."""
+    loud = torch.ones(2).as_subclass(Loud)
+    with without_torch_function():
+        assert (loud + 1).tolist() == [2, 2]
+    with pytest.raises(AssertionError):
+        loud + 1
+
+
+@pytest.mark.parametrize(
+    "view", [lambda w: w.t(), lambda w: w[0], lambda w: w.data, lambda w: w.detach(), lambda w: w.view(-1)]
+)
+def test_views_share_the_key_of_their_memory(view: Any) -> None:
+    """As Parameter, view, `.data`: what autograd saves is any of these."""
+    weight = nn.Parameter(torch.ones(2, 3))
+    assert storage_key(view(weight)) == storage_key(weight) != storage_key(weight.clone())
+
+
+def test_functorchs_wrappers_have_no_key() -> None:
+    keys: list[int] = []
+    vmap(lambda x: (keys.append(storage_key(x)), x)[1])(torch.ones(2, 2))
+    assert keys == [0]
+
+
+def test_a_key_survives_the_tensor_but_not_its_memory() -> None:
+    """`p.data = other` moves a Parameter to other memory, and so to another key."""
+    weight = nn.Parameter(torch.ones(2))
+    before = storage_key(weight)
+    weight.data = torch.ones(2)
+    assert storage_key(weight) != before
+
+
+def test_users_of_memory_are_counted() -> None:
+    """One for the tensor itself; one more for each view, alias or storage object that someone keeps."""
+    tensor = torch.ones(4)
+    assert users_of_storage(tensor) == 1
+    view = tensor[1:]
+    assert users_of_storage(tensor) == 2
+    alias = tensor.detach()
+    assert users_of_storage(tensor) == 3
+    del view, alias
+    assert users_of_storage(tensor) == 1
+
+
+def test_hooks_of_a_parameter_are_found() -> None:
+    """In the order of their registration; none where none were registered, and none after removal."""
+    parameter = nn.Parameter(torch.ones(2))
+    assert tensor_hooks(parameter) == post_accumulate_hooks(parameter) == []
+    handles = [parameter.register_hook(keep), parameter.register_hook(abs)]
+    late = parameter.register_post_accumulate_grad_hook(print)
+    assert tensor_hooks(parameter) == [keep, abs]
+    assert post_accumulate_hooks(parameter) == [print]
+    for handle in [*handles, late]:
+        handle.remove()
+    assert tensor_hooks(parameter) == post_accumulate_hooks(parameter) == []
+
+
+def test_every_function_has_a_test() -> None:
+    """A new private API comes with a guard in this file."""
+    functions = {
+        name for name, value in vars(_private).items() if getattr(value, "__module__", "") == _private.__name__
+    }
+    assert functions <= set(globals()), functions - set(globals())

@@ -1,0 +1,111 @@
+"""What a pipeline tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, asdict, fields
+
+import pytest
+import torch
+from torch import nn
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Stats, Summary, superpipeline
+from sp_lightning.pipeline.summary import readable_bytes
+
+from ..zoo.blocks import Block, chain
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20, "1.0 MiB"),
+        (5 * 2**30, "5.0 GiB"),
+        (3 * 2**40, "3.0 TiB"),
+        (5000 * 2**40, "5000.0 TiB"),
+    ],
+)
+def test_readable_bytes(count: int, text: str) -> None:
+    assert readable_bytes(count) == text
+
+
+def test_clearing_counters() -> None:
+    """Every counter, also one that is added later."""
+    stats = Stats(*range(1, len(fields(Stats)) + 1))
+    stats.clear()
+    assert set(asdict(stats).values()) == {0}
+
+
+def test_the_summary_of_a_model() -> None:
+    """Numbers that can be worked out by hand: blocks of 5 weights, sizes rounded up to 256 bytes each."""
+    model = chain(6, 16, 32)
+    model.head = nn.Linear(16, 16)
+    pipeline = superpipeline(model, "cpu", k=3, units=Block)
+    summary = pipeline.summary()
+    block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    slot = sum(-(-parameter.nbytes // 256) * 256 for parameter in model.blocks[0].parameters())
+    head = 16 * 16 * 4 + 16 * 4
+    assert summary == Summary(
+        device="cpu",
+        units=6,
+        k=3,
+        k_prime=1,
+        model_bytes=6 * block + head,
+        device_bytes=3 * slot + 1024 + 256,
+        gradient_bytes=0,
+        resident=("head.weight", "head.bias"),
+        resident_bytes=head,
+        host_bytes=6 * slot + 1024 + 256,
+        unit_names=tuple(f"blocks.{index}" for index in range(6)),
+        unit_bytes=(block,) * 6,
+        lowered=0,
+        pinned=False,
+    )
+    pipeline.detach()
+
+
+@pytest.mark.parametrize(
+    ("k", "k_prime", "expected"),
+    [("auto", "auto", (2, 1)), ("auto", 3, (6, 3)), (4, "auto", (4, 1)), (4, 2, (4, 2)), (100, 1, (100, 1))],
+)
+def test_automatic_k(k: int | str, k_prime: int | str, expected: tuple[int, int]) -> None:
+    """One computes while another arrives."""
+    pipeline = Pipeline(chain(6), "cpu", options=PipelineOptions(k=k, k_prime=k_prime, units=Block))  # type: ignore[arg-type]
+    assert (pipeline.summary().k, pipeline.summary().k_prime) == expected
+    pipeline.detach()
+
+
+@pytest.mark.parametrize(("k", "phrase"), [(2, "(streamed)"), (6, "(all on the device, none streamed)")])
+def test_the_table(k: int, phrase: str) -> None:
+    """One aligned row for each thing that a user asks about."""
+    pipeline = superpipeline(chain(6, 16, 32), "cpu", k=k, units=Block)
+    rows = str(pipeline.summary()).splitlines()
+    pipeline.detach()
+    assert len({row.index("  ") < 30 for row in rows}) == 1
+    assert any(row.startswith("units") and f"6 {phrase}" in row for row in rows)
+    assert any(row.startswith("k, k_prime") and row.endswith(f"{k}, 1") for row in rows)
+    assert "nan" not in str(rows)
+
+
+def test_a_summary_is_a_value() -> None:
+    pipeline = superpipeline(chain(3), "cpu")
+    with pytest.raises(FrozenInstanceError):
+        pipeline.summary().k = 7  # type: ignore[misc]
+    assert pipeline.summary() == pipeline.summary()
+    pipeline.detach()
+
+
+def test_counters_of_one_step() -> None:
+    """Steps, loads, bytes and gradients of a first step of six blocks with two slots."""
+    model = chain(6, 16, 32)
+    pipeline = superpipeline(model, "cpu", k=2, units=Block)
+    with pipeline.step():
+        model(torch.randn(2, 16)).square().mean().backward()
+    slot = sum(-(-parameter.nbytes // 256) * 256 for parameter in model.blocks[0].parameters())
+    stats = pipeline.stats
+    assert (stats.steps, stats.heals, stats.promotions, stats.write_backs, stats.resets) == (1, 0, 0, 0, 0)
+    assert stats.bytes_to_device == stats.loads * slot
+    assert stats.bytes_to_host == 6 * slot
+    pipeline.detach()

@@ -1,0 +1,443 @@
+"""What the finder makes of module trees: real architectures in their real shapes, and each rule on its own."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchvision.models as vision
+import transformers as hf
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.units import Plan, find_units
+
+from ..zoo.blocks import Block, Chain, chain
+from ..zoo.language import gpt2, t5
+from ..zoo.vision import UNet
+
+
+def in_full_size(build: Callable[[], nn.Module]) -> nn.Module:
+    """A model with memory that is never touched: the finder looks at shapes only, so this costs nothing."""
+    with torch.device("meta"):
+        model = build()
+    model.to_empty(device="cpu")
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    return model
+
+
+def llama() -> nn.Module:
+    size = {"num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32000, **size))
+
+
+def mixtral() -> nn.Module:
+    size = {"num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(vocab_size=8000, num_key_value_heads=2, **size))
+
+
+# name -> (how it is built, how many units)
+REAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "gpt2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config()), 1 + 12),
+    "llama": (llama, 1 + 8 + 1),
+    "t5": (lambda: hf.T5ForConditionalGeneration(hf.T5Config()), 1 + 6 + 6),
+    "albert": (lambda: hf.AlbertForMaskedLM(hf.AlbertConfig()), 8),
+    "mixtral": (mixtral, 1 + 6 + 1),
+    "vit": (vision.vit_b_16, 12 + 1),
+    "swin": (vision.swin_t, 11),
+    "resnet50": (vision.resnet50, 11),
+    "vgg16": (vision.vgg16, 5),
+    "efficientnet": (vision.efficientnet_b0, 9),
+    "convnext": (vision.convnext_tiny, 17),
+    "unet": (lambda: UNet((64, 128, 256, 512)), 10),
+}
+
+
+@functools.cache
+def real(name: str) -> tuple[nn.Module, Plan]:
+    model = in_full_size(REAL[name][0])
+    return model, find_units(model)
+
+
+def size(plan: Plan) -> list[int]:
+    """Bytes of each unit."""
+    return [sum(weight.master.nbytes for weight in unit.weights) for unit in plan.units]
+
+
+def names(plan: Plan) -> list[str]:
+    return [unit.name for unit in plan.units]
+
+
+def unit_of(plan: Plan, parameter: nn.Parameter) -> str:
+    """The one unit that has a weight."""
+    (name,) = [unit.name for unit in plan.all_units() for weight in unit.weights if weight.master is parameter]
+    return name
+
+
+def check_plan(model: nn.Module, plan: Plan) -> None:
+    """What must hold for every tree."""
+    held = [id(weight.master) for unit in plan.all_units() for weight in unit.weights]
+    held += [id(parameter) for parameter in plan.unmanaged.values()]
+    assert Counter(held) == Counter(id(p) for p in model.parameters()), "every weight is in exactly one place"
+    assert all(weight.unit is unit for unit in plan.all_units() for weight in unit.weights)
+    assert all(unit.weights for unit in plan.units)
+
+    members = [member for unit in plan.units for member in unit.members]
+    assert [member.index for member in members] == list(range(len(members)))
+    inside = [id(inner) for member in members for inner in member.module.modules()]
+    assert len(inside) == len(set(inside)), "a module is entered through one member"
+    order = {id(module): number for number, module in enumerate(model.modules())}
+    first = [order[id(unit.members[0].module)] for unit in plan.units]
+    assert first == sorted(first), "units are expected in the order of the tree"
+
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for member in [*members, *plan.resident.members, *plan.callers]:
+        assert modules[member.name] is member.module
+        assert all(place.parameters[place.key] is place.weight.master for place in member.places)
+    reached = {id(place.weight) for member in [*members, *plan.resident.members] for place in member.places}
+    streamed = {id(weight) for unit in plan.units for weight in unit.weights}
+    assert streamed <= reached, "a streamed weight that no call brings"
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_models(name: str) -> None:
+    """The number of units, that no weight is lost, and that nearly everything streams in pieces of like size."""
+    model, plan = real(name)
+    check_plan(model, plan)
+    assert len(plan.units) == REAL[name][1], names(plan)
+    assert not plan.unmanaged
+    total = sum(p.nbytes for p in model.parameters())
+    resident = sum(weight.master.nbytes for weight in plan.resident.weights)
+    assert resident < 0.025 * total
+    largest_layer = max(sum(p.nbytes for p in m.parameters()) for m in model.modules() if not any(m.children()))
+    assert max(size(plan)) <= max(0.25 * total, largest_layer)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral", "vit"])
+def test_blocks_of_transformers_stay_whole(name: str) -> None:
+    """One unit per block, all blocks of a stack of the same size."""
+    _, plan = real(name)
+    blocks = [
+        bytes_ for unit, bytes_ in zip(plan.units, size(plan), strict=True) if unit.name.split("_")[-1][-1].isdigit()
+    ]
+    assert len(blocks) == {"gpt2": 12, "llama": 8, "t5": 12, "mixtral": 6, "vit": 12}[name]
+    sizes = {round(nbytes / 2**20) for nbytes in blocks}
+    assert len(sizes) == (2 if name == "t5" else 1)  # T5's decoder blocks attend twice
+
+
+@pytest.mark.parametrize("name", ["vgg16", "resnet50", "efficientnet", "unet", "convnext"])
+def test_small_convolutions_are_joined(name: str) -> None:
+    """Neighbours below the size of a typical unit travel together, and never above it."""
+    _, plan = real(name)
+    joined = [(unit, nbytes) for unit, nbytes in zip(plan.units, size(plan), strict=True) if ".." in unit.name]
+    assert joined
+    single = [nbytes for unit, nbytes in zip(plan.units, size(plan), strict=True) if ".." not in unit.name]
+    assert all(len(unit.members) > 1 and nbytes <= max(single) for unit, nbytes in joined)
+    assert len(plan.units) < sum(len(unit.members) for unit in plan.units)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("gpt2", "transformer.wte.weight", "lm_head.weight"),
+        ("t5", "shared.weight", "lm_head.weight"),
+        ("t5", "shared.weight", "encoder.embed_tokens.weight"),
+    ],
+)
+def test_tied_weights_are_in_one_place(name: str, first: str, second: str) -> None:
+    """Embedding and head share one unit, and both of their calls enter it."""
+    model, plan = real(name)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    assert weights[first] is weights[second]
+    unit = next(unit for unit in plan.units if unit.name == unit_of(plan, weights[first]))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    members = [member.module for member in unit.members]
+    assert modules[first.removesuffix(".weight")] in members
+    assert modules[second.removesuffix(".weight")] in members
+
+
+def test_a_weight_shared_by_a_block_and_a_leaf_is_resident() -> None:
+    """Blocks are not merged with something far away: that would be one unit of nearly everything."""
+    model = chain(8)
+    model.head = nn.Linear(12, 24)
+    model.head.weight = model.blocks[0].up.weight
+    plan = find_units(model)
+    check_plan(model, plan)
+    assert unit_of(plan, model.head.weight) == "resident"
+
+
+def test_a_weight_that_a_parent_owns_too_is_resident() -> None:
+    """The parent may read it outside of every unit."""
+    model = chain(8)
+    model.register_parameter("alias", model.blocks[3].down.weight)
+    plan = find_units(model)
+    assert unit_of(plan, model.alias) == "resident"
+    check_plan(model, plan)
+
+
+def test_one_block_called_many_times_is_one_unit() -> None:
+    """ALBERT's way: the same module object several times in a list."""
+    block = Block()
+    model = Chain([block, Block(), block, Block(), Block(), Block()])
+    plan = find_units(model, Block)
+    check_plan(model, plan)
+    assert len(plan.units) == 5
+
+
+def test_attention_stays_whole() -> None:
+    """nn.MultiheadAttention reads `out_proj.weight` without calling `out_proj`."""
+    model = nn.Sequential(*[nn.MultiheadAttention(32, 2) for _ in range(3)])
+    for limit in (None, 1):
+        plan = find_units(model, max_unit_bytes=limit)
+        check_plan(model, plan)
+        assert names(plan) == ["0", "1", "2"]
+
+
+def test_containers_without_a_forward_are_descended() -> None:
+    """A ModuleList is never called, so it cannot be a unit, and neither can a bare nn.Module that holds others."""
+    holder = nn.Module()
+    holder.inner = nn.Module()
+    holder.inner.layer = nn.Linear(16, 16)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]), holder])
+            self.by_name = nn.ModuleDict({"a": nn.Linear(16, 16)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model = Model()
+    plan = find_units(model)
+    check_plan(model, plan)
+    assert names(plan) == ["parts.0.0", "parts.0.1", "parts.1.inner.layer", "by_name.a"]
+
+
+def test_parameter_lists_are_resident() -> None:
+    """They have no call that could bring them."""
+
+    class Model(Chain):
+        def __init__(self) -> None:
+            super().__init__([Block(), Block(), Block()])
+            self.scales = nn.ParameterList([nn.Parameter(torch.ones(12)) for _ in range(2)])
+
+    model = Model()
+    plan = find_units(model)
+    check_plan(model, plan)
+    assert {unit_of(plan, scale) for scale in model.scales} == {"resident"}
+
+
+def test_parameters_at_the_root_are_resident() -> None:
+    """Class tokens and position embeddings are used between the units."""
+    model, plan = real("vit")
+    assert unit_of(plan, model.class_token) == "resident"
+    assert unit_of(plan, model.encoder.pos_embedding) == "resident"
+
+
+def test_a_block_that_is_too_large_is_descended() -> None:
+    """As in a mixture of experts: the experts become units of their own."""
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(8, 4)
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model = nn.Sequential(*[Mixture() for _ in range(8)])
+    assert len(find_units(model).units) == 8
+    block = sum(p.nbytes for p in model[0].parameters())
+    plan = find_units(model, max_unit_bytes=block // 2)
+    check_plan(model, plan)
+    assert [name for name in names(plan) if name.startswith("0.experts")] == [f"0.experts.{i}" for i in range(4)]
+    assert max(size(plan)) <= block // 2
+
+
+def test_modules_that_are_never_called_are_split() -> None:
+    """Learned while running: a parent that calls the children of a child."""
+    model = chain(4)
+    plan = find_units(model, split=[model.blocks[1]])
+    check_plan(model, plan)
+    assert "blocks.1" not in names(plan)
+    assert {"blocks.0", "blocks.2", "blocks.3"} <= set(names(plan))
+
+
+def test_a_flat_model_of_many_small_layers_streams() -> None:
+    """Layers that are small one by one add up."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for index in range(100):
+                setattr(self, f"layer{index}", nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    plan = find_units(Model())
+    assert not plan.resident.weights
+    assert len(plan.units) > 8
+
+
+# ------------------------------------------------------------------------------------------------------------- policies
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Block,
+        "Block",
+        f"{Block.__module__}.Block",
+        [Block],
+        ["NoSuchClass", "Block"],
+        lambda name, module: name.startswith("blocks.") and name.count(".") == 1,
+    ],
+    ids=["class", "name", "full-name", "list", "one-of-two", "callable"],
+)
+def test_policies(policy: Any) -> None:
+    """Exactly the modules that match, whatever their size; the rest is resident."""
+    model = Chain([Block(12, 200), Block(12, 24), Block(12, 3)])
+    model.head = nn.Linear(12, 500)
+    plan = find_units(model, policy)
+    check_plan(model, plan)
+    assert names(plan) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert unit_of(plan, model.head.weight) == "resident"
+
+
+def test_a_policy_matches_subclasses_too() -> None:
+    class Special(Block):
+        pass
+
+    model = Chain([Special(), Block()])
+    assert len(find_units(model, "Block").units) == len(find_units(model, Block).units) == 2
+    assert len(find_units(model, "Special").units) == 1
+
+
+def test_the_outermost_match_counts() -> None:
+    model = chain(3)
+    assert names(find_units(model, [Block, nn.Linear])) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+@pytest.mark.parametrize("policy", ["Blok", nn.Conv2d, ["Blok", nn.Conv2d], lambda name, module: False])
+def test_a_policy_that_matches_nothing(policy: Any) -> None:
+    """The message has the policy, and the names that it may have meant."""
+    with pytest.raises(ValueError, match=r"`units=.*matches no module of `Chain`.*Linear.*Block"):
+        find_units(chain(5), policy)
+
+
+@pytest.mark.parametrize("policy", [nn.ModuleList, nn.Tanh, "Dropout"])
+def test_a_policy_that_matches_nothing_that_could_stream(policy: Any) -> None:
+    """Modules without weights, or without a call: all would be resident, and nobody would know."""
+    model = chain(3)
+    model.activation = nn.Tanh()
+    with pytest.raises(ValueError, match="`units="):
+        find_units(model, policy)
+
+
+# ------------------------------------------------------------------------------------------------------------- resident
+
+
+@pytest.mark.parametrize(
+    ("resident", "expected"),
+    [
+        (["blocks.1"], ["blocks.1.norm.weight", "blocks.1.up.weight"]),
+        (["blocks.1.up"], ["blocks.1.up.weight", "blocks.1.up.bias"]),
+        (["blocks.2.up.weight"], ["blocks.2.up.weight"]),
+        (["blocks.1", "blocks.2.up.weight"], ["blocks.1.norm.weight", "blocks.2.up.weight"]),
+    ],
+)
+@pytest.mark.parametrize("policy", [None, Block])
+def test_resident_names(policy: Any, resident: list[str], expected: list[str]) -> None:
+    """Modules and parameters, alone and together; the others go on streaming."""
+    model = chain(4)
+    plan = find_units(model, policy, resident)
+    check_plan(model, plan)
+    held = {weight.name for weight in plan.resident.weights}
+    assert set(expected) <= held
+    assert all(name.startswith(tuple(resident)) for name in held)
+    assert unit_of(plan, model.blocks[0].up.weight) == "blocks.0"
+
+
+def test_a_tied_weight_is_resident_under_either_name() -> None:
+    for name in ("lm_head.weight", "transformer.wte"):
+        model = gpt2()
+        assert unit_of(find_units(model, None, [name]), model.lm_head.weight) == "resident"
+
+
+def test_an_unknown_resident_name() -> None:
+    """The message has the name, and what there is at the top."""
+    with pytest.raises(ValueError, match=r"`resident` names 'blocks.9'.*Top level: blocks"):
+        find_units(chain(3), None, ["blocks.9"])
+
+
+def test_everything_resident() -> None:
+    """Then nothing streams, and that is what was asked for."""
+    model = chain(2)
+    plan = find_units(model, None, ["blocks"])
+    check_plan(model, plan)
+    assert plan.units == []
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be streamed
+
+
+class Quantised(nn.Parameter):
+    """A tensor subclass, as quantised weights are."""
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda block: setattr(block.up, "weight", Quantised(torch.randn(24, 12))),
+        lambda block: setattr(block.up, "weight", nn.Parameter(torch.randn(1, 12).expand(24, 12))),
+        lambda block: setattr(block, "up", torch.jit.script(nn.Linear(12, 24))),
+    ],
+    ids=["subclass", "expanded", "scripted"],
+)
+def test_what_cannot_be_repointed_is_unmanaged(replace: Callable[[Block], None]) -> None:
+    """It lives on the device; the rest of its block streams."""
+    model = chain(3)
+    replace(model.blocks[1])
+    plan = find_units(model, Block)
+    check_plan(model, plan)
+    assert "blocks.1.up.weight" in plan.unmanaged
+    assert set(plan.unmanaged) <= {"blocks.1.up.weight", "blocks.1.up.bias"}
+    assert unit_of(plan, model.blocks[1].down.weight) == "blocks.1"
+
+
+# -------------------------------------------------------------------------------------------------------------- members
+
+
+def test_recurrent_modules_keep_a_second_list() -> None:
+    """cuDNN's flat list, in nn.LSTM's own order."""
+    model = nn.Sequential(nn.LSTM(4, 4, num_layers=2, bidirectional=True), nn.GRU(8, 4))
+    plan = find_units(model, nn.RNNBase)
+    for unit, module in zip(plan.units, model, strict=True):
+        ((found, weights),) = unit.members[0].recurrent
+        assert found is module
+        assert all(weight.master is flat for weight, flat in zip(weights, module._flat_weights, strict=True))
+
+
+def test_the_root_is_always_a_gate() -> None:
+    """Its call opens a step, so that masters are guarded in all of a forward."""
+    for model in (chain(3), gpt2(), t5(), nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))):
+        plan = find_units(model)
+        check_plan(model, plan)
+        gates = [member.module for member in [*plan.callers, *plan.resident.members]]
+        assert model in gates or model in [member.module for unit in plan.units for member in unit.members]
+
+
+def test_an_encoder_looks_into_its_first_layer() -> None:
+    """nn.TransformerEncoder chooses its fast path by that layer's weights."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+    plan = find_units(model, nn.TransformerEncoderLayer)
+    (encoder,) = [member for member in plan.callers if isinstance(member.module, nn.TransformerEncoder)]
+    assert encoder.looks_into is plan.units[0].members[0]
