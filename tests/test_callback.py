@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
-import torch
 
 from sp_lightning import SuperpipelineCallback
 from sp_lightning.callback import outcome
-from sp_lightning.pipeline import Stats
+from sp_lightning.pipeline import Stats, Summary
 
 from .lightning_modules import Base, assert_same_training, fit, loader, plain, streamed, trainer
 
@@ -52,26 +52,25 @@ def test_says_that_it_does_nothing_under_another_strategy(messages):
 
 
 def test_outcome_in_numbers():
-    class Summary:
-        device, device_bytes, model_bytes = "cuda:0", 10**9, 4 * 10**9
-
-    text = outcome(Stats(steps=5, loads=40, bytes_to_device=8 * 10**9, bytes_to_host=2 * 10**6, misses=1), Summary())
-    assert text == (
-        "Superpipeline: 5 steps, 40 unit loads, 8.00 GB to the device, 2.00 MB back; 1 loads came late, 0 were"
-        " repeated.\nWeights on cuda:0: at most 1.00 GB of 4.00 GB (75% saved)."
+    summary = Summary(
+        device="cuda:0",
+        units=8,
+        k=2,
+        k_prime=1,
+        model_bytes=4 << 30,
+        device_bytes=1 << 30,
+        gradient_bytes=0,
+        resident=(),
+        resident_bytes=0,
+        host_bytes=4 << 30,
+        unit_names=(),
+        unit_bytes=(),
+        lowered=0,
+        pinned=True,
     )
-    Summary.model_bytes = 0
-    assert "(0% saved)" in outcome(Stats(), Summary())
-
-
-def test_a_module_without_weights():
-    class Empty(Base):
-        def __init__(self) -> None:
-            super().__init__()
-            del self.blocks, self.head
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x[:, :2]
-
-    ours = trainer(streamed(), callbacks=SuperpipelineCallback())
-    assert len(ours.predict(Empty(), loader(2))) == 2
+    text = outcome(Stats(steps=5, loads=40, bytes_to_device=8 << 30, bytes_to_host=2 << 20, misses=1), summary)
+    assert text == (
+        "Superpipeline: 5 steps, 40 unit loads, 8.0 GiB to the device, 2.0 MiB back; 1 loads came late, 0 were"
+        " repeated.\nWeights on cuda:0: at most 1.0 GiB of 4.0 GiB (75% saved)."
+    )
+    assert "(0% saved)" in outcome(Stats(), replace(summary, model_bytes=0))

@@ -167,6 +167,8 @@ class GradientReturn:
             sum_so_far = weight.master.grad
         if sum_so_far is None:
             self._landed[weight] = self._home_for(weight.unit, [weight]).room_for(weight).copy_(arrived)
+        elif sum_so_far.layout is not torch.strided:
+            self._landed[weight] = arrived + sum_so_far
         elif sum_so_far.dtype == arrived.dtype or sum_so_far.stride() != arrived.stride():
             sum_so_far.add_(arrived)
         else:

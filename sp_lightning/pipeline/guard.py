@@ -85,10 +85,12 @@ class Guard:
             return self._read_property(func, args)
         if name in _DEVICE_PROPERTIES:
             return self._ask_the_device(func, args)
-        first = args[0] if args else None
+        first = next(iter(args or kwargs.values()), None)  # torch.nn.init passes it by name
         if isinstance(first, list | tuple) and first:
             first = first[0]
-        writes = isinstance(first, HostParameter) and _writes_in_place(name)
+        sets_data = name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data
+        writes = isinstance(first, HostParameter) and (sets_data or _writes_in_place(name))
+        writes |= any(True for _ in _masters_in(kwargs.get("out")))
         if writes or name in _ABOUT_THE_MASTER or self._is_about_host_tensors(args, kwargs):
             return self._on_the_host(func, args, kwargs, writes)
         substitute = self.owner.in_graph if func is torch.autograd.grad else self.owner.serve
@@ -112,7 +114,7 @@ class Guard:
 
     def _on_the_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool) -> Any:
         if writes:
-            for master in _masters_in(args):
+            for master in _masters_in((args, kwargs)):
                 self.owner.note_write(_weight_of(master))
         with without_torch_function():
             return func(*args, **kwargs)
@@ -176,17 +178,20 @@ class HostParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         return found[0].redirect(func, args, kwargs or {})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy is an ordinary Parameter."""
-        with without_torch_function():
-            copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
-        memo[id(self)] = copy
-        return copy
+        return self._as_ordinary(lambda: self.__deepcopy__(memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle is of an ordinary Parameter."""
-        with without_torch_function():
-            return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._as_ordinary(lambda: self.__reduce_ex__(protocol))
+
+    def _as_ordinary(self, action: Callable[[], Any]) -> Any:
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+        try:
+            return action()
+        finally:
+            self.__class__ = HostParameter
 
 
 _stepping: list[tuple[int, FrameType]] = []  # thread and frame of the optimizer steps that are running

@@ -17,7 +17,8 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -59,6 +60,20 @@ def remove_gate(member: Member) -> None:
         module.__class__ = _without_gate(type(module))
 
 
+@contextmanager
+def _without_telling(plain: type) -> Iterator[None]:
+    """Keep a class's own `__init_subclass__` (a registry, say) from hearing of its gate."""
+    own = vars(plain).get("__init_subclass__")
+    plain.__init_subclass__ = classmethod(lambda cls, **kwargs: None)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if own is None:
+            del plain.__init_subclass__
+        else:
+            plain.__init_subclass__ = own  # type: ignore[method-assign]
+
+
 def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
     if plain not in _gate_classes:
         plain_call = plain.__call__
@@ -83,7 +98,10 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
                 return _as_plain(self, lambda: self.__deepcopy__(memo))
 
             methods["__deepcopy__"] = __deepcopy__
-        gate: type[nn.Module] = types.new_class(plain.__name__, (plain,), exec_body=lambda body: body.update(methods))
+        with _without_telling(plain):
+            gate: type[nn.Module] = types.new_class(
+                plain.__name__, (plain,), exec_body=lambda body: body.update(methods)
+            )
         gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
         _gate_classes[plain] = gate
     return _gate_classes[plain]

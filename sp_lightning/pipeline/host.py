@@ -196,8 +196,11 @@ class GroupHost:
                 elements = torch.zeros(samples, dtype=torch.long)
                 for dimension, (size, stride) in enumerate(zip(host.size(), host.stride(), strict=True)):
                     anywhere = torch.randint(size, (samples,), generator=generator)
-                    elements += (torch.arange(samples) % size if dimension == 0 else anywhere) * stride
-                chosen.append((offset + elements * host.element_size()) // _WORD)
+                    every = torch.arange(samples) % size if samples >= size else torch.arange(samples) * size // samples
+                    elements += (every if dimension == 0 else anywhere) * stride
+                words_each = torch.arange(max(1, host.element_size() // _WORD))
+                words = (offset + elements * host.element_size()) // _WORD
+                chosen.append((words[:, None] + words_each).flatten())
             return torch.cat(chosen)
 
 

@@ -2,7 +2,9 @@
 
 Under `bf16-mixed` autocast casts each Linear or Conv weight to bf16, autograd saves the copy, and a cache keeps every
 copy until the region ends: streaming would save nothing. A weight that is only ever used through such a cast gives
-the same bits when it is cast once on the host, and half the bytes travel.
+the same bits when it is cast once on the host, and half the bytes travel. Without its cache, as Lightning has it,
+autocast casts for each use, and the gradients of several uses add up in fp32: then only what is used once for a
+graph is sent lowered.
 
 Layers of torch whose forward is nothing but such an operation are known from the start. Other weights are watched in
 their unit's first forward under autocast. A weight that is also used as it is (a tied embedding, a norm, a layer in a
@@ -77,7 +79,8 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         twins: Twins by the identity of their memory.
         assumed: Masters, by identity, that were taken for lowered without having been watched yet.
         device_type: The device whose autocast is watched.
-        on_region_without_autocast: Called with a layer that is about to compute while autocast is off.
+        on_use_as_is: Called with a layer that is about to use its weights as they are: autocast is off, or it casts
+            them anew for each use and this is not the first.
     """
 
     def __init__(
@@ -85,18 +88,20 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         twins: dict[int, Twin],
         assumed: set[int],
         device_type: str,
-        on_region_without_autocast: Callable[[nn.Module], None],
+        on_use_as_is: Callable[[nn.Module], None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._twins = twins
         self._assumed = assumed
         self._device_type = device_type
-        self._on_region_without_autocast = on_region_without_autocast
+        self._on_use_as_is = on_use_as_is
         self._dtype = torch.get_autocast_dtype(device_type)
         self.builds_graph = torch.is_grad_enabled()
         self._inside_lowered_layer = 0
         self.lowered: set[Weight] = set()
         self.used_as_is: set[Weight] = set()
+        self._casts: dict[int, tuple[Weight, Tensor]] = {}
+        self._computed: set[nn.Module] = set()
 
     def __enter__(self) -> Any:
         """Watch."""
@@ -115,8 +120,10 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if is_lowered_layer(module):
             self._inside_lowered_layer += 1
-            if not torch.is_autocast_enabled(self._device_type):
-                self._on_region_without_autocast(module)
+            once_more = module in self._computed and not torch.is_autocast_cache_enabled()
+            self._computed.add(module)
+            if once_more or not torch.is_autocast_enabled(self._device_type):
+                self._on_use_as_is(module)
 
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_lowered_layer(module):
@@ -125,20 +132,38 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note casts and other uses of weights; the operation itself is left alone."""
         kwargs = kwargs or {}
-        if not is_view(func):
-            for tensor in tensors_among(args):
-                twin = self._twins.get(storage_key(tensor))
-                if twin is not None:
-                    self._note(twin.weight, func, kwargs)
-        return func(*args, **kwargs)
+        weights = [] if is_view(func) else self._weights_among(args)
+        is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is self._dtype
+        for weight in weights:
+            self._note(weight, is_cast)
+        output = func(*args, **kwargs)
+        if is_cast and weights and weights[0] in self.lowered:
+            self._casts[storage_key(output)] = (weights[0], output)
+        return output
 
-    def _note(self, weight: Weight, func: Any, kwargs: dict[str, Any]) -> None:
+    def _weights_among(self, args: Any) -> list[Weight]:
+        found = []
+        for tensor in tensors_among(args):
+            key = storage_key(tensor)
+            if key in self._twins:
+                found.append(self._twins[key].weight)
+            elif key in self._casts and torch.is_grad_enabled() != self.builds_graph:
+                # inside of a custom autograd.Function, whose backward may use the weight as it is
+                self.used_as_is.add(self._casts[key][0])
+        return found
+
+    def _note(self, weight: Weight, is_cast: bool) -> None:
         if weight.lowered:
             if id(weight.master) in self._assumed and not self._inside_lowered_layer:
                 self.used_as_is.add(weight)
             return
-        is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is self._dtype
-        if is_cast and weight.master.dtype is torch.float32 and torch.is_grad_enabled() == self.builds_graph:
+        again = weight in self.lowered and not torch.is_autocast_cache_enabled()  # each use has a cast of its own
+        if (
+            is_cast
+            and weight.master.dtype is torch.float32
+            and torch.is_grad_enabled() == self.builds_graph
+            and not again
+        ):
             if self.builds_graph:
                 self.lowered.add(weight)
         else:

@@ -173,7 +173,10 @@ class Pipeline:
         """
         if self._depth or self._backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
+        _attached_masters.difference_update(map(id, self._masters))
         self._rearrange_for(self._plan.autocast)
+        self._masters = list(self.module.parameters())
+        _attached_masters.update(map(id, self._masters))
 
     def detach(self) -> None:
         """Give the module back: plain, on the CPU, without a trace. Calling it again does nothing."""
@@ -343,7 +346,7 @@ class Pipeline:
             swap_out(member.looks_into)
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """The dtype that autocast lowers to; None where it is off."""
+        """The dtype in which weights can be sent because autocast would lower them to it; None where it would not."""
         if not torch.is_autocast_enabled(self.device.type):
             return None
         return torch.get_autocast_dtype(self.device.type)
@@ -398,6 +401,7 @@ class Pipeline:
                 self._backward.abandon()  # it ended with an exception that the user caught inside of the step
             if member.index >= 0:
                 self._schedule.visit(member.index, direction)
+            self._keep_apart_uses(member)
             for group in [group for group in member.groups if self._window.is_blocked(group)]:
                 for weight in {id(place.weight): place.weight for place in member.places}.values():
                     if weight.twin.group is group:
@@ -409,6 +413,21 @@ class Pipeline:
             member.held.append(member.groups)
             swap_in(member, self._follow_requires_grad)
             self._window.prefetch()
+
+    def _keep_apart_uses(self, member: Member) -> None:
+        """Autocast without its cache casts for each use: a unit that is used twice for one graph is sent as it is."""
+        if (
+            self._plan.autocast is None
+            or torch.is_autocast_cache_enabled()
+            or not torch.is_grad_enabled()
+            or in_backward()
+        ):
+            return
+        if member.used_for is self._graphs.current:
+            for weight in {place.weight for place in member.places if place.weight.lowered}:
+                self._learned.used_as_is.add(id(weight.master))
+                self._make_resident(weight)
+        member.used_for = self._graphs.current
 
     def _leave(self, member: Member) -> None:
         with self._at_work:

@@ -56,6 +56,7 @@ class Member:
         held: For each call that is inside of it, the groups that must not be evicted meanwhile.
         entered: How many times it was called since it was attached.
         observed: Whether its forward has been watched under autocast: without a graph (False), with one (True).
+        used_for: The graph that it was last called for.
         looks_into: A member whose weights its forward looks at to choose a fast path (`nn.TransformerEncoder`).
     """
 
@@ -72,6 +73,7 @@ class Member:
         self.entered = 0
         self.observed: set[bool] = set()
         self.looks_into: Member | None = None
+        self.used_for: object = None
 
     @property
     def active(self) -> bool:
@@ -271,9 +273,11 @@ class _Finder:
         return nbytes * _TYPICAL_COUNT <= self.total
 
     def _has_blocks(self, module: nn.Module) -> bool:
-        """Whether there is a list of blocks inside; a list of leaves (an MLP) is not one."""
+        """Whether it is a list, or has a list of blocks inside; a list of leaves inside (an MLP) is not one."""
         return any(
-            isinstance(inner, _LISTS) and len(parts) > 1 and any(self._parts(part) for _, part in parts)
+            isinstance(inner, _LISTS)
+            and len(parts) > 1
+            and (inner is module or any(self._parts(part) for _, part in parts))
             for inner in module.modules()
             for parts in [self._parts(inner)]
         )

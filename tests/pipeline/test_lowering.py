@@ -111,7 +111,7 @@ def test_uses_are_watched(name: str) -> None:
     made = place([torch.randn(8, 8)])
     spy_on = {"twins": made.by_memory, "assumed": set(), "device_type": "cpu"}
     cast = torch.autocast("cpu", dtype=torch.bfloat16)
-    with cast, LoweringSpy(**spy_on, on_region_without_autocast=pytest.fail) as spy:
+    with cast, LoweringSpy(**spy_on, on_use_as_is=pytest.fail) as spy:
         use(torch.randn(2, 8), made.twins[0].parameter)
     assert (set(made.weights) == spy.lowered - spy.used_as_is) is lowered
     assert bool(spy.used_as_is) is not lowered
@@ -150,7 +150,8 @@ def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
                 results += [loss.detach(), *(p.grad.clone() for p in runner.parameters())]
             half = len(results) // 2
             assert all(map(torch.equal, results[:half], results[half:]))
-        assert pipeline.summary().lowered == (3 if lowered else 0)
+        # without the cache each use has a cast of its own, whose gradients add up in fp32
+        assert pipeline.summary().lowered == (3 if lowered and (cache or name != "twice") else 0)
     finally:
         pipeline.detach()
 
