@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -103,3 +104,13 @@ def test_cli(strategy):
     config = str(EXAMPLES / "configs" / "finetune_lm.yaml")
     small = ["--trainer.max_steps=2", "--trainer.accelerator=cpu", "--model.layers=4", "--model.hidden=32"]
     assert "`max_steps=2` reached" in run("cli.py", "fit", f"--config={config}", *small, *strategy)
+
+
+def test_the_overhead_benchmark_measures(tmp_path):
+    output = run(
+        "benchmarks/overhead.py", "--blocks=4", "--rounds=1", "--block-ms=1", f"--json={tmp_path / 'out.json'}"
+    )
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert results["ratio"] > 0
+    assert results["block_ms"] >= 1
+    assert f"{results['ratio']:.3f}" in output

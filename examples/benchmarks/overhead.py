@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import logging
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 
 import lightning as L
@@ -133,6 +135,8 @@ def main() -> None:
     """Measure and print."""
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
     results: dict[str, object] = {
         "torch": torch.__version__,
         "lightning": L.__version__,
