@@ -116,7 +116,7 @@ class Arrangement:
         self._choose_window()
         self._check_budget(budget)
         self._check_host_memory()
-        self.pin = self._may_pin()
+        self.pin, self.pin_gradients = self._may_pin()
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
         self._lay_out(learned)
@@ -180,20 +180,25 @@ class Arrangement:
                 f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights."
             )
 
-    def _may_pin(self) -> bool:
-        """Whether to page-lock what is sent: not more than its share of the memory, unless the user insists."""
+    def _may_pin(self) -> tuple[bool, bool]:
+        """Whether to page-lock weights, and gradients: not more than their share, unless the user insists."""
         if not self._backend.can_pin or self._options.pin_memory is False:
-            return False
-        wanted, total = sum(weight.compute_bytes for weight in self.weights), total_host_memory()
-        if self._options.pin_memory == "auto" and total is not None and wanted > _PINNED_SHARE * total:
+            return False, False
+        total = total_host_memory()
+        if self._options.pin_memory is True or total is None:
+            return True, True
+        weights = sum(weight.compute_bytes for weight in self.weights)
+        gradients = sum(weight.master.nbytes for weight in self.weights if weight.master.requires_grad)
+        share = _PINNED_SHARE * total
+        if weights + gradients > share:
             warnings.warn(
-                f"{readable_bytes(wanted)} of weights would take more than {_PINNED_SHARE:.0%} of the host's "
-                f"{readable_bytes(total)} as page-locked memory. They are copied through a small page-locked ring "
-                "instead, which is slower. `pin_memory=True` page-locks all of them.",
+                f"{readable_bytes(weights)} of weights and {readable_bytes(gradients)} of gradients would page-lock more "
+                f"than {_PINNED_SHARE:.0%} of the host's {readable_bytes(total)}. "
+                f"{'Gradients' if weights <= share else 'Both'} go through a small page-locked ring instead, which is "
+                "slower. `pin_memory=True` page-locks everything.",
                 stacklevel=2,
             )
-            return False
-        return True
+        return weights <= share, weights + gradients <= share
 
     # ------------------------------------------------------------------------------------------------------ memory
 

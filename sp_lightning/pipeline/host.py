@@ -70,7 +70,14 @@ class HostBuffer:
                 memory = torch.frombuffer(_map_pages(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
         self.bytes = memory
         self._backend = backend
-        self.pinned = pin and nbytes > 0 and backend.pin(self.bytes)
+        self.pinned = False
+        if pin:
+            self.pin()
+
+    def pin(self) -> None:
+        """Page-lock the memory, if that is possible."""
+        if not self.pinned and self.bytes.nbytes:
+            self.pinned = self._backend.pin(self.bytes)
 
     def release(self) -> None:
         """Undo the page-lock; the memory itself lives as long as a tensor lies in it."""
@@ -121,6 +128,8 @@ class GroupHost:
                 weight.adopt(tensor_in(masters.bytes, offset, weight.master, weight.master.dtype))
         elif lowered:
             masters.release()
+        elif pin:
+            masters.pin()
         self.masters = masters
         with torch.inference_mode(False):
             self._words = masters.bytes[: masters.bytes.nbytes // _WORD * _WORD].view(torch.int32)

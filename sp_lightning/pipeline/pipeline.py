@@ -220,7 +220,9 @@ class Pipeline:
         plan = self._plan = Arrangement(self.module, self.options, self._learned, self._backend, autocast)
         self._schedule = Schedule(len(plan.streamed_members))
         self._saved.twins = plan.twins
-        self._returns = GradientReturn(plan.all_units, self._backend, self.stats, plan.pin, self._sign_of_backward)
+        self._returns = GradientReturn(
+            plan.all_units, self._backend, self.stats, plan.pin_gradients, self._sign_of_backward
+        )
         self._guard = Guard(self, plan.weights)
         groups = [member.unit.group for member in plan.streamed_members if member.unit is not None]
         self._window = Window(plan.groups, groups, self._schedule, self._backend, self.stats, self._evict)
