@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,8 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+_CAN_LOOK_AT_TOP = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # not in torch 2.6
+
+
+class _SeenPushes(threading.local):
+    """Where torch cannot tell which hooks are on top: those that were pushed, as far as Python pushed them."""
+
+    def __init__(self) -> None:
+        self.stack: list[SavedTensorHooks] = []
+
+
+_seen = _SeenPushes()
+
+
+def _see_pushes_of_others() -> None:
+    """Watch `saved_tensors_hooks`, through which users and checkpoints push theirs."""
+    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+
+    def watched_enter(self: saved_tensors_hooks) -> None:
+        enter(self)
+        _seen.stack.append((self.pack_hook, self.unpack_hook))
+
+    def watched_exit(self: saved_tensors_hooks, *args: object) -> None:
+        _seen.stack.pop()
+        leave(self, *args)
+
+    saved_tensors_hooks.__enter__ = watched_enter  # type: ignore[method-assign]
+    saved_tensors_hooks.__exit__ = watched_exit  # type: ignore[method-assign]
+
+
+if not _CAN_LOOK_AT_TOP:
+    _see_pushes_of_others()
 
 
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
@@ -22,6 +57,8 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     Autograd calls only the innermost pair. Ours must hand what is not a weight to the pair below, or a user's
     `checkpoint(use_reentrant=False)` is silently switched off; the public API can push a pair but not look at it.
     """
+    if not _CAN_LOOK_AT_TOP:
+        return _seen.stack[-1] if _seen.stack else None
     hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
@@ -34,11 +71,15 @@ def saved_tensor_hooks_allowed() -> bool:
 def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:
     """Push a pair without the context manager: a `with` block cannot span a module's enter and leave."""
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    if not _CAN_LOOK_AT_TOP:
+        _seen.stack.append(hooks)
 
 
 def pop_saved_tensor_hooks() -> None:
     """Undo one `push_saved_tensor_hooks`."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
+    if not _CAN_LOOK_AT_TOP:
+        _seen.stack.pop()
 
 
 def in_backward() -> bool:

@@ -192,8 +192,8 @@ class Arrangement:
         share = _PINNED_SHARE * total
         if weights + gradients > share:
             warnings.warn(
-                f"{readable_bytes(weights)} of weights and {readable_bytes(gradients)} of gradients would page-lock more "
-                f"than {_PINNED_SHARE:.0%} of the host's {readable_bytes(total)}. "
+                f"{readable_bytes(weights)} of weights and {readable_bytes(gradients)} of gradients would page-lock "
+                f"more than {_PINNED_SHARE:.0%} of the host's {readable_bytes(total)}. "
                 f"{'Gradients' if weights <= share else 'Both'} go through a small page-locked ring instead, which is "
                 "slower. `pin_memory=True` page-locks everything.",
                 stacklevel=2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -285,6 +286,23 @@ def test_many_units_share_a_ring_of_two_pieces() -> None:
             for index, made in enumerate(units):
                 assert all(weight.master.grad.eq(step * (index + 1)).all() for weight in made.weights)
         assert returns.device_bytes() == 2 * 512
+        returns.close()
+
+
+def test_a_piece_is_not_filled_before_it_was_added() -> None:
+    """The worker is slower than backward: the next copy into a piece waits for it."""
+    with host_backend(poison=True) as backend:
+        units = [place([torch.ones(50)], backend, name=f"unit {index}") for index in range(5)]
+        returns = GradientReturn([made.unit for made in units], backend, Stats(), False, lambda: None)
+        accumulate = returns._accumulate
+        returns._accumulate = lambda *args: (time.sleep(0.004), accumulate(*args))[1]  # type: ignore[method-assign]
+        for made in units:
+            made.weights[0].master.grad = torch.ones(50)
+            returns.watch(made.twins[0])
+        for index, made in enumerate(units):
+            (made.twins[0].parameter * index).sum().backward()
+        returns.finish()
+        assert all(made.weights[0].master.grad.eq(index + 1).all() for index, made in enumerate(units))
         returns.close()
 
 

@@ -193,6 +193,16 @@ def test_every_edit_of_a_master_is_noticed_and_sent(
     assert torch.equal(sent, master.detach().to(sent.dtype))
 
 
+def test_a_write_to_a_single_element_is_noticed() -> None:
+    """The version counter sees what a sample of the bytes can miss."""
+    group = group_of(torch.randn(100, 100))
+    for column in range(20):
+        state = group.state()
+        with torch.no_grad():
+            group.weights[0].master[50, column] += 1
+        assert group.has_changed(state)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_edits_of_the_smallest_weights_are_noticed(dtype: torch.dtype, count: int) -> None:

@@ -82,10 +82,8 @@ def test_inference_does_not_disturb_training() -> None:
 def test_the_same_use_again_is_one_use() -> None:
     """A unit with several members in a row, or a repeated sign of backward, does not count as a loop."""
     schedule = Schedule(3)
-    run(schedule, [(0, F), (0, F), (0, F), (1, F)])
-    schedule.forget_position()
-    run(schedule, [(2, I), (0, F)])
-    assert ahead(schedule, 1) == [1]
+    run(schedule, [(0, I), (0, I), (2, I)] * 2 + [(0, I)])
+    assert ahead(schedule, 3) == [2, 0, 2]
 
 
 def test_after_an_exception_nothing_follows_from_what_came_last() -> None:
