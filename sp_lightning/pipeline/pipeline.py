@@ -113,32 +113,6 @@ class Pipeline:
         with self._scope(look_for_new_parameters=True):
             yield
 
-    @contextmanager
-    def _scope(self, look_for_new_parameters: bool = False) -> Iterator[None]:
-        if self._depth == 0:
-            self._open(look_for_new_parameters)
-        self._depth += 1
-        pushed = self._saved.push()
-        try:
-            with self._checked():
-                yield
-        except BaseException:
-            if self._depth == 1 and not in_backward():
-                self.reset()
-            raise
-        finally:
-            if pushed:
-                self._saved.pop()
-            if self._depth:
-                self._depth -= 1
-                self._close()
-
-    def _checked(self) -> AbstractContextManager[Any]:
-        # not in inference: torch's fused fast paths look for dispatch modes, and without them other numbers come out
-        if self.options.debug and self._depth == 1 and torch.is_grad_enabled():
-            return AccessCheck(lambda: self._plan, lambda: bool(self._at_work) or guards_suspended())
-        return nullcontext()
-
     def weights_changed(self) -> None:
         """Weights on the host were written to: what lies on the device is checked before it is used again."""
         self._window.suspect_all()
@@ -272,6 +246,32 @@ class Pipeline:
         self.rebuild()
 
     # -------------------------------------------------------------------------------------------------- the scope
+
+    @contextmanager
+    def _scope(self, look_for_new_parameters: bool = False) -> Iterator[None]:
+        if self._depth == 0:
+            self._open(look_for_new_parameters)
+        self._depth += 1
+        pushed = self._saved.push()
+        try:
+            with self._checked():
+                yield
+        except BaseException:
+            if self._depth == 1 and not in_backward():
+                self.reset()
+            raise
+        finally:
+            if pushed:
+                self._saved.pop()
+            if self._depth:
+                self._depth -= 1
+                self._close()
+
+    def _checked(self) -> AbstractContextManager[Any]:
+        # not in inference: torch's fused fast paths look for dispatch modes, and without them other numbers come out
+        if self.options.debug and self._depth == 1 and torch.is_grad_enabled():
+            return AccessCheck(lambda: self._plan, lambda: bool(self._at_work) or guards_suspended())
+        return nullcontext()
 
     def _open(self, look_for_new_parameters: bool) -> None:
         if in_backward():
