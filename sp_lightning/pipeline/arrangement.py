@@ -58,9 +58,8 @@ class Learned:
         self.assumed -= {id(weight.master) for weight in watched}
         self.lowered |= {id(weight.master) for weight in lowered}
         self.used_as_is |= {id(weight.master) for weight in used_as_is}
-        return any(not weight.lowered for weight in lowered - used_as_is) or any(
-            weight.lowered for weight in used_as_is
-        )
+        to_lower = any(not weight.lowered and id(weight.master) not in self.used_as_is for weight in lowered)
+        return to_lower or any(weight.lowered for weight in used_as_is)
 
 
 class Arrangement:

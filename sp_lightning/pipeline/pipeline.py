@@ -417,19 +417,16 @@ class Pipeline:
             self._window.prefetch()
 
     def _keep_apart_uses(self, member: Member) -> None:
-        """Autocast without its cache casts for each use: a unit that is used twice for one graph is sent as it is."""
-        if (
-            self._plan.autocast is None
-            or torch.is_autocast_cache_enabled()
-            or not torch.is_grad_enabled()
-            or in_backward()
-        ):
+        """Autocast without its cache casts for each use: a weight that is used twice for one graph is sent as it is."""
+        if self._plan.autocast is None or torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
             return
-        if member.used_for is self._graphs.current:
-            for weight in {place.weight for place in member.places if place.weight.lowered}:
+        if in_backward():  # a checkpoint's recomputation is the same use once more
+            return
+        for weight in {place.weight for place in member.places if place.weight.lowered}:
+            if weight.used_for is self._graphs.current:
                 self._learned.used_as_is.add(id(weight.master))
                 self._make_resident(weight)
-        member.used_for = self._graphs.current
+            weight.used_for = self._graphs.current
 
     def _leave(self, member: Member) -> None:
         with self._at_work:

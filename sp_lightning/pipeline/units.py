@@ -56,7 +56,6 @@ class Member:
         held: For each call that is inside of it, the groups that must not be evicted meanwhile.
         entered: How many times it was called since it was attached.
         observed: Whether its forward has been watched under autocast: without a graph (False), with one (True).
-        used_for: The graph that it was last called for.
         looks_into: A member whose weights its forward looks at to choose a fast path (`nn.TransformerEncoder`).
     """
 
@@ -73,7 +72,6 @@ class Member:
         self.entered = 0
         self.observed: set[bool] = set()
         self.looks_into: Member | None = None
-        self.used_for: object = None
 
     @property
     def active(self) -> bool:

@@ -78,6 +78,7 @@ class Weight:
         host: The master's memory as a plain tensor.
         compute_dtype: The dtype in which it is sent: the master's, or the one that autocast lowers it to.
         unit: The unit it belongs to.
+        used_for: The graph that it was last used for, where that matters (autocast without its cache).
         twin: Its current twin.
     """
 
@@ -89,6 +90,7 @@ class Weight:
         self.master = master
         self.host = master.data
         self.compute_dtype = master.dtype
+        self.used_for: object = None
 
     @property
     def lowered(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, superpipeline
 
 from ..zoo.blocks import Block, chain
+from .parts import RecordingBackend
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
@@ -220,6 +221,29 @@ def run_a_step(pipeline: Pipeline) -> None:
     with pipeline.step():
         x = pipeline.module(torch.randn(3, 16))
         pipeline.module.head(x).square().mean().backward()
+
+
+def test_a_refused_module_closes_the_backend() -> None:
+    """Streams and threads of a pipeline that never came to be are given back."""
+    backend = RecordingBackend()
+    with pytest.raises(ValueError, match="matches no module"):
+        Pipeline(model(), "cpu", options=PipelineOptions(units="Nothing"), backend=backend)
+    assert backend.said("drain") == ["drain"]
+
+
+def test_rebuilt_parameters_belong_to_the_pipeline() -> None:
+    """After `load_state_dict(assign=True)` the new objects are refused to others, and the old ones are free."""
+    module = model()
+    pipeline = superpipeline(module, "cpu", units=Block)
+    old = module.blocks[0].up
+    try:
+        module.blocks[0].up = nn.Linear(16, 64)
+        pipeline.rebuild()
+        with pytest.raises(ValueError, match="already belongs"):
+            superpipeline(module.blocks[0].up, "cpu")
+        superpipeline(old, "cpu").detach()
+    finally:
+        pipeline.detach()
 
 
 def test_rebuild_in_the_middle_of_a_step() -> None:
