@@ -401,6 +401,7 @@ class Quantised(nn.Parameter):
     ],
     ids=["subclass", "expanded", "scripted"],
 )
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_what_cannot_be_repointed_is_unmanaged(replace: Callable[[Block], None]) -> None:
     """It lives on the device; the rest of its block streams."""
     model = chain(3)
