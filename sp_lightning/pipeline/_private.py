@@ -87,6 +87,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def is_tracing() -> bool:
+    """Whether `torch.jit.trace` is recording."""
+    return bool(torch._C._is_tracing())
+
+
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has run its last node (as DDP and FSDP2 do)."""
     Variable._execution_engine.queue_callback(callback)

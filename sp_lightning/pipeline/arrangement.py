@@ -58,7 +58,9 @@ class Learned:
         self.assumed -= {id(weight.master) for weight in watched}
         self.lowered |= {id(weight.master) for weight in lowered}
         self.used_as_is |= {id(weight.master) for weight in used_as_is}
-        to_lower = any(not weight.lowered and id(weight.master) not in self.used_as_is for weight in lowered)
+        to_lower = any(
+            not (weight.lowered or weight.unit.resident or id(weight.master) in self.used_as_is) for weight in lowered
+        )
         return to_lower or any(weight.lowered for weight in used_as_is)
 
 
@@ -109,7 +111,7 @@ class Arrangement:
         self.streamed_members = [member for unit in plan.units for member in unit.members]
         self.members = [*self.streamed_members, *plan.resident.members, *plan.callers]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
-        for weight in self.weights:
+        for weight in [weight for unit in plan.units for weight in unit.weights]:  # resident ones do not travel
             if autocast is not None and id(weight.master) in learned.lowered - learned.used_as_is:
                 weight.compute_dtype = autocast
         self._choose_window()

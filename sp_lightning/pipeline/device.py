@@ -47,8 +47,8 @@ class Group:
         users: Forward calls that are inside one of its units now; above zero it may not be evicted.
         readable: Whether computing waits for the copy, so that what is computed from now on sees the bytes.
         suspect: Whether the masters may have changed since the load.
+        last_load: In which step it was loaded last, and the masters' versions then.
         state: The masters as they were last looked at; None if they may have changed since.
-        loaded_state: The state of the masters that the device's bytes were copied from.
     """
 
     def __init__(self, index: int, units: int, host: GroupHost, resident: bool) -> None:
@@ -64,7 +64,7 @@ class Group:
         self.readable = False
         self.suspect = False
         self.state: MasterState | None = None
-        self.loaded_state: MasterState | None = None
+        self.last_load: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def loaded(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import in_backward, storage_key, without_torch_function
+from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
@@ -110,7 +110,8 @@ class Pipeline:
         Calls of the module open one by themselves. A wider one is needed around code that uses weights outside of
         module calls, and around `torch.autograd.grad(..., create_graph=True)`.
         """
-        with self._scope(look_for_new_parameters=True):
+        # resumed, because Lightning calls a training step inside of `optimizer.step(closure)`
+        with guards_resumed(), self._scope(look_for_new_parameters=True):
             yield
 
     def weights_changed(self) -> None:
@@ -284,6 +285,7 @@ class Pipeline:
         self._take_in_what_was_learned()
         self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
         self._graphs.begin()
+        self._window.begin_step()
         self._untouched = True
         self._activate()
         with self._at_work:
@@ -311,6 +313,11 @@ class Pipeline:
 
     def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of a member's module with its weights on the device (see hooks.py)."""
+        if is_tracing():
+            raise RuntimeError(
+                "A module that superpipeline streams cannot be traced: a trace would keep the weights of one moment. "
+                "Trace `copy.deepcopy(module)`, which is plain, or call `detach()` first."
+            )
         if guards_suspended():
             with guards_resumed():
                 return self.call(member, forward, args, kwargs)
@@ -422,10 +429,12 @@ class Pipeline:
             return
         if in_backward():  # a checkpoint's recomputation is the same use once more
             return
-        for weight in {place.weight for place in member.places if place.weight.lowered}:
+        outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
+        for weight in outermost:
             if weight.used_for is self._graphs.current:
                 self._learned.used_as_is.add(id(weight.master))
-                self._make_resident(weight)
+                if weight.lowered:
+                    self._make_resident(weight)
             weight.used_for = self._graphs.current
 
     def _leave(self, member: Member) -> None:
@@ -463,7 +472,7 @@ class Pipeline:
         self.stats.host_syncs += 1
         self.stats.write_backs += 1
         group = weight.twin.group
-        group.state = group.loaded_state = group.host.state()
+        group.state = group.host.state()
 
     def _watch(self, member: Member, output: Any) -> Any:
         """Have backward announce itself, and let nothing that leaves a unit lie in its slot."""
@@ -504,6 +513,9 @@ class Pipeline:
         with self._at_work:
             self._untouched = False
             twin = weight.twin
+            if weight.lowered:  # who uses it here may not want it cast
+                self._learned.used_as_is.add(id(weight.master))
+                twin = self._make_resident(weight)
             in_use = twin.group.users > 0 or self._backward.has_reached(weight.unit)
             if not (twin.group.resident or (in_use and twin.group.loaded)):
                 twin = self._make_resident(weight)

@@ -47,6 +47,11 @@ class Window:
         self._backend = backend
         self._stats = stats
         self._on_evict = on_evict
+        self._step = 0
+
+    def begin_step(self) -> None:
+        """A new step; autocast's cache does not outlive the last one."""
+        self._step += 1
 
     def suspect_all(self) -> None:
         """Masters may have changed: every group is looked at before it is used again."""
@@ -117,8 +122,9 @@ class Window:
             self._stats.resident_loads += 1
         else:
             self._stats.loads += group.units
-        before, group.loaded_state = group.loaded_state, group.state
-        if before is not None and before is not group.state and torch.is_autocast_enabled(self._backend.device.type):
+        loaded, group.last_load = group.last_load, (self._step, group.state.versions)
+        changed_in_this_step = loaded is not None and loaded[0] == self._step and loaded != group.last_load
+        if changed_in_this_step and torch.is_autocast_enabled(self._backend.device.type):
             # autocast keeps casts by Parameter object: without this it would go on with the old values
             torch.clear_autocast_cache()
 

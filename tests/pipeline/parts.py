@@ -119,6 +119,11 @@ class FakeState:
 
     version: int
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """As `MasterState` has them."""
+        return (self.version,)
+
 
 def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
     """Groups of equal size that share `window` slots; group number i sends bytes of value i."""
@@ -169,7 +174,7 @@ def place(
     host = GroupHost(unit.weights, backend, pin=False)
     group = unit.group = Group(0, 1, host, resident=False)
     group.place = backend.allocate(group.nbytes)
-    group.state = group.loaded_state = host.state()
+    group.state = host.state()
     group.place.copy_(host.prepare(group.state))
     for weight, offset in zip(unit.weights, host.source_offsets, strict=True):
         data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)

@@ -13,6 +13,7 @@ from torch.func import grad, vmap
 from sp_lightning.pipeline import _private
 from sp_lightning.pipeline._private import (
     in_backward,
+    is_tracing,
     pop_saved_tensor_hooks,
     post_accumulate_hooks,
     push_saved_tensor_hooks,
@@ -198,3 +199,16 @@ def test_every_function_has_a_test() -> None:
     own = {name for name, value in vars(_private).items() if getattr(value, "__module__", "") == _private.__name__}
     functions = {name for name in own if not name.startswith("_")}
     assert functions <= set(globals()), functions - set(globals())
+
+
+def test_tracing_is_noticed() -> None:
+    """A trace of streamed weights would keep those of one moment."""
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(is_tracing())
+        return x + 1
+
+    torch.jit.trace(function, torch.ones(1), check_trace=False)
+    assert seen == [True]
+    assert not is_tracing()
