@@ -8,7 +8,7 @@ callback that autograd runs after the last node closes it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -103,8 +103,15 @@ class BackwardPass:
             self._on_begin()
             when_backward_ends(self._end)
 
-    def reach(self, member: Member, graph: Graph) -> None:
-        """Backward is about to run the nodes of a member's call."""
+    def reach(self, member: Member, graph: Graph, groups: Sequence[Group], around: Sequence[Group]) -> None:
+        """Backward is about to run the nodes of a member's call.
+
+        Args:
+            member: Whose call it was.
+            graph: The graph that the call built.
+            groups: What the call computed with.
+            around: Groups of calls that were around it, whose backward is not over either.
+        """
         unit = member.unit
         if unit is None:
             return
@@ -113,12 +120,13 @@ class BackwardPass:
             self._graphs.add(graph)
             self._schedule.visit(member.index, Pass.BACKWARD)
             self._returns.ship_all_but([unit, self._resident])
-            self._window.bring(unit.group)
+            for group in groups:
+                self._window.bring(group)
             if unit not in self._reached:
                 self._reached.append(unit)
             for other in unit.members:  # for checkpoints inside of the unit, which call its parts and not the unit
                 swap_in(other, self._prepare)
-            self._window.prefetch(in_use=unit.group)
+            self._window.prefetch(in_use=[*groups, *around])
 
     def require(self, twin: Twin) -> None:
         """Backward unpacks a weight."""

@@ -90,6 +90,7 @@ class Pipeline:
         self._untouched = True
         self._saved = SavedTensors(lambda twin: self._backward.require(twin))
         self._graphs = Graphs()
+        self._inside: list[list[Group]] = []  # what each call that is running now computes with
         try:
             self._arrange()
         except BaseException:
@@ -131,6 +132,7 @@ class Pipeline:
             for member in self._plan.members:
                 member.held.clear()
                 swap_out(member)
+            self._inside.clear()
             self._backward.abandon()
             self._saved.pop_all()
             self._backend.drain()
@@ -420,6 +422,7 @@ class Pipeline:
                 self._window.bring(group)
                 group.users += 1
             member.held.append(member.groups)
+            self._inside.append(member.groups)
             swap_in(member, self._follow_requires_grad)
             self._window.prefetch()
 
@@ -441,6 +444,7 @@ class Pipeline:
         with self._at_work:
             if not member.held:  # an exception inside led to a reset
                 return
+            self._inside.pop()
             for group in member.held.pop():
                 group.users -= 1
             for place in member.places:
@@ -448,8 +452,7 @@ class Pipeline:
                     self._write_back(place.weight)
             if not member.active and not self._backward.has_reached(member.unit):
                 swap_out(member)
-            being_recomputed = member.unit.group if in_backward() and member.unit is not None else None
-            self._window.prefetch(being_recomputed)
+            self._window.prefetch(in_use=member.groups if in_backward() else ())
 
     def _follow_requires_grad(self, twin: Twin) -> None:
         with torch.inference_mode(False):
@@ -484,7 +487,8 @@ class Pipeline:
             watched = [tensor for tensor in tensors if tensor.requires_grad]
             if watched:
                 graph = self._graphs.watch_current()
-                before_backward(watched, lambda: self._reach(member, graph))
+                groups, around = member.held[-1], [group for held in self._inside[:-1] for group in held]
+                before_backward(watched, lambda: self._reach(member, graph, groups, around))
         return output
 
     # --------------------------------------------------------------------------------------------------- backward
@@ -492,7 +496,7 @@ class Pipeline:
     def _sign_of_backward(self) -> None:
         self._backward.note()
 
-    def _reach(self, member: Member, graph: Graph) -> None:
+    def _reach(self, member: Member, graph: Graph, groups: list[Group], around: list[Group]) -> None:
         """Backward is about to run the nodes of a member's call."""
         if member not in self._plan.streamed_members:
             return  # a graph of an earlier arrangement: unpacking will say so if it matters
@@ -501,7 +505,7 @@ class Pipeline:
                 "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
                 "with `with pipeline.step():`."
             )
-        self._backward.reach(member, graph)
+        self._backward.reach(member, graph, groups, around)
 
     def _evict(self, group: Group) -> None:
         self._backward.evict(group)

@@ -170,10 +170,14 @@ class _Finder:
         shared_atoms, shared_weights = self._sort_out_sharing(atoms)
         self.resident_weights |= shared_weights
         units = [self._make_unit(part) for part in self._join(self._merge_shared(atoms, shared_atoms))]
+        emptied = [member for unit in units if not unit.weights for member in unit.members]
         units = [unit for unit in units if unit.weights]
         taken = {id(weight) for unit in units for weight in unit.weights}
         resident = Unit("resident", resident=True)
         resident.weights = [weight for weight in self.weights.values() if id(weight) not in taken]
+        for member in emptied:  # all that they have is shared and resident, but their calls must be noticed
+            member.unit = resident
+            resident.members.append(member)
         callers = self._remaining_members(units, resident)
         for unit in [*units, resident]:
             for weight in unit.weights:
@@ -381,8 +385,9 @@ class _Finder:
 
     def _remaining_members(self, units: list[Unit], resident: Unit) -> list[Member]:
         """Gates for modules outside of units: as large as possible below, one by one around units."""
-        streamed = {id(member.module) for unit in units for member in unit.members}
-        inside = {id(inner) for unit in units for member in unit.members for inner in member.module.modules()}
+        members = [member for unit in [*units, resident] for member in unit.members]
+        streamed = {id(member.module) for member in members}
+        inside = {id(inner) for member in members for inner in member.module.modules()}
         callers: list[Member] = []
 
         def visit(name: str, module: nn.Module) -> None:

@@ -78,15 +78,15 @@ class Window:
         self._backend.wait(group.ticket)
         group.readable = True
 
-    def prefetch(self, in_use: Group | None = None) -> None:
+    def prefetch(self, in_use: Sequence[Group] = ()) -> None:
         """Start copies for what comes next, as far as places are free.
 
         Args:
-            in_use: A group that backward reads now, although no call is inside of it.
+            in_use: Groups that backward reads now, although no call is inside of them.
         """
         if all(group.loaded and not group.suspect for group in self.groups):
             return
-        soon = [in_use] if in_use is not None else []
+        soon = list(in_use)
         for member in islice(self._schedule.upcoming(), 2 * len(self._group_of_member)):
             group = self._group_of_member[member]
             if group in soon:

@@ -161,7 +161,7 @@ def test_a_prefetch_does_not_evict_what_backward_reads_now() -> None:
     scene = Scene(4, 1)
     scene.window.bring(scene.groups[2])
     scene.schedule.visit(2, Pass.BACKWARD)
-    scene.window.prefetch(in_use=scene.groups[2])
+    scene.window.prefetch(in_use=[scene.groups[2]])
     assert scene.loaded() == [2]
     scene.window.prefetch()
     assert scene.loaded() == [1]
