@@ -86,6 +86,11 @@ class Window:
         """
         if all(group.loaded and not group.suspect for group in self.groups):
             return
+        for group in self.groups:
+            if group.resident:
+                self._verify(group)
+                if not group.loaded:
+                    self._load(group)
         soon = list(in_use)
         for member in islice(self._schedule.upcoming(), 2 * len(self._group_of_member)):
             group = self._group_of_member[member]
