@@ -68,6 +68,7 @@ class BackwardPass:
 
     Attributes:
         running: Whether a pass is open.
+        in_use: Groups of the unit that backward reached last, and of those around it.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class BackwardPass:
         self._prepare = prepare
         self._on_begin = on_begin
         self._on_end = on_end
+        self.in_use: list[Group] = []
         self._reached: list[Unit] = []
         self._graphs: set[Graph] = set()
 
@@ -126,7 +128,8 @@ class BackwardPass:
                 self._reached.append(unit)
             for other in unit.members:  # for checkpoints inside of the unit, which call its parts and not the unit
                 swap_in(other, self._prepare)
-            self._window.prefetch(in_use=[*groups, *around])
+            self.in_use = [*groups, *around]
+            self._window.prefetch(self.in_use)
 
     def require(self, twin: Twin) -> None:
         """Backward unpacks a weight."""
@@ -169,6 +172,7 @@ class BackwardPass:
         for unit in self._reached:
             _take_twins_from(unit)
         self._reached.clear()
+        self.in_use = []
 
 
 def _take_twins_from(unit: Unit) -> None:

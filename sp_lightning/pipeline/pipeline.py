@@ -424,7 +424,7 @@ class Pipeline:
             member.held.append(member.groups)
             self._inside.append(member.groups)
             swap_in(member, self._follow_requires_grad)
-            self._window.prefetch()
+            self._window.prefetch(self._backward.in_use)
 
     def _keep_apart_uses(self, member: Member) -> None:
         """Autocast without its cache casts for each use: a weight that is used twice for one graph is sent as it is."""
@@ -452,7 +452,7 @@ class Pipeline:
                     self._write_back(place.weight)
             if not member.active and not self._backward.has_reached(member.unit):
                 swap_out(member)
-            self._window.prefetch(in_use=member.groups if in_backward() else ())
+            self._window.prefetch([*member.groups, *self._backward.in_use] if in_backward() else ())
 
     def _follow_requires_grad(self, twin: Twin) -> None:
         with torch.inference_mode(False):

@@ -388,10 +388,17 @@ class _Finder:
         members = [member for unit in [*units, resident] for member in unit.members]
         streamed = {id(member.module) for member in members}
         inside = {id(inner) for member in members for inner in member.module.modules()}
+        unit_around = {id(inner): member.unit for member in members for inner in member.module.modules()}
         callers: list[Member] = []
 
         def visit(name: str, module: nn.Module) -> None:
             if id(module) in inside:
+                unit = unit_around.get(id(module))
+                if id(module) not in streamed and unit is not None and _is_called(module):
+                    streamed.add(id(module))  # part of a unit, and called from outside of it, too
+                    member = Member(name, module, unit)
+                    self._add_places(member, module.modules())
+                    unit.members.append(member)
                 return
             around = any(id(inner) in streamed for inner in module.modules())
             member = Member(name, module, resident)
