@@ -365,7 +365,8 @@ class Pipeline:
     def _adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> bool:
         """Autocast was switched on or off; True if everything was arranged anew for it."""
         learned = self._learned
-        if autocast is not None and not learned.lowered:
+        # without its cache, whether a weight is used once for a graph is to be seen first: nothing can be assumed
+        if autocast is not None and not learned.lowered and torch.is_autocast_cache_enabled():
             known = {id(weight.master) for weight in known_to_be_lowered(self.module, self._plan.units)}
             learned.lowered |= known
             learned.assumed |= known
