@@ -170,7 +170,7 @@ class Arrangement:
 
     def _check_host_memory(self) -> None:
         free = available_host_memory()
-        gradients = sum(weight.master.nbytes for weight in self.weights if weight.master.requires_grad)
+        gradients = self._gradient_bytes()
         copies = sum(weight.compute_bytes for weight in self.weights if weight.lowered)
         moving = max(_sent_bytes(part) for part in [*self._parts, [self.resident]])
         needed = gradients + copies + moving
@@ -181,6 +181,9 @@ class Arrangement:
                 f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights."
             )
 
+    def _gradient_bytes(self) -> int:
+        return sum(weight.master.nbytes for weight in self.weights if weight.master.requires_grad)
+
     def _may_pin(self) -> tuple[bool, bool]:
         """Whether to page-lock weights, and gradients: not more than their share, unless the user insists."""
         if not self._backend.can_pin or self._options.pin_memory is False:
@@ -189,7 +192,7 @@ class Arrangement:
         if self._options.pin_memory is True or total is None:
             return True, True
         weights = sum(weight.compute_bytes for weight in self.weights)
-        gradients = sum(weight.master.nbytes for weight in self.weights if weight.master.requires_grad)
+        gradients = self._gradient_bytes()
         share = _PINNED_SHARE * total
         if weights + gradients > share:
             warnings.warn(

@@ -88,7 +88,7 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
         def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
             reduced = _as_plain(self, lambda: self.__reduce_ex__(protocol))
             if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-                return (_new_instance(plain), *reduced[1:])
+                return (plain.__new__, *reduced[1:])  # `__newobj__` insists on the object's own class, the gate
             return reduced
 
         methods: dict[str, Any] = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_superpipeline_plain": plain}
@@ -105,12 +105,6 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
         gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
         _gate_classes[plain] = gate
     return _gate_classes[plain]
-
-
-def _new_instance(plain: type) -> Callable[..., Any]:
-    """What pickle calls for a new instance: not `copyreg.__newobj__`, which insists on the gate's own class."""
-    new: Callable[..., Any] = plain.__new__
-    return new
 
 
 def _as_plain(module: nn.Module, action: Callable[[], Any]) -> Any:

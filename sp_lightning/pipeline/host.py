@@ -118,8 +118,6 @@ class GroupHost:
         self, weights: Sequence[Weight], backend: Backend, pin: bool, masters: HostBuffer | None = None
     ) -> None:
         self.weights = list(weights)
-        self._backend = backend
-        self._pin = pin
         self._offsets, self.master_bytes = lay_out([weight.master.nbytes for weight in self.weights])
         lowered = any(weight.lowered for weight in self.weights)
         if masters is None:
@@ -186,10 +184,10 @@ class GroupHost:
         """Bytes of host memory held for these weights, without gradients."""
         return self.masters.bytes.nbytes + (self.source.bytes.nbytes if self.source is not self.masters else 0)
 
-    def release(self) -> None:
-        """Undo page-locks; the masters stay where they are."""
-        self.masters.release()
-        self.source.release()
+    def release_copies(self) -> None:
+        """Undo the page-lock of lowered copies; the masters' memory serves the next arrangement, too."""
+        if self.source is not self.masters:
+            self.source.release()
 
     def _sampled_words(self) -> Tensor:
         """Indices of words of every weight: at random places, one in every row, so that no row changes unseen."""

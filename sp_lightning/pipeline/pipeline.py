@@ -230,8 +230,7 @@ class Pipeline:
         self._returns.close()
         self._backend.drain()
         for group in self._plan.groups:
-            if group.host.source is not group.host.masters:
-                group.host.source.release()
+            group.host.release_copies()
 
     def _take_in_what_was_learned(self) -> None:
         """Between steps, when no graph holds on to the old arrangement."""
@@ -287,11 +286,10 @@ class Pipeline:
         self._take_in_what_was_learned()
         self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
         self._graphs.begin()
-        self._window.begin_step()
         self._untouched = True
         self._activate()
         with self._at_work:
-            self._window.prefetch()
+            self._window.begin_step()
 
     def _has_new_parameters(self) -> bool:
         """Whether someone put other Parameter objects into the modules, as `load_state_dict(assign=True)` does."""
@@ -376,9 +374,7 @@ class Pipeline:
             self._activate()
             return True
         for weight in [place.weight for place in member.places if place.weight.lowered]:
-            # the unit is used with and without autocast in one step: it is sent as it is from now on
-            learned.used_as_is.add(id(weight.master))
-            self._make_resident(weight)
+            self._keep_as_is(weight)  # the unit is used with and without autocast in one step
         return False
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
@@ -393,8 +389,7 @@ class Pipeline:
         def keep_as_is(layer: nn.Module) -> None:
             for place in member.places:
                 if place.parameters is layer._parameters and place.weight.lowered:
-                    self._learned.used_as_is.add(id(place.weight.master))
-                    self._make_resident(place.weight)
+                    self._keep_as_is(place.weight)
                     place.parameters[place.key] = self.serve(place.weight)
 
         spy = LoweringSpy(self._plan.twins, self._learned.assumed, self.device.type, keep_as_is)
@@ -436,9 +431,7 @@ class Pipeline:
         outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
         for weight in outermost:
             if weight.used_for is self._graphs.current:
-                self._learned.used_as_is.add(id(weight.master))
-                if weight.lowered:
-                    self._make_resident(weight)
+                self._keep_as_is(weight)
             weight.used_for = self._graphs.current
 
     def _leave(self, member: Member) -> None:
@@ -489,7 +482,8 @@ class Pipeline:
             if watched:
                 graph = self._graphs.watch_current()
                 groups, around = member.held[-1], [group for held in self._inside[:-1] for group in held]
-                before_backward(watched, lambda: self._reach(member, graph, groups, around))
+                plan = self._plan
+                before_backward(watched, lambda: self._reach(plan, member, graph, groups, around))
         return output
 
     # --------------------------------------------------------------------------------------------------- backward
@@ -497,9 +491,9 @@ class Pipeline:
     def _sign_of_backward(self) -> None:
         self._backward.note()
 
-    def _reach(self, member: Member, graph: Graph, groups: list[Group], around: list[Group]) -> None:
+    def _reach(self, plan: Arrangement, member: Member, graph: Graph, groups: list[Group], around: list[Group]) -> None:
         """Backward is about to run the nodes of a member's call."""
-        if member not in self._plan.streamed_members:
+        if plan is not self._plan:
             return  # a graph of an earlier arrangement: unpacking will say so if it matters
         if torch.is_grad_enabled() and self._depth == 0:
             raise RuntimeError(
@@ -517,10 +511,9 @@ class Pipeline:
         """The weight on the device, for an operation outside of its unit (see guard.py)."""
         with self._at_work:
             self._untouched = False
-            twin = weight.twin
             if weight.lowered:  # who uses it here may not want it cast
-                self._learned.used_as_is.add(id(weight.master))
-                twin = self._make_resident(weight)
+                self._keep_as_is(weight)
+            twin = weight.twin
             in_use = twin.group.users > 0 or self._backward.has_reached(weight.unit)
             if not (twin.group.resident or (in_use and twin.group.loaded)):
                 twin = self._make_resident(weight)
@@ -538,6 +531,12 @@ class Pipeline:
     def in_graph(self, weight: Weight) -> Tensor:
         """The leaf that the graph of this step was built on."""
         return weight.twin.parameter
+
+    def _keep_as_is(self, weight: Weight) -> None:
+        """Send a weight in its own dtype from now on; if it was lowered, give it a resident copy until then."""
+        self._learned.used_as_is.add(id(weight.master))
+        if weight.lowered:
+            self._make_resident(weight)
 
     def _make_resident(self, weight: Weight) -> Twin:
         self.stats.promotions += 1

@@ -50,8 +50,13 @@ class Window:
         self._step = 0
 
     def begin_step(self) -> None:
-        """A new step; autocast's cache does not outlive the last one."""
+        """Start copies of what the step needs first: resident weights, and what the schedule expects."""
         self._step += 1
+        for group in [group for group in self.groups if group.resident]:
+            self._verify(group)
+            if not group.loaded:
+                self._load(group)
+        self.prefetch()
 
     def suspect_all(self) -> None:
         """Masters may have changed: every group is looked at before it is used again."""
@@ -86,11 +91,6 @@ class Window:
         """
         if all(group.loaded and not group.suspect for group in self.groups):
             return
-        for group in self.groups:
-            if group.resident:
-                self._verify(group)
-                if not group.loaded:
-                    self._load(group)
         soon = list(in_use)
         for member in islice(self._schedule.upcoming(), 2 * len(self._group_of_member)):
             group = self._group_of_member[member]
