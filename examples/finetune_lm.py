@@ -140,15 +140,16 @@ def read_text(path: str | None) -> str:
 
 def positive(text: str) -> int:
     """Parse an integer of at least one."""
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
+    return int(text)
 
 
 def auto_or_positive(text: str) -> int | str:
     """Parse `auto` or an integer of at least one."""
-    return text if text == "auto" else positive(text)
+    if text != "auto" and not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text} is neither 'auto' nor an integer of at least 1")
+    return text if text == "auto" else int(text)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

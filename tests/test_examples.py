@@ -61,6 +61,7 @@ def test_finetune_lm_reads_a_file(tmp_path):
         (["--steps=0"], "--steps"),
         (["--heads=3"], "--hidden 128 must be an even multiple of --heads 3"),
         (["--text=nowhere.txt"], "--text nowhere.txt: no such file"),
+        (["--k=0"], "--k: 0 is neither 'auto' nor an integer of at least 1"),
         (["--k=2", "--k-prime=3"], "k_prime"),
         (["--memory-budget=plenty"], "memory_budget"),
     ],
