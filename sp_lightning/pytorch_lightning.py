@@ -50,6 +50,8 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
             finds them.
         resident: Names of modules or parameters that always stay on the device.
         pin_memory: Whether host memory is page-locked, which makes transfers fast.
+        compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` would. Blocks
+            that you compiled yourself stay as they are.
         debug: Whether to poison free device memory, to delay transfers at random and to check every access.
 
     Raises:
@@ -80,6 +82,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
         units: str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None,
         resident: Sequence[str] = (),
         pin_memory: bool | Literal["auto"] = "auto",
+        compile: bool = False,
         debug: bool = False,
     ) -> None:
         super().__init__(
@@ -97,6 +100,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
                 units=units,
                 resident=resident,
                 pin_memory=pin_memory,
+                compile=compile,
                 debug=debug,
             ),
         )

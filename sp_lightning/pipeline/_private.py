@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -125,3 +125,30 @@ def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], No
     """Hooks of `register_post_accumulate_grad_hook`, called by hand for the same reason."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return list((hooks or {}).values())
+
+
+def hide_from_dynamo(modules: Iterable[str]) -> None:
+    """Have `torch.compile` leave the code in these modules alone, while it compiles what that code calls.
+
+    In a model that is compiled as a whole, a gate must break the graph, run as it is, and have the unit's forward
+    compiled below it. `torch.compiler.disable` serves one function: with `recursive` nothing below it is compiled,
+    without, dynamo goes on to trace each function of the engine that it calls. torch hides its own packages like this.
+    """
+    from torch._dynamo import trace_rules  # takes a second: not before there is something to attach to
+
+    for module in modules:
+        trace_rules.add(module)
+
+
+def explain_graph_break(function: Callable[..., Any], reason: str) -> None:
+    """What `torch.compile(..., fullgraph=True)` says when it meets a function of ours; not public for a method."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """The module inside of what `torch.compile(module)` returned, whose class is not public; or else the module."""
+    from torch._dynamo import OptimizedModule
+
+    inner: nn.Module = module._orig_mod if isinstance(module, OptimizedModule) else module
+    return inner

@@ -31,6 +31,11 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._plan = plan
         self._is_paused = is_paused
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled, and what it runs is checked. A torch that does not ask runs it uncompiled."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check the operands, then run the operation."""
         if not is_view(func) and not self._is_paused():

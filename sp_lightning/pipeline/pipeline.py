@@ -23,6 +23,7 @@ from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key,
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
+from sp_lightning.pipeline.compiled import compiled_call, keep_out_of_graphs, run_uncompiled
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.emulated import HostBackend
@@ -82,6 +83,7 @@ class Pipeline:
         self.stats = Stats()
         _check_not_attached(module)
         self._backend = backend or _make_backend(self.device, self.options.debug)
+        keep_out_of_graphs()
         self._learned = Learned()
         self._at_work = EngineAtWork()
         self._depth = 0
@@ -217,6 +219,8 @@ class Pipeline:
         move_buffers(self.module, self.device)
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._follow_requires_grad(twin)
+        for member in plan.streamed_members if self.options.compile else ():
+            member.compiled = compiled_call(member.module)
         for member in plan.members:
             install_gate(member, self)
 
@@ -324,6 +328,8 @@ class Pipeline:
         if self._depth == 0:
             with self._scope():
                 return self.call(member, forward, args, kwargs)
+        if member.compiled is not None and member.module._compiled_call_impl is None:
+            forward = member.compiled
         if member.unit is None:
             return self._call_around_units(member, forward, args, kwargs)
         autocast = self._autocast_dtype()
@@ -392,9 +398,9 @@ class Pipeline:
                     self._keep_as_is(place.weight)
                     place.parameters[place.key] = self.serve(place.weight)
 
-        spy = LoweringSpy(self._plan.twins, self._learned.assumed, self.device.type, keep_as_is)
-        with spy:
-            output = forward(*args, **kwargs)
+        spy = LoweringSpy(member.module, self._plan.twins, self._learned.assumed, self.device.type, keep_as_is)
+        with spy:  # which does not see into compiled code
+            output = run_uncompiled(forward, *args, **kwargs)
         member.observed.add(spy.builds_graph)
         self._rearrange |= self._learned.take_in(spy.lowered, spy.used_as_is, [p.weight for p in member.places])
         return output
