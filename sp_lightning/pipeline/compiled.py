@@ -45,7 +45,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 @functools.cache
 def keep_out_of_graphs() -> None:
-    """`torch.compile` of what is around a gate leaves the engine out, all but `_call` below, which is to be compiled."""
+    """`torch.compile` of what is around a gate leaves the engine out, but for `_call` below, which is compiled."""
     package = __name__.rpartition(".")[0]
     hide_from_dynamo(name for name in list(sys.modules) if name.startswith(f"{package}.") and name != __name__)
 

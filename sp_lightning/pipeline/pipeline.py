@@ -340,6 +340,8 @@ class Pipeline:
         try:
             if autocast is not None and torch.is_grad_enabled() not in member.observed:
                 output = self._run_watched(member, forward, args, kwargs)
+            elif member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
+                output = run_uncompiled(forward, *args, **kwargs)
             else:
                 output = forward(*args, **kwargs)
             return self._watch(member, output)
@@ -402,6 +404,8 @@ class Pipeline:
         with spy:  # which does not see into compiled code
             output = run_uncompiled(forward, *args, **kwargs)
         member.observed.add(spy.builds_graph)
+        if spy.builds_graph:
+            self._graphs.current.uncompiled.add(member)
         self._rearrange |= self._learned.take_in(spy.lowered, spy.used_as_is, [p.weight for p in member.places])
         return output
 
