@@ -42,6 +42,7 @@ class Learned:
         lowered: Masters that autocast lowers, by identity.
         used_as_is: Masters that are used in their own dtype, by identity.
         assumed: Masters taken for lowered because of the layer they are in, until that layer has been watched.
+        observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
         buffers: Host memory of earlier arrangements, by the identities of the masters in it.
     """
 
@@ -51,6 +52,7 @@ class Learned:
         self.lowered: set[int] = set()
         self.used_as_is: set[int] = set()
         self.assumed: set[int] = set()
+        self.observed: dict[tuple[int, ...], set[bool]] = {}
         self.buffers: dict[tuple[int, ...], HostBuffer] = {}
 
     def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> bool:
@@ -232,6 +234,8 @@ class Arrangement:
         for member in self.members:
             member.twins = self.twins
             member.find_groups()
+            masters = sorted({id(place.weight.master) for place in member.places})
+            member.observed = learned.observed.setdefault((id(member.module), *masters), set())
         for key, buffer in before.items():
             if key not in learned.buffers:
                 buffer.release()

@@ -15,12 +15,14 @@ region where autocast is off) stays as it is, and so does one that is cast where
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline._private import storage_key
@@ -75,7 +77,6 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches operations on weights during a forward under autocast.
 
     Args:
-        module: Whose forward it is.
         twins: Twins by the identity of their memory.
         assumed: Masters, by identity, that were taken for lowered without having been watched yet.
         device_type: The device whose autocast is watched.
@@ -85,14 +86,12 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        module: nn.Module,
         twins: dict[int, Twin],
         assumed: set[int],
         device_type: str,
         on_use_as_is: Callable[[nn.Module], None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layers = [layer for layer in module.modules() if is_lowered_layer(layer)]
         self._twins = twins
         self._assumed = assumed
         self._device_type = device_type
@@ -107,32 +106,34 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Any:
         """Watch."""
-        # not hooks for all modules: a module that `torch.compile` returned warns of those
         self._hooks = [
-            hook
-            for layer in self._layers
-            for hook in (
-                layer.register_forward_pre_hook(self._before_layer),
-                layer.register_forward_hook(self._after_layer, always_call=True),
-            )
+            register_module_forward_pre_hook(self._before_module),
+            register_module_forward_hook(self._after_module, always_call=True),
         ]
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        # what `torch.compile(module)` returns warns that the hooks see it, too, which does no harm here
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exc_info: Any) -> None:
         """Stop watching."""
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        self._warnings.__exit__(*exc_info)
         for hook in self._hooks:
             hook.remove()
 
-    def _before_layer(self, layer: nn.Module, args: Any) -> None:
-        self._inside_lowered_layer += 1
-        once_more = layer in self._computed and not torch.is_autocast_cache_enabled()
-        self._computed.add(layer)
-        if once_more or not torch.is_autocast_enabled(self._device_type):
-            self._on_use_as_is(layer)
+    def _before_module(self, module: nn.Module, args: Any) -> None:
+        if is_lowered_layer(module):
+            self._inside_lowered_layer += 1
+            once_more = module in self._computed and not torch.is_autocast_cache_enabled()
+            self._computed.add(module)
+            if once_more or not torch.is_autocast_enabled(self._device_type):
+                self._on_use_as_is(module)
 
-    def _after_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
-        self._inside_lowered_layer -= 1
+    def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if is_lowered_layer(module):
+            self._inside_lowered_layer -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note casts and other uses of weights; the operation itself is left alone."""

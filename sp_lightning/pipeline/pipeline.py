@@ -400,7 +400,7 @@ class Pipeline:
                     self._keep_as_is(place.weight)
                     place.parameters[place.key] = self.serve(place.weight)
 
-        spy = LoweringSpy(member.module, self._plan.twins, self._learned.assumed, self.device.type, keep_as_is)
+        spy = LoweringSpy(self._plan.twins, self._learned.assumed, self.device.type, keep_as_is)
         with spy:  # which does not see into compiled code
             output = run_uncompiled(forward, *args, **kwargs)
         member.observed.add(spy.builds_graph)

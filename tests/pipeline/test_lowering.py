@@ -111,7 +111,7 @@ def test_uses_are_watched(name: str) -> None:
     made = place([torch.randn(8, 8)])
     spy_on = {"twins": made.by_memory, "assumed": set(), "device_type": "cpu"}
     cast = torch.autocast("cpu", dtype=torch.bfloat16)
-    with cast, LoweringSpy(nn.Identity(), **spy_on, on_use_as_is=pytest.fail) as spy:
+    with cast, LoweringSpy(**spy_on, on_use_as_is=pytest.fail) as spy:
         use(torch.randn(2, 8), made.twins[0].parameter)
     assert (set(made.weights) == spy.lowered - spy.used_as_is) is lowered
     assert bool(spy.used_as_is) is not lowered
@@ -121,7 +121,7 @@ def test_a_layer_where_autocast_is_off_is_told() -> None:
     """Before it computes, so that it can be served with its own dtype."""
     layer = nn.Linear(4, 4)
     told: list[nn.Module] = []
-    with torch.autocast("cpu", dtype=torch.bfloat16), LoweringSpy(layer, {}, set(), "cpu", told.append):
+    with torch.autocast("cpu", dtype=torch.bfloat16), LoweringSpy({}, set(), "cpu", told.append):
         layer(torch.ones(1, 4))
         with torch.autocast("cpu", enabled=False):
             layer(torch.ones(1, 4))
