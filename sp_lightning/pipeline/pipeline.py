@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.activations import Activations
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
 from sp_lightning.pipeline.debug import AccessCheck
@@ -89,6 +90,7 @@ class Pipeline:
         self._rearrange = False
         self._untouched = True
         self._saved = SavedTensors(lambda twin: self._backward.require(twin))
+        self._activations = Activations(self.options.activations, self._saved, self.device, self.stats)
         self._graphs = Graphs()
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
         try:
@@ -212,7 +214,7 @@ class Pipeline:
             at_work=self._at_work,
             prepare=self._follow_requires_grad,
             on_begin=self._activate,
-            on_end=self._close,
+            on_end=self._end_backward,
         )
         move_buffers(self.module, self.device)
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
@@ -329,6 +331,8 @@ class Pipeline:
         autocast = self._autocast_dtype()
         if autocast != self._plan.autocast and self._adapt_to_autocast(member, autocast):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
+        if self._activations.manages(member):
+            return self._activations.run(member, args, kwargs)  # which calls the module, and so comes here once more
         self._enter(member)
         pushed = self._saved.push()
         try:
@@ -501,6 +505,10 @@ class Pipeline:
                 "with `with pipeline.step():`."
             )
         self._backward.reach(member, graph, groups, around)
+
+    def _end_backward(self) -> None:
+        self._activations.end_backward()
+        self._close()
 
     def _evict(self, group: Group) -> None:
         self._backward.evict(group)
