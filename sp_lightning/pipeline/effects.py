@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and tables of positions larger
 
 
