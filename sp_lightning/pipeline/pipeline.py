@@ -32,6 +32,7 @@ from sp_lightning.pipeline.guard import EngineAtWork, Guard, guards_resumed, gua
 from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
 from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
+from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.saved import SavedTensors
@@ -89,7 +90,7 @@ class Pipeline:
         self._touched_outside: list[Weight] = []
         self._rearrange = False
         self._untouched = True
-        self._saved = SavedTensors(lambda twin: self._backward.require(twin))
+        self._saved = SavedTensors(lambda twin: self._backward.require(twin), Meter(self.device, self.stats))
         self._activations = Activations(self.options.activations, self._saved, self.device, self.stats)
         self._graphs = Graphs()
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
@@ -217,6 +218,7 @@ class Pipeline:
             on_end=self._end_backward,
         )
         move_buffers(self.module, self.device)
+        self._saved.meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._follow_requires_grad(twin)
         for member in plan.members:
