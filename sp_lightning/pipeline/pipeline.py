@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.activations import Activations
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
 from sp_lightning.pipeline.compiled import compiled_call, keep_out_of_graphs, run_uncompiled
@@ -32,6 +33,7 @@ from sp_lightning.pipeline.guard import EngineAtWork, Guard, guards_resumed, gua
 from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
 from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
+from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.saved import SavedTensors
@@ -90,7 +92,8 @@ class Pipeline:
         self._touched_outside: list[Weight] = []
         self._rearrange = False
         self._untouched = True
-        self._saved = SavedTensors(lambda twin: self._backward.require(twin))
+        self._saved = SavedTensors(lambda twin: self._backward.require(twin), Meter(self.device, self.stats))
+        self._activations = Activations(self.options.activations, self._saved, self.device, self.stats)
         self._graphs = Graphs()
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
         try:
@@ -214,9 +217,10 @@ class Pipeline:
             at_work=self._at_work,
             prepare=self._follow_requires_grad,
             on_begin=self._activate,
-            on_end=self._close,
+            on_end=self._end_backward,
         )
         move_buffers(self.module, self.device)
+        self._saved.meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._follow_requires_grad(twin)
         for member in plan.streamed_members if self.options.compile else ():
@@ -335,6 +339,8 @@ class Pipeline:
         autocast = self._autocast_dtype()
         if autocast != self._plan.autocast and self._adapt_to_autocast(member, autocast):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
+        if self._activations.manages(member):
+            return self._activations.run(member, args, kwargs)  # which calls the module, and so comes here once more
         self._enter(member)
         pushed = self._saved.push()
         try:
@@ -511,6 +517,10 @@ class Pipeline:
                 "with `with pipeline.step():`."
             )
         self._backward.reach(member, graph, groups, around)
+
+    def _end_backward(self) -> None:
+        self._activations.end_backward()
+        self._close()
 
     def _evict(self, group: Group) -> None:
         self._backward.evict(group)

@@ -11,7 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad
 
 from sp_lightning.pipeline._private import top_saved_tensor_hooks
+from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.saved import SavedTensors
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights import Twin
 
 from .parts import place
@@ -24,7 +26,7 @@ class Scene:
         self.placed = place([torch.ones(3, 3)])
         self.twin = self.placed.twins[0]
         self.required: list[Twin] = []
-        self.saved = SavedTensors(self.required.append)
+        self.saved = SavedTensors(self.required.append, Meter(torch.device("cpu"), Stats()))
         self.saved.twins = self.placed.by_memory
 
 
