@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline._private import storage_key
@@ -25,6 +26,8 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         plan: The arrangement of now.
         is_paused: Whether the engine itself or an optimizer is at work, which may do both.
     """
+
+    supports_higher_order_operators = True  # `flex_attention` is one operation here
 
     def __init__(self, plan: Callable[[], Arrangement], is_paused: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +45,7 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operands = tensors_among(args)
             for operand in operands:
                 self._check_twin(operand, func)
-            if not func._schema.is_mutable:
+            if isinstance(func, HigherOrderOperator) or not func._schema.is_mutable:
                 self._check_masters(operands, func)
         return func(*args, **(kwargs or {}))
 

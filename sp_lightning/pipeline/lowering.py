@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,6 +84,8 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_use_as_is: Called with a layer that is about to use its weights as they are: autocast is off, or it casts
             them anew for each use and this is not the first.
     """
+
+    supports_higher_order_operators = True  # `flex_attention` is one operation here
 
     def __init__(
         self,
@@ -178,6 +181,8 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def is_view(func: Any) -> bool:
     """Whether an operation only makes an alias of its operand."""
+    if isinstance(func, HigherOrderOperator):
+        return False
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
