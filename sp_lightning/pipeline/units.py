@@ -296,10 +296,11 @@ class _Finder:
         atoms: list[tuple[str, nn.Module]] = []
         covered: set[int] = set()
         for name, module in self.root.named_modules():
-            is_root = module is without_compile(self.root) or module is self.root
-            if id(module) in covered or is_root or not matches(name, without_compile(module)):
+            inner = without_compile(module)
+            is_root = inner is without_compile(self.root)
+            if id(inner) in covered or is_root or not matches(name, inner):
                 continue
-            covered |= {id(inner) for inner in module.modules()}
+            covered |= {id(part) for part in module.modules()}
             if self.sizes[id(module)] and _is_called(module) and id(module) not in self.split:
                 atoms.append((name, module))
         if not atoms and self.total:
@@ -401,21 +402,22 @@ class _Finder:
         callers: list[Member] = []
 
         def visit(name: str, module: nn.Module) -> None:
-            if id(module) in inside:
-                unit = unit_around.get(id(module))
+            inner = without_compile(module)
+            if id(module) in inside or id(inner) in unit_around:
+                unit = unit_around.get(id(inner))
                 if id(module) not in streamed and unit is not None and _is_called(module):
                     streamed.add(id(module))  # part of a unit, and called from outside of it, too
                     member = Member(name, module, unit)
                     self._add_places(member, module.modules())
                     unit.members.append(member)
                 return
-            around = any(id(inner) in streamed for inner in module.modules())
+            around = any(id(part) in unit_around for part in module.modules())
             member = Member(name, module, resident)
             callable_ = _is_called(module) and not isinstance(module, torch.jit.ScriptModule)
             if callable_:
                 whole = not around and module is not self.root and id(module) not in self.split
-                self._add_places(member, module.modules() if whole else [without_compile(module)])
-                inside.update(id(inner) for inner in (module.modules() if whole else [module]))
+                self._add_places(member, module.modules() if whole else [inner])
+                inside.update(id(part) for part in (module.modules() if whole else [module]))
                 if member.places:
                     resident.members.append(member)
                 elif around or module is self.root:
