@@ -104,7 +104,7 @@ class SavedTensors:
             return _Handle(twin, tensor, twin.version())
 
     def _pack(self, tensor: Tensor) -> _Handle | _Kept:
-        return self.handle(tensor) or _Kept(tensor, tensor._version)
+        return self.handle(tensor) or _Kept(tensor.detach(), tensor._version)
 
     def _unpack(self, packed: _Handle | _Kept | _Delegated) -> Tensor:
         if isinstance(packed, _Delegated):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad
 
-from sp_lightning.pipeline._private import top_saved_tensor_hooks
+from sp_lightning.pipeline._private import top_saved_tensor_hooks, weak_storage
 from sp_lightning.pipeline.saved import SavedTensors
 from sp_lightning.pipeline.weights import Twin
 
@@ -62,6 +62,17 @@ def test_what_is_no_weight_is_kept_as_it_is(scene: Scene) -> None:
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
     assert scene.required == []
+
+
+def test_a_graph_that_nobody_runs_goes_when_it_is_dropped(scene: Scene) -> None:
+    """A result that its own node saves would hold the node that holds it, in C++ where no collector sees it."""
+    x = torch.ones(3, requires_grad=True)
+    scene.saved.push()
+    y = x.exp()
+    scene.saved.pop()
+    memory = weak_storage(y)
+    del y
+    assert memory.expired()
 
 
 def test_pushing_twice_is_pushing_once(scene: Scene) -> None:
