@@ -27,7 +27,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import WeakValueDictionary, ref
 
@@ -42,7 +42,7 @@ from sp_lightning.pipeline.transfer import Backend, Ticket
 from sp_lightning.pipeline.units import Member, Unit
 
 SMALLEST = 64 << 10  # bytes; starting two copies takes the host longer than a link takes for a few times as much
-_STAYING = 2  # units before the turn whose activations stay: as many as are on the device at any other time
+STAYING = 2  # units before the turn whose activations stay: as many as are on the device at any other time
 _WASTE = 2  # memory of which less than one part in so many was saved is not worth a copy
 
 
@@ -73,9 +73,9 @@ class Activation:
         ticket: The copy that nothing has waited for yet.
     """
 
-    def __init__(self, tensor: Tensor, returned: deque[_Returned]) -> None:
+    def __init__(self, tensor: Tensor, start: int, end: int, returned: deque[_Returned]) -> None:
         self.host: Piece | None = None
-        self.start, self.end = _extent(tensor)
+        self.start, self.end = start, end
         self.version = tensor._version
         self.views: list[View] = []
         self.place = Place.DEVICE
@@ -94,13 +94,16 @@ class Activation:
         saved = sum(min(view.tensor.nbytes, self.nbytes) for view in self.views if view.tensor is not None)
         return saved * _WASTE + ALIGNMENT >= self.nbytes
 
-    def take_in(self, tensor: Tensor) -> View | None:
-        """Another tensor of the same storage was saved; None if it is none of this activation's."""
-        start, end = _extent(tensor)
-        if self.place is Place.DEVICE:  # not copied yet, so it may still grow
+    def can_hold(self, tensor: Tensor, start: int, end: int) -> bool:
+        """Whether a tensor that lies here in the same storage is part of it; not copied yet, it may grow."""
+        if tensor._version != self.version:
+            return False
+        if self.place is Place.DEVICE:
             self.start, self.end = min(self.start, start), max(self.end, end)
-        if tensor._version != self.version or start < self.start or end > self.end:
-            return None
+        return self.start <= start and end <= self.end
+
+    def add(self, tensor: Tensor) -> View:
+        """A tensor of it was saved."""
         view = View(tensor)
         if self.place not in (Place.DEVICE, Place.LEAVING):
             view.let_go()
@@ -111,9 +114,8 @@ class Activation:
         """Its bytes where it was computed."""
         tensor = self.views[0].tensor
         assert tensor is not None
-        with torch.inference_mode(False):
-            empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            return empty.set_(tensor.untyped_storage(), self.start, (self.nbytes,), (1,))
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), self.start, (self.nbytes,), (1,))
 
     def let_go(self) -> None:
         """The host has it: give up the memory where it was computed."""
@@ -123,7 +125,8 @@ class Activation:
 
     def __del__(self) -> None:
         if self.host is not None:  # in whichever thread autograd frees it: only leave word
-            self._returned.append(_Returned(self.host, self.device, self.ticket))
+            device = None if self.ticket is None else self.device
+            self._returned.append(_Returned(self.host, device, self.ticket))
 
 
 class View:
@@ -147,6 +150,11 @@ class View:
         """Whether it was written to after it was saved, as far as backward would see it."""
         return self._changed if self.tensor is None else self.tensor._version != self.version
 
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return self._layout[2] if self.tensor is None else self.tensor.shape
+
     def let_go(self) -> None:
         """Remember what is needed to make it again."""
         tensor = self.tensor
@@ -160,12 +168,10 @@ class View:
         """The tensor again, in memory that holds its storage from byte `start` on."""
         dtype, offset, size, stride = self._layout
         first = (offset - start) // dtype.itemsize
-        with torch.inference_mode(False):
-            empty = torch.empty(0, dtype=dtype, device=memory.device)
-            return empty.set_(memory.untyped_storage(), first, size, stride)
+        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), first, size, stride)
 
 
-class Packed(NamedTuple):
+class Offloaded(NamedTuple):
     """What autograd holds in place of a tensor."""
 
     activation: Activation
@@ -173,7 +179,7 @@ class Packed(NamedTuple):
 
 
 class _Returned(NamedTuple):
-    """What is left of an activation that autograd dropped; the copy must be waited for before its memory goes."""
+    """What is left of an activation that autograd dropped: memory, and the copy that nothing has waited for yet."""
 
     host: Piece
     device: Tensor | None
@@ -247,11 +253,16 @@ class Offloader:
         """A new step: what it builds has nothing to do with what was built before."""
         self._last = None
 
-    def enter(self, member: Member) -> Bundle | None:
-        """A call of a unit begins; None in backward, which uses at once what it saves."""
+    @property
+    def current(self) -> Bundle | None:
+        """What the call that was entered last saves; None where nothing leaves: in backward, and without a graph."""
+        return self._open[-1] if self._open else None
+
+    def enter(self, member: Member) -> None:
+        """A call of a unit begins."""
         with self._lock:
-            self._open.append(None if in_backward() else self._bundle_for(member))
-            return self._open[-1]
+            leaves = torch.is_grad_enabled() and not in_backward()  # a recomputation is used at once
+            self._open.append(self._bundle_for(member) if leaves else None)
 
     def _bundle_for(self, member: Member) -> Bundle:
         last = self._last
@@ -260,14 +271,14 @@ class Offloader:
             return last
         return Bundle(member, [bundle for bundle in self._open if bundle is not None])
 
-    def leave(self, ahead: int) -> None:
+    def leave(self, ahead: Callable[[], int]) -> None:
         """The call that was entered last ends.
 
         Args:
-            ahead: How many other units forward is expected to use before backward begins.
+            ahead: Tells how many other units forward is expected to use before backward begins.
         """
         with self._lock:
-            bundle = self._open.pop() if self._open else None  # none are open after a reset
+            bundle = self._open.pop() if self._open else None  # none is open after a reset
             if bundle is None:
                 return
             if bundle is not self._last:
@@ -276,7 +287,8 @@ class Offloader:
             self._take_back()
             if bundle not in self._staying:
                 self._staying.append(bundle)
-            while len(self._staying) > max(0, _STAYING - ahead):
+            may_stay = max(0, STAYING - ahead())
+            while len(self._staying) > may_stay:
                 self._send(self._staying.popleft())
 
     def _send(self, bundle: Bundle) -> None:
@@ -293,14 +305,12 @@ class Offloader:
 
     def _let_go_of_all_but(self, bundle: Bundle | None) -> None:
         """Free the device memory of what was sent; computing waits for the copies out of it, the host does not."""
-        sent, self._leaving = self._leaving, []
-        for leaving in sent:
-            if leaving.bundle is bundle:
-                self._leaving.append(leaving)
-            elif leaving.activation.place is Place.LEAVING:
+        for leaving in self._leaving:
+            if leaving.bundle is not bundle and leaving.activation.place is Place.LEAVING:
                 assert leaving.activation.ticket is not None
                 self._backend.wait(leaving.activation.ticket)
                 leaving.activation.let_go()
+        self._leaving = [leaving for leaving in self._leaving if leaving.activation.place is Place.LEAVING]
 
     def _call_off(self, activation: Activation) -> None:
         """Backward came earlier than expected: what is leaving stays."""
@@ -310,37 +320,36 @@ class Offloader:
 
     # ------------------------------------------------------------------------------------------------ saved tensors
 
-    def pack(self, tensor: Tensor) -> Packed | None:
+    def pack(self, tensor: Tensor) -> Offloaded | None:
         """Take a tensor that autograd saves; None if it is not for us, or has to stay."""
-        if not self._open or self._open[-1] is None or not self._may_leave(tensor):
+        bundle = self.current
+        key = 0 if bundle is None else self._memory_that_may_leave(tensor)
+        if bundle is None or key == 0:
             return None
+        start, end = _extent(tensor)
         with self._lock:
-            bundle, key = self._open[-1], storage_key(tensor)
-            assert bundle is not None
             activation = self._by_memory.get(key)
-            view = None if activation is None else activation.take_in(tensor)
-            if activation is None or view is None:
-                activation = self._by_memory[key] = Activation(tensor, self._returned)
-                view = activation.take_in(tensor)
-            assert view is not None
+            if activation is None or not activation.can_hold(tensor, start, end):
+                activation = self._by_memory[key] = Activation(tensor, start, end, self._returned)
             bundle.add(activation)
-            return Packed(activation, view)
+            return Offloaded(activation, activation.add(tensor))
 
-    def _may_leave(self, tensor: Tensor) -> bool:
-        """Whether a tensor is plain memory on the device, large enough, and nobody's for good."""
+    def _memory_that_may_leave(self, tensor: Tensor) -> int:
+        """The identity of a tensor's memory if that is plain, on the device, large, and nobody's for good; else 0."""
         key = storage_key(tensor) if type(tensor) is Tensor and tensor.layout is torch.strided else 0
-        return (
-            key != 0
-            and key not in self.permanent
-            and tensor.device == self._backend.device
-            and tensor.numel() > 0
+        may_leave = (
+            key not in self.permanent
+            and key != 0
             and tensor.untyped_storage().nbytes() >= SMALLEST
+            and tensor.numel() > 0
+            and tensor.device == self._backend.device
             and not (tensor.is_leaf and tensor.requires_grad)
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
             and tensor.data_ptr() != 0  # zeros without memory, as forward-mode differentiation has them
         )
+        return key if may_leave else 0
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, packed: Offloaded) -> Tensor:
         """The tensor again, for backward."""
         activation, view = packed
         with self._lock:
@@ -393,34 +402,41 @@ class Offloader:
         self._stats.bytes_to_device += activation.nbytes
         self._stats.fetched_bytes += activation.nbytes
 
-    def _drop_all_but(self, kept: set[Activation]) -> None:
+    def _drop_all_but(self, kept: set[Activation], landed: bool = False) -> None:
         """Backward is past these units: if a graph is retained, they go back to being on the host alone."""
         back = [activation for found in self._back if (activation := found()) is not None]
         self._back = [ref(activation) for activation in back if activation in kept]
         for activation in back:
             if activation not in kept:
-                if activation.ticket is not None:
+                if activation.ticket is not None and not landed:
                     self._backend.wait(activation.ticket)
                 activation.place, activation.device, activation.ticket = Place.HOST, None, None
 
-    def _take_back(self) -> None:
+    def _take_back(self, landed: bool = False) -> None:
         """Host memory of what autograd has dropped meanwhile."""
         while self._returned:
             returned = self._returned.popleft()
-            if returned.ticket is not None:
+            if returned.ticket is not None and not landed:
                 self._backend.wait(returned.ticket)
             self._pool.give_back(returned.host)
 
     # ------------------------------------------------------------------------------------------------------ endings
 
     def reset(self) -> None:
-        """After an exception, when no copy is on its way: no call is open, nothing leaves or comes."""
+        """After an exception, when no copy is on its way any more: no call is open, nothing leaves or comes.
+
+        A copy may have failed, so what was leaving stays, and what was coming is where it came from.
+        """
         with self._lock:
             self._open.clear()
             self._staying.clear()
             self._last = None
-            self._let_go_of_all_but(None)
-            self.end_backward()
+            for leaving in self._leaving:
+                if leaving.activation.place is Place.LEAVING:
+                    self._call_off(leaving.activation)
+            self._leaving.clear()
+            self._drop_all_but(set(), landed=True)
+            self._take_back(landed=True)
 
     def close(self) -> None:
         """Give host memory back."""
@@ -432,7 +448,9 @@ class Offloader:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """From where to where in its storage a tensor lies, in bytes, at addresses as good as the tensor's own."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    elements = tensor.numel()
+    if not tensor.is_contiguous():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.element_size()
     # kernels choose by a tensor's alignment, and another kernel may round in another way
-    return start // ALIGNMENT * ALIGNMENT, start + (last + 1) * tensor.element_size()
+    return start // ALIGNMENT * ALIGNMENT, start + elements * tensor.element_size()

@@ -36,18 +36,18 @@ class HostPool:
 
     Args:
         backend: Page-locks.
-        pinnable: How many bytes may be page-locked; None for all.
 
     Attributes:
+        pinnable: How many bytes may be page-locked; None for all.
         held: Bytes of host memory that it has.
         in_use: Bytes of it that are on loan.
     """
 
-    def __init__(self, backend: Backend, pinnable: int | None = None) -> None:
+    def __init__(self, backend: Backend) -> None:
+        self.pinnable: int | None = None
         self.held = 0
         self.in_use = 0
         self._backend = backend
-        self._pinnable = pinnable
         self._pinned = 0
         self._most_in_use = 0
         self._slabs: list[_Slab] = []
@@ -93,12 +93,12 @@ class HostPool:
                 f"{readable_bytes(size)} more are needed and {readable_bytes(free)} are free. Use a smaller batch, "
                 "`activations='recompute'`, or a machine with more memory."
             )
-        pin = self._backend.can_pin and (self._pinnable is None or self._pinned + size <= self._pinnable)
+        pin = self._backend.can_pin and (self.pinnable is None or self._pinned + size <= self.pinnable)
         slab = _Slab(HostBuffer(size, self._backend, pin))
         self._slabs.append(slab)
         self.held += size
         self._pinned += size * slab.buffer.pinned
-        if self._backend.can_pin and self._pinnable != 0 and not slab.buffer.pinned and not self._told:
+        if self._backend.can_pin and self.pinnable != 0 and not slab.buffer.pinned and not self._told:
             self._told = True
             warnings.warn(
                 f"Host memory for offloaded activations could not be page-locked beyond {readable_bytes(self._pinned)} "

@@ -24,6 +24,7 @@ from sp_lightning.pipeline._private import (
     top_saved_tensor_hooks,
     without_torch_function,
 )
+from sp_lightning.pipeline.offload import Offloaded, Offloader
 from sp_lightning.pipeline.weights import Twin
 
 
@@ -54,14 +55,16 @@ class SavedTensors:
 
     Args:
         require: Called with a twin before backward reads it.
+        offloader: Takes what may wait on the host.
 
     Attributes:
         twins: Twins by the identity of their memory.
     """
 
-    def __init__(self, require: Callable[[Twin], None]) -> None:
+    def __init__(self, require: Callable[[Twin], None], offloader: Offloader) -> None:
         self.twins: dict[int, Twin] = {}
         self._require = require
+        self._offloader = offloader
         self._pushed = 0
 
     def push(self) -> bool:
@@ -103,16 +106,21 @@ class SavedTensors:
         with without_torch_function():
             return _Handle(twin, tensor, twin.version())
 
-    def _pack(self, tensor: Tensor) -> _Handle | _Kept:
-        return self.handle(tensor) or _Kept(tensor.detach(), tensor._version)
+    def _pack(self, tensor: Tensor) -> _Handle | Offloaded | _Kept:
+        # without its graph: the tensor itself may hold the node that saves it
+        return self.handle(tensor) or self._offloader.pack(tensor) or _Kept(tensor.detach(), tensor._version)
 
-    def _unpack(self, packed: _Handle | _Kept | _Delegated) -> Tensor:
+    def _unpack(self, packed: _Handle | Offloaded | _Kept | _Delegated) -> Tensor:
         if isinstance(packed, _Delegated):
             return packed.unpack(packed.packed)
         if isinstance(packed, _Kept):
             if packed.tensor._version != packed.version:
                 raise RuntimeError(_changed_in_place(f"a tensor of shape {list(packed.tensor.shape)}"))
             return packed.tensor
+        if isinstance(packed, Offloaded):
+            if packed.view.changed_in_place:
+                raise RuntimeError(_changed_in_place(f"a tensor of shape {list(packed.view.shape)}"))
+            return self._offloader.unpack(packed)
         twin = packed.twin
         if self.twins.get(twin.key) is not twin:
             raise RuntimeError(

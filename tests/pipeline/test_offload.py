@@ -49,13 +49,14 @@ class Scene:
 
     def call(self, forward: Callable[[], Tensor], ahead: int, member: Any = None) -> tuple[Tensor, Bundle]:
         """A unit's forward."""
-        bundle = self.offloader.enter(member or self.unit()[0])
+        self.offloader.enter(member or self.unit()[0])
+        bundle = self.offloader.current
         assert bundle is not None
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 return forward(), bundle
         finally:
-            self.offloader.leave(ahead)
+            self.offloader.leave(lambda: ahead)
 
     def pack(self, tensor: Tensor) -> Any:
         packed = self.offloader.pack(tensor)
@@ -77,6 +78,11 @@ def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
     made.offloader.close()
+
+
+def soon() -> int:
+    """Far from the turn: what leaves leaves soon."""
+    return 9
 
 
 def large(*shape: int) -> Tensor:
@@ -286,9 +292,9 @@ def saved_by(scene: Scene, tensor: Tensor) -> Any:
     """What becomes of one tensor, saved in a unit."""
     scene.offloader.enter(scene.unit()[0])
     packed = scene.offloader.pack(tensor)
-    scene.offloader.leave(9)
+    scene.offloader.leave(soon)
     scene.offloader.enter(scene.unit()[0])
-    scene.offloader.leave(9)
+    scene.offloader.leave(soon)
     return packed
 
 
@@ -363,9 +369,10 @@ def test_what_backward_saves_stays(scene: Scene) -> None:
     seen = []
 
     def hook(_: Tensor) -> None:
-        seen.append(scene.offloader.enter(scene.unit()[0]))
+        scene.offloader.enter(scene.unit()[0])
+        seen.append(scene.offloader.current)
         seen.append(scene.offloader.pack(torch.randn(ROWS)))
-        scene.offloader.leave(9)
+        scene.offloader.leave(soon)
 
     x = large()
     x.register_hook(hook)
@@ -386,11 +393,11 @@ def test_a_change_in_place_is_noticed(scene: Scene, when: str) -> None:
     packed = offloader.pack(tensor)
     if when == "before it left":
         tensor.add_(1)
-    offloader.leave(9)
+    offloader.leave(soon)
     if when == "while it leaves":
         tensor.add_(1)
     offloader.enter(scene.unit()[0])
-    offloader.leave(9)
+    offloader.leave(soon)
     assert packed.activation.place is Place.HOST
     assert packed.view.changed_in_place
 
@@ -509,8 +516,8 @@ def test_reset_leaves_nothing_half_done(scene: Scene) -> None:
     y, first = scene.call(exp(x), 9)
     scene.offloader.enter(scene.unit()[0])
     scene.offloader.reset()
-    scene.offloader.leave(9)  # from a `finally` further out
-    assert scene.places(first) == [Place.HOST]
+    scene.offloader.leave(soon)  # from a `finally` further out
+    assert scene.places(first) == [Place.DEVICE]  # the copy may have failed
     assert scene.offloader.pack(torch.randn(ROWS)) is None
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
@@ -522,8 +529,30 @@ def test_reset_leaves_nothing_half_done(scene: Scene) -> None:
     assert bundle.before is None
 
 
+def test_a_copy_that_failed_is_told_of_and_never_used(scene: Scene) -> None:
+    """On its way out: the device still has it. On its way back: the host still has it."""
+    x = large()
+    scene.backend.fail_next("download", OSError("on purpose"))
+    y, first = scene.call(exp(x), 9)
+    with pytest.raises(OSError, match="on purpose"):
+        scene.call(exp(large()), 9)
+    scene.offloader.reset()
+    assert scene.places(first) == [Place.DEVICE]
+    assert scene.pool.in_use == 0
+    z, second = scene.call(exp(y), 9)
+    scene.call(exp(large()), 9)
+    scene.backend.fail_next("upload", OSError("on purpose"))
+    with pytest.raises(OSError, match="on purpose"):
+        torch.autograd.grad(z.sum(), x, retain_graph=True)
+    scene.offloader.reset()
+    assert scene.places(second) == [Place.HOST]
+    z.sum().backward()
+    assert torch.equal(x.grad, z.detach() * y.detach())
+
+
 def test_backward_after_close_says_so(scene: Scene) -> None:
     y, _ = scene.call(exp(large()), 9)
+    scene.call(exp(large()), 9)
     scene.offloader.close()
     assert scene.pool.held == 0
     with pytest.raises(RuntimeError, match="activations that superpipeline had on the host.*before `detach"):

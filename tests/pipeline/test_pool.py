@@ -113,7 +113,8 @@ def test_memory_is_given_up_only_when_no_copy_can_read_it(pool: HostPool, backen
 
 def test_no_more_is_page_locked_than_allowed(backend: RecordingBackend) -> None:
     """What is above the limit works, slower, and a word is said about it once."""
-    pool = HostPool(backend, pinnable=2 * SLAB)
+    pool = HostPool(backend)
+    pool.pinnable = 2 * SLAB
     pool.take(2 * SLAB)
     with pytest.warns(UserWarning, match="could not be page-locked beyond"):
         piece = pool.take(SLAB)
@@ -130,7 +131,8 @@ def test_no_more_is_page_locked_than_allowed(backend: RecordingBackend) -> None:
 def test_nothing_is_page_locked_where_nothing_may_be(can_pin: bool) -> None:
     """Because the user said so, or because the device gains nothing by it."""
     backend = RecordingBackend(can_pin=can_pin)
-    pool = HostPool(backend, pinnable=0 if can_pin else None)
+    pool = HostPool(backend)
+    pool.pinnable = 0 if can_pin else None
     pool.take(SLAB)
     assert not backend.pinned
     pool.close()

@@ -11,7 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad
 
 from sp_lightning.pipeline._private import top_saved_tensor_hooks, weak_storage
+from sp_lightning.pipeline.offload import Offloader
+from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.saved import SavedTensors
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights import Twin
 
 from .parts import place
@@ -24,7 +27,8 @@ class Scene:
         self.placed = place([torch.ones(3, 3)])
         self.twin = self.placed.twins[0]
         self.required: list[Twin] = []
-        self.saved = SavedTensors(self.required.append)
+        backend = self.placed.backend
+        self.saved = SavedTensors(self.required.append, Offloader(backend, HostPool(backend), Stats()))
         self.saved.twins = self.placed.by_memory
 
 
