@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.options import PipelineOptions, UnitPolicy
+from sp_lightning.pipeline.options import ActivationPolicy, PipelineOptions, UnitPolicy
 from sp_lightning.pipeline.pipeline import Pipeline
 
 
@@ -21,6 +21,7 @@ def superpipeline(
     memory_budget: int | float | str | None = None,
     units: UnitPolicy | None = None,
     resident: Sequence[str] = (),
+    activations: ActivationPolicy = "keep",
     pin_memory: bool | Literal["auto"] = "auto",
     debug: bool = False,
 ) -> Pipeline:
@@ -34,6 +35,8 @@ def superpipeline(
         memory_budget: Device memory for weights and gradients on their way, such as `"12GB"`.
         units: What a unit is: module classes, class names, or `(name, module) -> bool`. `None` finds units.
         resident: Names of modules and parameters that stay on the device.
+        activations: `"keep"` what a unit's forward saves for backward on the device, `"recompute"` it in backward
+            from the unit's inputs, or `"offload"` it to host memory until then.
         pin_memory: Page-locked host memory.
         debug: Delay copies, poison free slots, check accesses.
 
@@ -49,5 +52,5 @@ def superpipeline(
         >>> model(torch.ones(1, 8)).sum().backward()
         >>> pipeline.detach()
     """
-    options = PipelineOptions(k, k_prime, memory_budget, units, resident, pin_memory, debug)
+    options = PipelineOptions(k, k_prime, memory_budget, units, resident, activations, pin_memory, debug)
     return Pipeline(module, device, options=options)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from torch import nn
 
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
+
+ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload"]
 
 _UNITS_OF_BYTES = {
     "": 1,
@@ -36,6 +38,9 @@ class PipelineOptions:
             device's memory (a float up to 1), or text such as `"12GB"`.
         units: What a unit is: module classes or their names, or a callable `(name, module) -> bool`. `None` finds them.
         resident: Names of modules or parameters that always stay on the device.
+        activations: What happens to what a unit's forward saves for backward: `"keep"` leaves it on the device,
+            `"recompute"` keeps the unit's inputs alone and runs its forward again in backward, `"offload"` lets it wait
+            in host memory.
         pin_memory: Page-locked host memory; `"auto"` pins where the device gains by it.
         debug: Poison free slots, delay copies, and check every access to a weight.
 
@@ -48,6 +53,7 @@ class PipelineOptions:
     memory_budget: int | float | str | None = None
     units: UnitPolicy | None = None
     resident: Sequence[str] = ()
+    activations: ActivationPolicy = "keep"
     pin_memory: bool | Literal["auto"] = "auto"
     debug: bool = False
 
@@ -69,6 +75,9 @@ class PipelineOptions:
             or not all(isinstance(name, str) for name in names)
         ):
             raise ValueError(f"`resident={self.resident!r}` must be a list of module or parameter names.")
+        if self.activations not in get_args(ActivationPolicy):
+            allowed = ", ".join(map(repr, get_args(ActivationPolicy)))
+            raise ValueError(f"`activations={self.activations!r}` must be one of {allowed}.")
         for name in ("pin_memory", "debug"):
             value = getattr(self, name)
             if not (isinstance(value, bool) or (name == "pin_memory" and value == "auto")):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.activations import Activations
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
 from sp_lightning.pipeline.debug import AccessCheck
@@ -94,6 +95,7 @@ class Pipeline:
         self._pool = HostPool(self._backend)
         self._offloader = Offloader(self._backend, self._pool, self.stats)
         self._saved = SavedTensors(lambda twin: self._backward.require(twin), self._offloader)
+        self._activations = Activations(self.options.activations, self._saved, self.device, self.stats)
         self._graphs = Graphs()
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
         try:
@@ -339,6 +341,8 @@ class Pipeline:
         autocast = self._autocast_dtype()
         if autocast != self._plan.autocast and self._adapt_to_autocast(member, autocast):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
+        if self._activations.manages(member):
+            return self._activations.run(member, args, kwargs)  # which calls the module, and so comes here once more
         self._enter(member)
         pushed = self._saved.push()
         try:
@@ -431,11 +435,8 @@ class Pipeline:
             self._inside.append(member.groups)
             swap_in(member, self._follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
-            if self._offloads(member):
+            if self._activations.offloads(member):
                 self._offloader.enter(member)
-
-    def _offloads(self, member: Member) -> bool:
-        return self.options.activations == "offload" and member.index >= 0
 
     def _units_ahead(self, member: Member) -> int:
         """How many other units forward is expected to use before backward begins, as far as the offloader asks."""
@@ -472,7 +473,7 @@ class Pipeline:
                     self._write_back(place.weight)
             if not member.active and not self._backward.has_reached(member.unit):
                 swap_out(member)
-            if self._offloads(member):
+            if self._activations.offloads(member):
                 self._offloader.leave(lambda: self._units_ahead(member))
             self._window.prefetch([*member.groups, *self._backward.in_use] if in_backward() else ())
 
@@ -541,6 +542,7 @@ class Pipeline:
             self._offloader.reach(bundle)
 
     def _end_backward(self) -> None:
+        self._activations.end_backward()
         self._offloader.end_backward()
         self._close()
 

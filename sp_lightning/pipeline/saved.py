@@ -11,7 +11,7 @@ everything else. Only the innermost pair of hooks is called: what is not a weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from sp_lightning.pipeline.offload import Offloaded, Offloader
 from sp_lightning.pipeline.weights import Twin
 
 
-class _Handle(NamedTuple):
+class Handle(NamedTuple):
     """A weight (or a view of one): an alias of its fixed place, good whenever the weight is there."""
 
     twin: Twin
@@ -36,11 +36,45 @@ class _Handle(NamedTuple):
     version: int
 
 
-class _Kept(NamedTuple):
-    """Anything else, with the version that autograd would have checked."""
+class Kept:
+    """Anything else, with the version that autograd would have checked. It may be dropped, and filled again."""
 
-    tensor: Tensor
-    version: int
+    __slots__ = ("__weakref__", "_like", "requires_grad", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # without its graph: a result may hold the node that saves it, and would hold it for good
+        self.tensor: Tensor | None = tensor.detach()
+        self.requires_grad = tensor.requires_grad
+        self.version = tensor._version
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor was changed in place since it was saved."""
+        return self.tensor is not None and self.tensor._version != self.version
+
+    def get(self) -> Tensor:
+        """The tensor as it was when it was saved.
+
+        Raises:
+            RuntimeError: If it was changed in place since then.
+        """
+        assert self.tensor is not None
+        if self.is_changed:
+            raise RuntimeError(_changed_in_place(f"a tensor of shape {list(self.tensor.shape)}"))
+        return self.tensor
+
+    def drop(self) -> None:
+        """Let go of the tensor."""
+        if self.tensor is not None:
+            self._like = self.tensor.shape, self.tensor.dtype
+            self.tensor = None
+
+    def fill(self, tensor: Tensor) -> bool:
+        """Put a tensor where one was dropped; False, and nothing is done, if it is of another kind."""
+        if (tensor.shape, tensor.dtype) != self._like:
+            return False
+        self.tensor, self.version = tensor, tensor._version
+        return True
 
 
 class _Delegated(NamedTuple):
@@ -48,6 +82,9 @@ class _Delegated(NamedTuple):
 
     packed: Any
     unpack: Callable[[Any], Tensor]
+
+
+Packed: TypeAlias = Handle | Offloaded | Kept | _Delegated
 
 
 class SavedTensors:
@@ -77,15 +114,20 @@ class SavedTensors:
                 "follow what they save. Use torch.autograd for these gradients."
             )
         outer = top_saved_tensor_hooks()
-        pack: Callable[[Tensor], Any] = self._pack
+        pack: Callable[[Tensor], Any] = self.pack
         if outer is not None:
             on_top = getattr(outer[0], "__self__", None)
             if on_top is self or (isinstance(on_top, _Chained) and on_top.saved is self):
                 return False
             pack = _Chained(self, *outer).pack
-        push_saved_tensor_hooks((pack, self._unpack))
+        push_saved_tensor_hooks((pack, self.unpack))
         self._pushed += 1
         return True
+
+    def are_alone(self) -> bool:
+        """Whether no other hooks, a user's or a checkpoint's, have a say in what is saved now."""
+        outer = top_saved_tensor_hooks()
+        return outer is None or getattr(outer[0], "__self__", None) is self
 
     def pop(self) -> None:
         """Undo one `push` that returned True; nothing if `pop_all` already did."""
@@ -98,25 +140,28 @@ class SavedTensors:
         while self._pushed:
             self.pop()
 
-    def handle(self, tensor: Tensor) -> _Handle | None:
+    def handle(self, tensor: Tensor) -> Handle | None:
         """The handle for a weight or a view of one; None for other tensors."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         if twin is None:
             return None
         with without_torch_function():
-            return _Handle(twin, tensor, twin.version())
+            return Handle(twin, tensor, twin.version())
 
-    def _pack(self, tensor: Tensor) -> _Handle | Offloaded | _Kept:
-        # without its graph: the tensor itself may hold the node that saves it
-        return self.handle(tensor) or self._offloader.pack(tensor) or _Kept(tensor.detach(), tensor._version)
+    def pack(self, tensor: Tensor) -> Packed:
+        """What is saved in place of a tensor."""
+        return self.handle(tensor) or self._offloader.pack(tensor) or Kept(tensor)
 
-    def _unpack(self, packed: _Handle | Offloaded | _Kept | _Delegated) -> Tensor:
+    def unpack(self, packed: Packed) -> Tensor:
+        """The tensor again, where backward can read it.
+
+        Raises:
+            RuntimeError: If it was changed in place meanwhile, or belongs to an arrangement that is no more.
+        """
         if isinstance(packed, _Delegated):
             return packed.unpack(packed.packed)
-        if isinstance(packed, _Kept):
-            if packed.tensor._version != packed.version:
-                raise RuntimeError(_changed_in_place(f"a tensor of shape {list(packed.tensor.shape)}"))
-            return packed.tensor
+        if isinstance(packed, Kept):
+            return packed.get()
         if isinstance(packed, Offloaded):
             if packed.view.changed_in_place:
                 raise RuntimeError(_changed_in_place(f"a tensor of shape {list(packed.view.shape)}"))
@@ -144,7 +189,7 @@ class _Chained:
         self._outer_pack = outer_pack
         self._outer_unpack = outer_unpack
 
-    def pack(self, tensor: Tensor) -> _Handle | _Delegated:
+    def pack(self, tensor: Tensor) -> Handle | _Delegated:
         return self.saved.handle(tensor) or _Delegated(self._outer_pack(tensor), self._outer_unpack)
 
 

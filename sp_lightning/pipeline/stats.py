@@ -22,6 +22,7 @@ class Stats:
         heals: Weights that backward needed and that had to be brought back without a prior notice.
         promotions: Weights used outside of their unit, which became resident.
         write_backs: Weights that a forward changed in place, copied back to the host.
+        recomputed: Calls of units whose forward ran again in backward.
         host_syncs: Times that the host waited for the device.
         resets: Recoveries after an exception in the middle of a step.
     """
@@ -38,6 +39,7 @@ class Stats:
     heals: int = 0
     promotions: int = 0
     write_backs: int = 0
+    recomputed: int = 0
     host_syncs: int = 0
     resets: int = 0
 
