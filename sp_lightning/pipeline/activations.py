@@ -37,7 +37,7 @@ from sp_lightning.pipeline._private import in_backward, storage_key, without_tor
 from sp_lightning.pipeline.effects import SideEffects
 from sp_lightning.pipeline.hooks import tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy
-from sp_lightning.pipeline.saved import Handle, Kept, SavedTensors
+from sp_lightning.pipeline.saved import Kept, SavedTensors
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.units import Member
 
@@ -128,6 +128,7 @@ class UnitCall:
         on_repeat: Callable[[UnitCall], None],
     ) -> None:
         self._member = member
+        self._meter = saved.meter
         self._on_repeat = on_repeat
         self._kept: list[weakref.ref[Kept]] = []
         self._checkpoints_itself = False
@@ -141,7 +142,7 @@ class UnitCall:
     def pack(self, tensor: Tensor) -> Kept:
         """Hold a tensor until the call is over."""
         self._checkpoints_itself = self._checkpoints_itself or _is_saved_by_a_checkpoint()
-        kept = Kept(tensor)
+        kept = Kept(tensor, self._meter)
         self._kept.append(weakref.ref(kept))
         return kept
 
@@ -217,7 +218,8 @@ class _Refill:
     def pack(self, tensor: Tensor) -> Tensor:
         reference = next(self._kept, None)
         kept = None if reference is None else reference()
-        if kept is not None and kept.tensor is None and kept.fill(tensor.detach()):
+        tensor = tensor.detach()  # or the second graph would hold itself (see `Kept`)
+        if kept is not None and kept.tensor is None and kept.fill(tensor):
             self.missing -= 1
             if not self.missing:
                 raise _NothingMissing
@@ -233,31 +235,45 @@ class _Inputs:
 
     def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self._saved = saved
-        self._leaves = [saved.pack(leaf) if _is_data(leaf) else leaf for leaf in leaves]
+        self._leaves = [_Input(leaf, saved) if _is_data(leaf) else leaf for leaf in leaves]
         self.objects = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among them, without weights."""
-        return [leaf.tensor for leaf in self._leaves if isinstance(leaf, Kept) and leaf.tensor is not None]
+        return [leaf.tensor for leaf in self._leaves if isinstance(leaf, _Input)]
 
     def what_changed(self) -> str | None:
         """What the forward did to them that cannot be undone, in words."""
-        changed = any(isinstance(leaf, Kept) and leaf.is_changed for leaf in self._leaves)
+        changed = any(isinstance(leaf, _Input) and leaf.is_changed for leaf in self._leaves)
         return "changes its input in place" if changed else None
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments once more, cut off from the graph: hooks that a forward puts on them must not fire twice."""
-        args, kwargs = pytree.tree_unflatten([self._once_more(leaf) for leaf in self._leaves], self._structure)
+        """The arguments once more."""
+        leaves = [leaf.again() if isinstance(leaf, _Input) else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
 
-    def _once_more(self, leaf: Any) -> Any:
-        if isinstance(leaf, Handle):
-            return self._saved.unpack(leaf)
-        if isinstance(leaf, Kept):
-            return leaf.get().detach().requires_grad_(leaf.requires_grad)
-        return leaf
+
+class _Input:
+    """A tensor that a unit was called with, cut off from its graph.
+
+    So it does not hold a node that holds it, once it has been changed in place, and hooks that the forward puts on it
+    do not fire a second time.
+    """
+
+    def __init__(self, tensor: Tensor, saved: SavedTensors) -> None:
+        self.tensor = tensor.detach()
+        self._requires_grad = tensor.requires_grad
+        self._saved = saved
+        self._packed = saved.pack(self.tensor)
+
+    @property
+    def is_changed(self) -> bool:
+        return isinstance(self._packed, Kept) and self._packed.is_changed
+
+    def again(self) -> Tensor:
+        return self._saved.unpack(self._packed).detach().requires_grad_(self._requires_grad)
 
 
 class _Surroundings:
@@ -322,8 +338,8 @@ def _has_its_own_weights(member: Member) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether an input is a tensor that a forward computes with, and not a weight, which stands for itself."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    """Whether an input is a tensor that autograd could save, and not a weight, which stands for itself."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
 
 
 def _computed_something_else(name: str) -> str:

@@ -12,10 +12,11 @@ to is not seen: global variables, files.
 
 from __future__ import annotations
 
+import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -69,6 +70,7 @@ class SideEffects:
         self._held: dict[int, _Held] = {}
         self._copies: dict[int, Tensor] = {}  # by the tensor that was changed in place
         self._seen: set[int] = set()
+        self._has_scripted_buffers = False
         self._modes = [(inner, inner.training) for inner in module.modules()]
         for inner, _ in self._modes:
             self._look_at_module(inner)
@@ -88,10 +90,15 @@ class SideEffects:
         self._before = [
             (place, content)
             for place, content in self._before
-            if not _is_same(content, _read(place)) or any(id(value) in self._copies for value in _values(content))
+            if not _is_same(content, _read(place)) or self._has_copies(content)
         ]
         lost = [held.tensor for held in changed if held.copy is None]
-        return f"changes a tensor of shape {list(lost[0].shape)} in place" if lost else None
+        if lost:
+            return f"changes a tensor of shape {list(lost[0].shape)} in place"
+        return "has a scripted part with buffers" if self._has_scripted_buffers else None
+
+    def _has_copies(self, content: Any) -> bool:
+        return bool(self._copies) and any(id(value) in self._copies for value in _values(content))
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -115,28 +122,34 @@ class SideEffects:
 
     def _look_at_module(self, module: nn.Module) -> None:
         self._seen.add(id(module))
-        self._look_into(_Attributes(module), own=True)
-        self._look_into(module._buffers, own=True)
+        if isinstance(module, torch.jit.ScriptModule):  # its buffers are in C++, where nothing can stand in for them
+            self._has_scripted_buffers |= any(True for _ in module.buffers(recurse=False))
+            return
+        if _is_of_a_user(type(module)) or "forward" in vars(module):  # torch's own layers change buffers at most
+            self._look_into(_Attributes(module), own=True)
+        if module._buffers:
+            self._look_into(module._buffers, own=True)
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            self._look_at(hook, own=True)
+            self._look_at(hook, own=False)
 
     def _look_at(self, value: Any, own: bool) -> None:
         """Note what an object contains, and look at that.
 
         Args:
             value: The object.
-            own: Whether the module leads to it, so that its tensors are worth a copy. Those of an input are not: a
-                cache may be large.
+            own: Whether it is the module's own, so that its tensors are worth a copy. Those of an input or a hook are
+                not: a cache may be large.
         """
         if id(value) in self._seen:
             return
         if isinstance(value, Tensor):
             self._hold(value, own)
         elif isinstance(value, nn.Module):  # not of this unit, a hook's for example: only what it has itself
+            self._seen.add(id(value))
             self._look_into(_Attributes(value), own)
-        elif isinstance(value, dict | list | set | deque | types.CellType | torch.Generator):
+        elif isinstance(value, _PLACES):
             self._look_into(value, own)
-        elif isinstance(value, tuple | frozenset):
+        elif isinstance(value, (tuple, frozenset)):
             for item in value:
                 self._look_at(item, own and not isinstance(item, Tensor))  # a copy could not take its place
         elif isinstance(value, partial):
@@ -153,7 +166,7 @@ class SideEffects:
         content = _read(place)
         self._before.append((place, content))
         for value in _values(content):
-            if not isinstance(value, _PLAIN):
+            if type(value) not in _PLAIN:
                 self._look_at(value, own)
 
     def _hold(self, tensor: Tensor, own: bool) -> None:
@@ -164,16 +177,19 @@ class SideEffects:
         self._held[id(tensor)] = _Held(tensor, tensor._version, copy)
 
 
-_PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.Size)
-_OTHERS = {"torch", *sys.stdlib_module_names}
+_PLACES = (dict, list, set, deque, types.CellType, torch.Generator)
+_PLAIN = {str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device}
+_NOT_OF_A_USER = {"torch", *sys.stdlib_module_names}
 
 
 def _is_of_a_user(definition: type | types.FunctionType) -> bool:
     """Whether a class or function may hold what a forward changes, unlike a logger or a process group."""
-    return (definition.__module__ or "").partition(".")[0] not in _OTHERS
+    return (definition.__module__ or "").partition(".")[0] not in _NOT_OF_A_USER
 
 
 def _read(place: Any) -> Any:
+    if isinstance(place, dict):
+        return dict(place)
     if isinstance(place, _Attributes):
         return place.read()
     if isinstance(place, torch.Generator):
@@ -183,7 +199,7 @@ def _read(place: Any) -> Any:
             return [place.cell_contents]
         except ValueError:  # a variable that has no value yet
             return []
-    return dict(place) if isinstance(place, dict) else set(place) if isinstance(place, set) else list(place)
+    return set(place) if isinstance(place, set) else list(place)
 
 
 def _write(place: Any, content: Any) -> None:
@@ -200,7 +216,7 @@ def _write(place: Any, content: Any) -> None:
         (place.extend if isinstance(place, list | deque) else place.update)(content)
 
 
-def _values(content: Any) -> Iterable[Any]:
+def _values(content: Any) -> Collection[Any]:
     if isinstance(content, Tensor):
         return ()
     return content.values() if isinstance(content, dict) else content
@@ -211,10 +227,9 @@ def _is_same(before: Any, after: Any) -> bool:
         return torch.equal(before, after)
     if isinstance(before, set):
         return bool(before == after)
-    if isinstance(before, dict) and list(before) != list(after):
+    if len(before) != len(after) or (isinstance(before, dict) and list(before) != list(after)):
         return False
-    values, others = list(_values(before)), list(_values(after))
-    return len(values) == len(others) and all(value is other for value, other in zip(values, others, strict=True))
+    return all(map(operator.is_, _values(before), _values(after)))
 
 
 def _replace(content: Any, copies: dict[int, Tensor]) -> Any:

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline._private import in_backward, storage_key, weak_storage
 from sp_lightning.pipeline.host import ALIGNMENT
+from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.pool import HostPool, Piece
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer import Backend, Ticket
@@ -73,8 +74,10 @@ class Activation:
         ticket: The copy that nothing has waited for yet.
     """
 
-    def __init__(self, tensor: Tensor, start: int, end: int, returned: deque[_Returned]) -> None:
+    def __init__(self, tensor: Tensor, start: int, end: int, meter: Meter, returned: deque[_Returned]) -> None:
         self.host: Piece | None = None
+        self._meter = meter
+        self._counted = meter.add(tensor)
         self.start, self.end = start, end
         self.version = tensor._version
         self.views: list[View] = []
@@ -121,9 +124,21 @@ class Activation:
         """The host has it: give up the memory where it was computed."""
         for view in self.views:
             view.let_go()
-        self.place, self.ticket = Place.HOST, None
+        self._meter.remove(self._counted)
+        self.place, self.ticket, self._counted = Place.HOST, None, 0
+
+    def come_back(self, device: Tensor, ticket: Ticket) -> None:
+        """It is being copied into memory of the device."""
+        self.place, self.device, self.ticket = Place.BACK, device, ticket
+        self._counted = self._meter.add(device)
+
+    def go_again(self) -> None:
+        """Give up the memory that it was brought back to."""
+        self._meter.remove(self._counted)
+        self.place, self.device, self.ticket, self._counted = Place.HOST, None, None, 0
 
     def __del__(self) -> None:
+        self._meter.remove(self._counted)
         if self.host is not None:  # in whichever thread autograd frees it: only leave word
             device = None if self.ticket is None else self.device
             self._returned.append(_Returned(self.host, device, self.ticket))
@@ -226,16 +241,14 @@ class Offloader:
     Args:
         backend: Allocates and copies.
         pool: Lends host memory.
+        meter: Counts what is on the device; knows what stays there in any case.
         stats: Counters.
-
-    Attributes:
-        permanent: Identities of memory that stays on the device whatever autograd saves: buffers.
     """
 
-    def __init__(self, backend: Backend, pool: HostPool, stats: Stats) -> None:
-        self.permanent: set[int] = set()
+    def __init__(self, backend: Backend, pool: HostPool, meter: Meter, stats: Stats) -> None:
         self._backend = backend
         self._pool = pool
+        self._meter = meter
         self._stats = stats
         self._lock = threading.RLock()  # backward of a CUDA graph runs in a thread of autograd's
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
@@ -330,7 +343,7 @@ class Offloader:
         with self._lock:
             activation = self._by_memory.get(key)
             if activation is None or not activation.can_hold(tensor, start, end):
-                activation = self._by_memory[key] = Activation(tensor, start, end, self._returned)
+                activation = self._by_memory[key] = Activation(tensor, start, end, self._meter, self._returned)
             bundle.add(activation)
             return Offloaded(activation, activation.add(tensor))
 
@@ -338,7 +351,7 @@ class Offloader:
         """The identity of a tensor's memory if that is plain, on the device, large, and nobody's for good; else 0."""
         key = storage_key(tensor) if type(tensor) is Tensor and tensor.layout is torch.strided else 0
         may_leave = (
-            key not in self.permanent
+            key not in self._meter.uncounted
             and key != 0
             and tensor.untyped_storage().nbytes() >= SMALLEST
             and tensor.numel() > 0
@@ -395,9 +408,8 @@ class Offloader:
                 "backward before `detach()`."
             )
         assert activation.host is not None
-        activation.device = self._backend.allocate(activation.nbytes)
-        activation.ticket = self._backend.upload(activation.device, activation.host.bytes)
-        activation.place = Place.BACK
+        device = self._backend.allocate(activation.nbytes)
+        activation.come_back(device, self._backend.upload(device, activation.host.bytes))
         self._back.append(ref(activation))
         self._stats.bytes_to_device += activation.nbytes
         self._stats.fetched_bytes += activation.nbytes
@@ -410,7 +422,7 @@ class Offloader:
             if activation not in kept:
                 if activation.ticket is not None and not landed:
                     self._backend.wait(activation.ticket)
-                activation.place, activation.device, activation.ticket = Place.HOST, None, None
+                activation.go_again()
 
     def _take_back(self, landed: bool = False) -> None:
         """Host memory of what autograd has dropped meanwhile."""

@@ -33,6 +33,7 @@ from sp_lightning.pipeline.guard import EngineAtWork, Guard, guards_resumed, gua
 from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
 from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
+from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.offload import STAYING, Bundle, Offloader
 from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
@@ -93,8 +94,9 @@ class Pipeline:
         self._rearrange = False
         self._untouched = True
         self._pool = HostPool(self._backend)
-        self._offloader = Offloader(self._backend, self._pool, self.stats)
-        self._saved = SavedTensors(lambda twin: self._backward.require(twin), self._offloader)
+        meter = self._meter = Meter(self.device, self.stats)
+        self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
+        self._saved = SavedTensors(lambda twin: self._backward.require(twin), meter, self._offloader)
         self._activations = Activations(self.options.activations, self._saved, self.device, self.stats)
         self._graphs = Graphs()
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
@@ -225,7 +227,7 @@ class Pipeline:
         )
         move_buffers(self.module, self.device)
         self._pool.pinnable = plan.pinnable_bytes()
-        self._offloader.permanent = {storage_key(buffer) for buffer in self.module.buffers()}
+        self._meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._follow_requires_grad(twin)
         for member in plan.members:

@@ -24,11 +24,12 @@ from sp_lightning.pipeline._private import (
     top_saved_tensor_hooks,
     without_torch_function,
 )
+from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.offload import Offloaded, Offloader
 from sp_lightning.pipeline.weights import Twin
 
 
-class Handle(NamedTuple):
+class _Handle(NamedTuple):
     """A weight (or a view of one): an alias of its fixed place, good whenever the weight is there."""
 
     twin: Twin
@@ -39,12 +40,13 @@ class Handle(NamedTuple):
 class Kept:
     """Anything else, with the version that autograd would have checked. It may be dropped, and filled again."""
 
-    __slots__ = ("__weakref__", "_like", "requires_grad", "tensor", "version")
+    __slots__ = ("__weakref__", "_counted", "_like", "_meter", "tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        # without its graph: a result may hold the node that saves it, and would hold it for good
-        self.tensor: Tensor | None = tensor.detach()
-        self.requires_grad = tensor.requires_grad
+    def __init__(self, tensor: Tensor, meter: Meter) -> None:
+        self._meter = meter
+        self._counted = meter.add(tensor)
+        # without its node, which may be the one that saves it: such a cycle would go through C++ and never be freed
+        self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
 
     @property
@@ -68,13 +70,19 @@ class Kept:
         if self.tensor is not None:
             self._like = self.tensor.shape, self.tensor.dtype
             self.tensor = None
+            self._meter.remove(self._counted)
 
     def fill(self, tensor: Tensor) -> bool:
         """Put a tensor where one was dropped; False, and nothing is done, if it is of another kind."""
         if (tensor.shape, tensor.dtype) != self._like:
             return False
+        self._counted = self._meter.add(tensor)
         self.tensor, self.version = tensor, tensor._version
         return True
+
+    def __del__(self) -> None:
+        if self.tensor is not None:
+            self._meter.remove(self._counted)
 
 
 class _Delegated(NamedTuple):
@@ -84,7 +92,7 @@ class _Delegated(NamedTuple):
     unpack: Callable[[Any], Tensor]
 
 
-Packed: TypeAlias = Handle | Offloaded | Kept | _Delegated
+Packed: TypeAlias = _Handle | Offloaded | Kept | _Delegated
 
 
 class SavedTensors:
@@ -92,13 +100,15 @@ class SavedTensors:
 
     Args:
         require: Called with a twin before backward reads it.
+        meter: Counts what is held.
         offloader: Takes what may wait on the host.
 
     Attributes:
         twins: Twins by the identity of their memory.
     """
 
-    def __init__(self, require: Callable[[Twin], None], offloader: Offloader) -> None:
+    def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
+        self.meter = meter
         self.twins: dict[int, Twin] = {}
         self._require = require
         self._offloader = offloader
@@ -140,17 +150,17 @@ class SavedTensors:
         while self._pushed:
             self.pop()
 
-    def handle(self, tensor: Tensor) -> Handle | None:
+    def handle(self, tensor: Tensor) -> _Handle | None:
         """The handle for a weight or a view of one; None for other tensors."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         if twin is None:
             return None
         with without_torch_function():
-            return Handle(twin, tensor, twin.version())
+            return _Handle(twin, tensor, twin.version())
 
     def pack(self, tensor: Tensor) -> Packed:
         """What is saved in place of a tensor."""
-        return self.handle(tensor) or self._offloader.pack(tensor) or Kept(tensor)
+        return self.handle(tensor) or self._offloader.pack(tensor) or Kept(tensor, self.meter)
 
     def unpack(self, packed: Packed) -> Tensor:
         """The tensor again, where backward can read it.
@@ -189,7 +199,7 @@ class _Chained:
         self._outer_pack = outer_pack
         self._outer_unpack = outer_unpack
 
-    def pack(self, tensor: Tensor) -> Handle | _Delegated:
+    def pack(self, tensor: Tensor) -> _Handle | _Delegated:
         return self.saved.handle(tensor) or _Delegated(self._outer_pack(tensor), self._outer_unpack)
 
 

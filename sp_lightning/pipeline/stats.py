@@ -24,6 +24,8 @@ class Stats:
         write_backs: Weights that a forward changed in place, copied back to the host.
         recomputed: Calls of units whose forward ran again in backward.
         host_syncs: Times that the host waited for the device.
+        activation_bytes: Device memory that is held now because autograd saved it for backward, without weights.
+        activation_peak_bytes: The most that it has been.
         resets: Recoveries after an exception in the middle of a step.
     """
 
@@ -41,9 +43,13 @@ class Stats:
     write_backs: int = 0
     recomputed: int = 0
     host_syncs: int = 0
+    activation_bytes: int = 0
+    activation_peak_bytes: int = 0
     resets: int = 0
 
     def clear(self) -> None:
-        """Set every counter to zero."""
+        """Set every counter to zero, and the peak to what is held now."""
+        held = self.activation_bytes
         for field in fields(self):
             setattr(self, field.name, 0)
+        self.activation_bytes = self.activation_peak_bytes = held

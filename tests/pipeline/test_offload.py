@@ -17,6 +17,7 @@ from sp_lightning.pipeline import Backend, HostBackend, Stats
 from sp_lightning.pipeline import offload as offload_module
 from sp_lightning.pipeline._private import storage_key, weak_storage
 from sp_lightning.pipeline.host import ALIGNMENT
+from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.offload import Bundle, Offloader, Place
 from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.units import Member, Unit
@@ -39,7 +40,8 @@ class Scene:
         self.backend = backend or RecordingBackend()
         self.stats = Stats()
         self.pool = HostPool(self.backend)
-        self.offloader = Offloader(self.backend, self.pool, self.stats)
+        self.meter = Meter(self.backend.device, self.stats)
+        self.offloader = Offloader(self.backend, self.pool, self.meter, self.stats)
         self.packed: list[Any] = []
 
     def unit(self, *members: str) -> list[Member]:
@@ -353,7 +355,7 @@ def test_what_is_not_plain_memory_stays(scene: Scene, kind: str) -> None:
 
 def test_buffers_and_their_views_stay(scene: Scene) -> None:
     buffer = torch.randn(4, ROWS)
-    scene.offloader.permanent = {storage_key(buffer)}
+    scene.meter.uncounted = {storage_key(buffer)}
     assert saved_by(scene, buffer) is None
     assert saved_by(scene, buffer[1]) is None
 

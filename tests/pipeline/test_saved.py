@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad
 
 from sp_lightning.pipeline._private import top_saved_tensor_hooks, weak_storage
+from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.offload import Offloader
 from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.saved import SavedTensors
@@ -27,8 +28,9 @@ class Scene:
         self.placed = place([torch.ones(3, 3)])
         self.twin = self.placed.twins[0]
         self.required: list[Twin] = []
-        backend = self.placed.backend
-        self.saved = SavedTensors(self.required.append, Offloader(backend, HostPool(backend), Stats()))
+        backend, stats = self.placed.backend, Stats()
+        meter = Meter(torch.device("cpu"), stats)
+        self.saved = SavedTensors(self.required.append, meter, Offloader(backend, HostPool(backend), meter, stats))
         self.saved.twins = self.placed.by_memory
 
 
