@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +22,21 @@ class Elsewhere:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ranges: list[tuple[int, int]] = []
-        make = host.HostBuffer.__init__
+        map_pages = host._map_pages
 
-        def watched(buffer: host.HostBuffer, *args: Any, **kwargs: Any) -> None:
-            make(buffer, *args, **kwargs)
-            self.add(buffer.bytes)
+        def watched(nbytes: int) -> mmap.mmap:
+            pages = map_pages(nbytes)
+            self._add(ctypes.addressof(ctypes.c_char.from_buffer(pages)), nbytes)
+            return pages
 
-        monkeypatch.setattr(host.HostBuffer, "__init__", watched)
+        monkeypatch.setattr(host, "_map_pages", watched)
 
     def add(self, memory: Tensor) -> None:
         """Do not count this."""
-        self._ranges.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+        self._add(memory.data_ptr(), memory.nbytes)
+
+    def _add(self, address: int, nbytes: int) -> None:
+        self._ranges.append((address, address + nbytes))
 
     def has(self, memory: Tensor) -> bool:
         return any(start <= memory.data_ptr() < end for start, end in self._ranges)
