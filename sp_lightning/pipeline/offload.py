@@ -42,7 +42,8 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer import Backend, Ticket
 from sp_lightning.pipeline.units import Member, Unit
 
-SMALLEST = 64 << 10  # bytes; starting two copies takes the host longer than a link takes for a few times as much
+SMALLEST = 4 << 10  # bytes; whatever is smaller stays
+_NEGLIGIBLE = 100  # the smallest tensors stay as long as they are not this part of their unit's: copies cost the host
 STAYING = 2  # units before the turn whose activations stay: as many as are on the device at any other time
 _WASTE = 2  # memory of which less than one part in so many was saved is not worth a copy
 
@@ -216,15 +217,15 @@ class Bundle:
         self.members = {member}
         self.before: Bundle | None = None
         self.around = tuple(around)
-        self._activations: list[ref[Activation]] = []
+        self._activations: dict[int, ref[Activation]] = {}
 
     def add(self, activation: Activation) -> None:
         """Note that a call of the unit saved it."""
-        self._activations.append(ref(activation))
+        self._activations[id(activation)] = ref(activation)
 
     def waiting(self) -> list[Activation]:
         """What autograd has not dropped yet."""
-        return [activation for found in self._activations if (activation := found()) is not None]
+        return [activation for found in self._activations.values() if (activation := found()) is not None]
 
 
 class _Leaving(NamedTuple):
@@ -306,15 +307,16 @@ class Offloader:
 
     def _send(self, bundle: Bundle) -> None:
         """Start the copies of what a unit saved."""
-        for activation in bundle.waiting():
-            if activation.place is Place.DEVICE and activation.is_worth_a_copy():
-                activation.host = self._pool.take(activation.nbytes)
-                source = activation.source()
-                activation.ticket = self._backend.download(activation.host.bytes, source)
-                activation.place = Place.LEAVING
-                self._leaving.append(_Leaving(bundle, activation, source))
-                self._stats.bytes_to_host += activation.nbytes
-                self._stats.offloaded_bytes += activation.nbytes
+        here = [a for a in bundle.waiting() if a.place is Place.DEVICE and a.is_worth_a_copy()]
+        negligible = _smallest(here, sum(activation.nbytes for activation in here) // _NEGLIGIBLE)
+        for activation in [activation for activation in here if activation not in negligible]:
+            activation.host = self._pool.take(activation.nbytes)
+            source = activation.source()
+            activation.ticket = self._backend.download(activation.host.bytes, source)
+            activation.place = Place.LEAVING
+            self._leaving.append(_Leaving(bundle, activation, source))
+            self._stats.bytes_to_host += activation.nbytes
+            self._stats.offloaded_bytes += activation.nbytes
 
     def _let_go_of_all_but(self, bundle: Bundle | None) -> None:
         """Free the device memory of what was sent; computing waits for the copies out of it, the host does not."""
@@ -382,14 +384,14 @@ class Offloader:
     def reach(self, bundle: Bundle) -> None:
         """Backward is about to run the nodes of a call: what it needs is on its way, and what comes next as well."""
         with self._lock:
-            near = [bundle, *([] if bundle.before is None else [bundle.before])]
-            wanted = [activation for other in near for activation in other.waiting()]
-            kept = {*wanted, *(activation for other in bundle.around for activation in other.waiting())}
-            for activation in kept:
+            # what was saved last is used first
+            wanted = [*reversed(bundle.waiting()), *reversed(bundle.before.waiting() if bundle.before else [])]
+            needed = {*wanted, *(activation for other in bundle.around for activation in other.waiting())}
+            for activation in needed:
                 if activation.place is Place.LEAVING:
                     self._call_off(activation)
             self._let_go_of_all_but(None)
-            self._drop_all_but(kept)
+            self._drop_all_but(needed)
             self._take_back()
             for activation in wanted:
                 if activation.place is Place.HOST:
@@ -414,12 +416,12 @@ class Offloader:
         self._stats.bytes_to_device += activation.nbytes
         self._stats.fetched_bytes += activation.nbytes
 
-    def _drop_all_but(self, kept: set[Activation], landed: bool = False) -> None:
+    def _drop_all_but(self, needed: set[Activation], landed: bool = False) -> None:
         """Backward is past these units: if a graph is retained, they go back to being on the host alone."""
         back = [activation for found in self._back if (activation := found()) is not None]
-        self._back = [ref(activation) for activation in back if activation in kept]
+        self._back = [ref(activation) for activation in back if activation in needed]
         for activation in back:
-            if activation not in kept:
+            if activation not in needed:
                 if activation.ticket is not None and not landed:
                     self._backend.wait(activation.ticket)
                 activation.go_again()
@@ -456,6 +458,17 @@ class Offloader:
             self.reset()
             self._closed = True
             self._pool.close()
+
+
+def _smallest(activations: Iterable[Activation], nbytes: int) -> set[Activation]:
+    """The smallest ones that together take no more than this."""
+    found = set()
+    for activation in sorted(activations, key=lambda activation: activation.nbytes):
+        nbytes -= activation.nbytes
+        if nbytes < 0:
+            break
+        found.add(activation)
+    return found
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -272,6 +272,20 @@ def test_a_part_of_a_large_memory_does_not_take_all_of_it_along(scene: Scene) ->
     assert len(scene.backend.said("download")) == 1
 
 
+def test_what_is_next_to_nothing_stays(scene: Scene) -> None:
+    """Of what a unit saves the smallest tensors, a hundredth of its bytes in all: a copy costs the host the same."""
+    sizes = [90 * ROWS, ROWS, 60 * ROWS, ROWS]
+
+    def forward() -> Tensor:
+        return sum(large(size).exp().sum() for size in sizes)
+
+    _, bundle = scene.call(forward, ahead=9)
+    places = {activation.nbytes: activation.place for activation in bundle.waiting()}
+    stayed = [activation for activation in bundle.waiting() if activation.place is Place.DEVICE]
+    assert [activation.nbytes for activation in stayed] == [4 * ROWS]
+    assert places[4 * 90 * ROWS] is places[4 * 60 * ROWS] is Place.LEAVING
+
+
 def test_alignment_is_kept(scene: Scene) -> None:
     """A kernel chosen by another alignment may round in another way."""
     base = torch.randn(4 * ROWS)
