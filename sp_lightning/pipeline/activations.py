@@ -190,6 +190,8 @@ class UnitCall:
     def _repeat(self) -> None:
         """Run the forward again until all that was dropped, and is still asked for, is there."""
         self._on_repeat(self)
+        if self._inputs.what_changed():
+            raise RuntimeError(_input_changed(self._member.name))
         refill = _Refill(self._kept)
         args, kwargs = self._inputs.again()
         with (
@@ -340,6 +342,13 @@ def _has_its_own_weights(member: Member) -> bool:
 def _is_data(value: Any) -> bool:
     """Whether an input is a tensor that autograd could save, and not a weight, which stands for itself."""
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
+
+
+def _input_changed(name: str) -> str:
+    return (
+        f"{name!r} was called with a tensor that has been changed in place since, so its forward cannot run again in "
+        "backward. Use `activations='keep'`, or do not change the tensor."
+    )
 
 
 def _computed_something_else(name: str) -> str:
