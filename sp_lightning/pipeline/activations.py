@@ -66,13 +66,17 @@ class Activations:
         Inside of a unit's call that call's own hooks are on top, inside of a user's checkpoint the checkpoint's are.
         """
         return (
-            self._policy != "keep"
+            self._policy == "recompute"
             and member.index >= 0
             and torch.is_grad_enabled()
             and not in_backward()
             and self._saved.are_alone()
             and _has_its_own_weights(member)
         )
+
+    def offloads(self, member: Member) -> bool:
+        """Whether what this call saves waits on the host (offload.py)."""
+        return self._policy == "offload" and member.index >= 0
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit, and decide what becomes of what its forward saved."""

@@ -35,8 +35,8 @@ def superpipeline(
         memory_budget: Device memory for weights and gradients on their way, such as `"12GB"`.
         units: What a unit is: module classes, class names, or `(name, module) -> bool`. `None` finds units.
         resident: Names of modules and parameters that stay on the device.
-        activations: `"keep"` what a unit's forward saves for backward on the device, or `"recompute"` it in backward
-            from the unit's inputs.
+        activations: `"keep"` what a unit's forward saves for backward on the device, `"recompute"` it in backward
+            from the unit's inputs, or `"offload"` it to host memory until then.
         pin_memory: Page-locked host memory.
         debug: Delay copies, poison free slots, check accesses.
 

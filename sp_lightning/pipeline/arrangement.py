@@ -143,6 +143,17 @@ class Arrangement:
         """Device memory for weights."""
         return self.arena.nbytes + sum(group.nbytes for group in self.groups if group.resident)
 
+    def pinnable_bytes(self) -> int | None:
+        """How much host memory may be page-locked besides weights and gradients; None for any amount."""
+        total = total_host_memory()
+        if not self._backend.can_pin or self._options.pin_memory is False:
+            return 0
+        if self._options.pin_memory is True or total is None:
+            return None
+        weights = sum(weight.compute_bytes for weight in self.weights) if self.pin else 0
+        gradients = self._gradient_bytes() if self.pin_gradients else 0
+        return max(0, int(_PINNED_SHARE * total) - weights - gradients)
+
     # ------------------------------------------------------------------------------------------------------ checks
 
     def _choose_window(self) -> None:

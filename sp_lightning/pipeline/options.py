@@ -11,7 +11,7 @@ from torch import nn
 
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
 
-ActivationPolicy: TypeAlias = Literal["keep", "recompute"]
+ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload"]
 
 _UNITS_OF_BYTES = {
     "": 1,
@@ -39,7 +39,8 @@ class PipelineOptions:
         units: What a unit is: module classes or their names, or a callable `(name, module) -> bool`. `None` finds them.
         resident: Names of modules or parameters that always stay on the device.
         activations: What happens to what a unit's forward saves for backward: `"keep"` leaves it on the device,
-            `"recompute"` keeps the unit's inputs alone and runs its forward again in backward.
+            `"recompute"` keeps the unit's inputs alone and runs its forward again in backward, `"offload"` lets it wait
+            in host memory.
         pin_memory: Page-locked host memory; `"auto"` pins where the device gains by it.
         debug: Poison free slots, delay copies, and check every access to a weight.
 

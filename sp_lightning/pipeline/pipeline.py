@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,8 +34,10 @@ from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_ga
 from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
 from sp_lightning.pipeline.meter import Meter
+from sp_lightning.pipeline.offload import STAYING, Bundle, Offloader
 from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.saved import SavedTensors
 from sp_lightning.pipeline.schedule import Pass, Schedule
 from sp_lightning.pipeline.stats import Stats
@@ -90,7 +93,10 @@ class Pipeline:
         self._touched_outside: list[Weight] = []
         self._rearrange = False
         self._untouched = True
-        self._saved = SavedTensors(lambda twin: self._backward.require(twin), Meter(self.device, self.stats))
+        self._pool = HostPool(self._backend)
+        meter = self._meter = Meter(self.device, self.stats)
+        self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
+        self._saved = SavedTensors(lambda twin: self._backward.require(twin), meter, self._offloader)
         self._activations = Activations(self.options.activations, self._saved, self.device, self.stats)
         self._graphs = Graphs()
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
@@ -139,6 +145,7 @@ class Pipeline:
             self._backward.abandon()
             self._saved.pop_all()
             self._backend.drain()
+            self._offloader.reset()
             self._schedule.forget_position()
             self._window.forget()
             self._depth = 0
@@ -168,6 +175,7 @@ class Pipeline:
         _attached_masters.difference_update(map(id, self._masters))
         stop_listening(self)
         self._dismantle()
+        self._offloader.close()
         for buffer in self._learned.buffers.values():
             buffer.release()
         move_buffers(self.module, torch.device("cpu"))
@@ -218,7 +226,8 @@ class Pipeline:
             on_end=self._end_backward,
         )
         move_buffers(self.module, self.device)
-        self._saved.meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
+        self._pool.pinnable = plan.pinnable_bytes()
+        self._meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._follow_requires_grad(twin)
         for member in plan.members:
@@ -290,6 +299,7 @@ class Pipeline:
         self._take_in_what_was_learned()
         self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
         self._graphs.begin()
+        self._offloader.begin()
         self._untouched = True
         self._activate()
         with self._at_work:
@@ -427,6 +437,19 @@ class Pipeline:
             self._inside.append(member.groups)
             swap_in(member, self._follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
+            if self._activations.offloads(member):
+                self._offloader.enter(member)
+
+    def _units_ahead(self, member: Member) -> int:
+        """How many other units forward is expected to use before backward begins, as far as the offloader asks."""
+        ahead = [member.unit]
+        for index in islice(self._schedule.upcoming_before_the_turn(), len(self._plan.streamed_members)):
+            following = self._plan.streamed_members[index].unit
+            if following is not ahead[-1]:
+                ahead.append(following)
+            if len(ahead) > STAYING:
+                break
+        return len(ahead) - 1
 
     def _keep_apart_uses(self, member: Member) -> None:
         """Autocast without its cache casts for each use: a weight that is used twice for one graph is sent as it is."""
@@ -452,6 +475,8 @@ class Pipeline:
                     self._write_back(place.weight)
             if not member.active and not self._backward.has_reached(member.unit):
                 swap_out(member)
+            if self._activations.offloads(member):
+                self._offloader.leave(lambda: self._units_ahead(member))
             self._window.prefetch([*member.groups, *self._backward.in_use] if in_backward() else ())
 
     def _follow_requires_grad(self, twin: Twin) -> None:
@@ -488,8 +513,8 @@ class Pipeline:
             if watched:
                 graph = self._graphs.watch_current()
                 groups, around = member.held[-1], [group for held in self._inside[:-1] for group in held]
-                plan = self._plan
-                before_backward(watched, lambda: self._reach(plan, member, graph, groups, around))
+                plan, bundle = self._plan, self._offloader.current
+                before_backward(watched, lambda: self._reach(plan, member, graph, groups, around, bundle))
         return output
 
     # --------------------------------------------------------------------------------------------------- backward
@@ -497,7 +522,15 @@ class Pipeline:
     def _sign_of_backward(self) -> None:
         self._backward.note()
 
-    def _reach(self, plan: Arrangement, member: Member, graph: Graph, groups: list[Group], around: list[Group]) -> None:
+    def _reach(
+        self,
+        plan: Arrangement,
+        member: Member,
+        graph: Graph,
+        groups: list[Group],
+        around: list[Group],
+        bundle: Bundle | None,
+    ) -> None:
         """Backward is about to run the nodes of a member's call."""
         if plan is not self._plan:
             return  # a graph of an earlier arrangement: unpacking will say so if it matters
@@ -507,9 +540,12 @@ class Pipeline:
                 "with `with pipeline.step():`."
             )
         self._backward.reach(member, graph, groups, around)
+        if bundle is not None:
+            self._offloader.reach(bundle)
 
     def _end_backward(self) -> None:
         self._activations.end_backward()
+        self._offloader.end_backward()
         self._close()
 
     def _evict(self, group: Group) -> None:
