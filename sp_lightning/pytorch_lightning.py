@@ -49,8 +49,9 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
         units: What a unit is: module classes or their names, or a function of a module's name and the module. None
             finds them.
         resident: Names of modules or parameters that always stay on the device.
-        activations: What happens to what a unit's forward saves for backward: "keep" leaves it on the device, and
-            "recompute" keeps the unit's inputs alone and runs its forward again in backward.
+        activations: What happens to what a unit's forward saves for backward: "keep" leaves it on the device,
+            "recompute" keeps the unit's inputs alone and runs its forward again in backward, "offload" lets it wait in
+            host memory. "auto" measures and chooses for each unit, so that all of it fits.
         pin_memory: Whether host memory is page-locked, which makes transfers fast.
         compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` would. Blocks
             that you compiled yourself stay as they are.
@@ -83,7 +84,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
         memory_budget: int | float | str | None = None,
         units: str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None,
         resident: Sequence[str] = (),
-        activations: Literal["keep", "recompute"] = "keep",
+        activations: Literal["keep", "recompute", "offload", "auto"] = "auto",
         pin_memory: bool | Literal["auto"] = "auto",
         compile: bool = False,
         debug: bool = False,

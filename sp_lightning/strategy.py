@@ -51,7 +51,9 @@ class SuperpipelineMixin(_Base):
     """
 
     strategy_name = "superpipeline"
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"superpipeline_recompute": {"activations": "recompute"}}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        f"superpipeline_{activations}": {"activations": activations} for activations in ("recompute", "offload")
+    }
     lightning: ClassVar[Namespace]
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
 

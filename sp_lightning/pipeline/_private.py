@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -108,6 +109,11 @@ def storage_key(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # functorch's wrappers have no memory of their own
         return 0
+
+
+def weak_storage(tensor: Tensor) -> StorageWeakRef:
+    """Keeps the identity of a tensor's memory from being used again, but not the memory."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def users_of_storage(tensor: Tensor) -> int:

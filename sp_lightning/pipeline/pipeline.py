@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key,
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.activations import Activations
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
+from sp_lightning.pipeline.auto import AutoPolicy
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
 from sp_lightning.pipeline.compiled import compiled_call, keep_out_of_graphs, run_uncompiled
 from sp_lightning.pipeline.debug import AccessCheck
@@ -34,8 +36,10 @@ from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_ga
 from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
 from sp_lightning.pipeline.meter import Meter
+from sp_lightning.pipeline.offload import STAYING, Bundle, Offloader
 from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.saved import SavedTensors
 from sp_lightning.pipeline.schedule import Pass, Schedule
 from sp_lightning.pipeline.stats import Stats
@@ -45,6 +49,8 @@ from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Member
 from sp_lightning.pipeline.weights import Twin, Weight
 from sp_lightning.pipeline.window import Window
+
+_SHARE_OF_FREE_MEMORY = 0.9  # that activations may take, where no budget says how much
 
 _attached_masters: set[int] = set()
 
@@ -92,8 +98,10 @@ class Pipeline:
         self._touched_outside: list[Weight] = []
         self._rearrange = False
         self._untouched = True
-        self._saved = SavedTensors(lambda twin: self._backward.require(twin), Meter(self.device, self.stats))
-        self._activations = Activations(self.options.activations, self._saved, self.device, self.stats)
+        self._pool = HostPool(self._backend)
+        meter = self._meter = Meter(self.device, self.stats)
+        self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
+        self._saved = SavedTensors(lambda twin: self._backward.require(twin), meter, self._offloader)
         self._graphs = Graphs()
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
         try:
@@ -101,6 +109,9 @@ class Pipeline:
         except BaseException:
             self._backend.close()
             raise
+        self._activations = Activations(
+            self.options.activations, self._auto_policy(), self._saved, self.device, self.stats
+        )
         move_unmanaged(self._plan.unmanaged.values(), self.device)
         listen_to_optimizers(self)
         self._attached = True
@@ -141,6 +152,7 @@ class Pipeline:
             self._backward.abandon()
             self._saved.pop_all()
             self._backend.drain()
+            self._offloader.reset()
             self._schedule.forget_position()
             self._window.forget()
             self._depth = 0
@@ -170,6 +182,7 @@ class Pipeline:
         _attached_masters.difference_update(map(id, self._masters))
         stop_listening(self)
         self._dismantle()
+        self._offloader.close()
         for buffer in self._learned.buffers.values():
             buffer.release()
         move_buffers(self.module, torch.device("cpu"))
@@ -220,7 +233,8 @@ class Pipeline:
             on_end=self._end_backward,
         )
         move_buffers(self.module, self.device)
-        self._saved.meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
+        self._pool.pinnable = plan.pinnable_bytes()
+        self._meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._follow_requires_grad(twin)
         for member in plan.streamed_members if self.options.compile else ():
@@ -254,6 +268,19 @@ class Pipeline:
                 self._learned.resident.append(weight.name)
         self._touched_outside.clear()
         self.rebuild()
+
+    def _auto_policy(self) -> AutoPolicy | None:
+        """What chooses for each unit, where there is a limit to what activations may take."""
+        if self.options.activations != "auto" or self._room_for_activations() is None:
+            return None
+        return AutoPolicy(self._backend, self._meter, lambda: self._room_for_activations() or 0)
+
+    def _room_for_activations(self) -> int | None:
+        """Bytes of device memory for activations; None if no limit is known."""
+        if self._plan.budget is not None:
+            return max(0, self._plan.budget - self._plan.streaming_bytes())
+        free = self._backend.free_memory()
+        return None if free is None else int(_SHARE_OF_FREE_MEMORY * free)
 
     # -------------------------------------------------------------------------------------------------- the scope
 
@@ -293,7 +320,10 @@ class Pipeline:
             self.rebuild()
         self._take_in_what_was_learned()
         self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
+        if not self._graphs.waiting():
+            self._activations.begin_step()
         self._graphs.begin()
+        self._offloader.begin()
         self._untouched = True
         self._activate()
         with self._at_work:
@@ -437,6 +467,19 @@ class Pipeline:
             self._inside.append(member.groups)
             swap_in(member, self._follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
+            if self._activations.offloads(member):
+                self._offloader.enter(member)
+
+    def _units_ahead(self, member: Member) -> int:
+        """How many other units forward is expected to use before backward begins, as far as the offloader asks."""
+        ahead = [member.unit]
+        for index in islice(self._schedule.upcoming_before_the_turn(), len(self._plan.streamed_members)):
+            following = self._plan.streamed_members[index].unit
+            if following is not ahead[-1]:
+                ahead.append(following)
+            if len(ahead) > STAYING:
+                break
+        return len(ahead) - 1
 
     def _keep_apart_uses(self, member: Member) -> None:
         """Autocast without its cache casts for each use: a weight that is used twice for one graph is sent as it is."""
@@ -462,6 +505,8 @@ class Pipeline:
                     self._write_back(place.weight)
             if not member.active and not self._backward.has_reached(member.unit):
                 swap_out(member)
+            if self._activations.offloads(member):
+                self._offloader.leave(lambda: self._units_ahead(member))
             self._window.prefetch([*member.groups, *self._backward.in_use] if in_backward() else ())
 
     def _follow_requires_grad(self, twin: Twin) -> None:
@@ -498,8 +543,8 @@ class Pipeline:
             if watched:
                 graph = self._graphs.watch_current()
                 groups, around = member.held[-1], [group for held in self._inside[:-1] for group in held]
-                plan = self._plan
-                before_backward(watched, lambda: self._reach(plan, member, graph, groups, around))
+                plan, bundle = self._plan, self._offloader.current
+                before_backward(watched, lambda: self._reach(plan, member, graph, groups, around, bundle))
         return output
 
     # --------------------------------------------------------------------------------------------------- backward
@@ -507,7 +552,15 @@ class Pipeline:
     def _sign_of_backward(self) -> None:
         self._backward.note()
 
-    def _reach(self, plan: Arrangement, member: Member, graph: Graph, groups: list[Group], around: list[Group]) -> None:
+    def _reach(
+        self,
+        plan: Arrangement,
+        member: Member,
+        graph: Graph,
+        groups: list[Group],
+        around: list[Group],
+        bundle: Bundle | None,
+    ) -> None:
         """Backward is about to run the nodes of a member's call."""
         if plan is not self._plan:
             return  # a graph of an earlier arrangement: unpacking will say so if it matters
@@ -517,9 +570,12 @@ class Pipeline:
                 "with `with pipeline.step():`."
             )
         self._backward.reach(member, graph, groups, around)
+        if bundle is not None:
+            self._offloader.reach(bundle)
 
     def _end_backward(self) -> None:
         self._activations.end_backward()
+        self._offloader.end_backward()
         self._close()
 
     def _evict(self, group: Group) -> None:

@@ -25,6 +25,7 @@ from sp_lightning.pipeline._private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.meter import Meter
+from sp_lightning.pipeline.offload import Offloaded, Offloader
 from sp_lightning.pipeline.weights import Twin
 
 
@@ -91,7 +92,7 @@ class _Delegated(NamedTuple):
     unpack: Callable[[Any], Tensor]
 
 
-Packed: TypeAlias = _Handle | Kept | _Delegated
+Packed: TypeAlias = _Handle | Offloaded | Kept | _Delegated
 
 
 class SavedTensors:
@@ -100,15 +101,17 @@ class SavedTensors:
     Args:
         require: Called with a twin before backward reads it.
         meter: Counts what is held.
+        offloader: Takes what may wait on the host.
 
     Attributes:
         twins: Twins by the identity of their memory.
     """
 
-    def __init__(self, require: Callable[[Twin], None], meter: Meter) -> None:
+    def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
         self.twins: dict[int, Twin] = {}
         self._require = require
+        self._offloader = offloader
         self._pushed = 0
 
     def push(self) -> bool:
@@ -157,7 +160,7 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Packed:
         """What is saved in place of a tensor."""
-        return self.handle(tensor) or Kept(tensor, self.meter)
+        return self.handle(tensor) or self._offloader.pack(tensor) or Kept(tensor, self.meter)
 
     def unpack(self, packed: Packed) -> Tensor:
         """The tensor again, where backward can read it.
@@ -169,6 +172,10 @@ class SavedTensors:
             return packed.unpack(packed.packed)
         if isinstance(packed, Kept):
             return packed.get()
+        if isinstance(packed, Offloaded):
+            if packed.view.changed_in_place:
+                raise RuntimeError(_changed_in_place(f"a tensor of shape {list(packed.view.shape)}"))
+            return self._offloader.unpack(packed)
         twin = packed.twin
         if self.twins.get(twin.key) is not twin:
             raise RuntimeError(

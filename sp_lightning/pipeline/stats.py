@@ -16,6 +16,9 @@ class Stats:
         misses: Loads that nothing had prefetched, so that computing waited for all of the copy.
         bytes_to_device: Bytes copied from host to device.
         bytes_to_host: Bytes copied from device to host.
+        offloaded_bytes: Those of them that were saved activations.
+        fetched_bytes: Bytes of saved activations that came back to the device, among `bytes_to_device`.
+        activation_misses: Activations that backward needed and that had not been fetched ahead.
         heals: Weights that backward needed and that had to be brought back without a prior notice.
         promotions: Weights used outside of their unit, which became resident.
         write_backs: Weights that a forward changed in place, copied back to the host.
@@ -32,6 +35,9 @@ class Stats:
     misses: int = 0
     bytes_to_device: int = 0
     bytes_to_host: int = 0
+    offloaded_bytes: int = 0
+    fetched_bytes: int = 0
+    activation_misses: int = 0
     heals: int = 0
     promotions: int = 0
     write_backs: int = 0
