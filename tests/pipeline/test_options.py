@@ -36,6 +36,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("units", value) for value in (5, [], (), [5], ["Block", 3], {"Block"}, 1.5, b"Block")],
     *[("resident", value) for value in ("head", [3], [nn.Linear], [None], None, 7)],
     *[("pin_memory", value) for value in (1, 0, "yes", None, "Auto")],
+    *[("compile", value) for value in (1, 0, "auto", "inductor", {}, None)],
     *[("debug", value) for value in (1, 0, "auto", None)],
 ]
 
@@ -46,6 +47,7 @@ RIGHT: list[tuple[str, Any]] = [
     *[("units", value) for value in (None, "Block", nn.Linear, [nn.Linear, "Block"], lambda name, module: True)],
     *[("resident", value) for value in ((), [], ["head", "norm.weight"])],
     *[("pin_memory", value) for value in ("auto", True, False)],
+    *[("compile", value) for value in (True, False)],
     *[("debug", value) for value in (True, False)],
 ]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from torch.func import grad, vmap
 
 from sp_lightning.pipeline import _private
 from sp_lightning.pipeline._private import (
+    explain_graph_break,
+    hide_from_dynamo,
     in_backward,
     is_tracing,
     pop_saved_tensor_hooks,
@@ -24,6 +29,7 @@ from sp_lightning.pipeline._private import (
     users_of_storage,
     weak_storage,
     when_backward_ends,
+    without_compile,
     without_torch_function,
 )
 
@@ -226,3 +232,41 @@ def test_tracing_is_noticed() -> None:
     torch.jit.trace(function, torch.ones(1), check_trace=False)
     assert seen == [True]
     assert not is_tracing()
+
+
+def test_dynamo_leaves_hidden_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in no graph, and what it calls is compiled."""
+    (tmp_path / "engine.py").write_text("def call(function, x):\n    return function(x + 1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = importlib.import_module("engine")
+    for hidden, graphs in [(False, ["add_sin_mul"]), (True, ["sin", "mul"])]:
+        if hidden:
+            hide_from_dynamo(["engine"])
+        torch._dynamo.reset()
+        seen: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any, seen: list[str] = seen) -> Any:
+            seen.append("_".join(node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"))
+            return graph.forward
+
+        compiled = torch.compile(lambda x: engine.call(lambda y: torch.sin(y), x) * 2, backend=backend)
+        assert torch.equal(compiled(torch.zeros(1)), torch.ones(1).sin() * 2)
+        assert seen == graphs
+    torch._dynamo.reset()
+
+
+def test_a_graph_break_is_explained() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x + 1
+
+    explain_graph_break(function, "because the moon is full")
+    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+        torch.compile(lambda x: function(x) * 2, backend="eager", fullgraph=True)(torch.ones(1))
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:  # torch 2.6 gives none
+        assert "the moon is full" in str(raised.value)
+    torch._dynamo.reset()
+
+
+def test_compiled_modules_are_looked_through() -> None:
+    module = nn.Linear(2, 2)
+    assert without_compile(torch.compile(module)) is without_compile(module) is module
