@@ -49,6 +49,8 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
         units: What a unit is: module classes or their names, or a function of a module's name and the module. None
             finds them.
         resident: Names of modules or parameters that always stay on the device.
+        overlap_optimizer: Whether the optimizer steps unit by unit while the device computes, with the numbers of a
+            plain step. "auto" does so where the optimizer treats each weight by itself; True makes any other an error.
         pin_memory: Whether host memory is page-locked, which makes transfers fast.
         debug: Whether to poison free device memory, to delay transfers at random and to check every access.
 
@@ -79,6 +81,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
         memory_budget: int | float | str | None = None,
         units: str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None,
         resident: Sequence[str] = (),
+        overlap_optimizer: bool | Literal["auto"] = "auto",
         pin_memory: bool | Literal["auto"] = "auto",
         debug: bool = False,
     ) -> None:
@@ -96,6 +99,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
                 memory_budget=memory_budget,
                 units=units,
                 resident=resident,
+                overlap_optimizer=overlap_optimizer,
                 pin_memory=pin_memory,
                 debug=debug,
             ),

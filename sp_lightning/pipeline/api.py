@@ -22,6 +22,7 @@ def superpipeline(
     units: UnitPolicy | None = None,
     resident: Sequence[str] = (),
     pin_memory: bool | Literal["auto"] = "auto",
+    overlap_optimizer: bool | Literal["auto"] = "auto",
     debug: bool = False,
 ) -> Pipeline:
     """Train or run a module that is larger than the device, in a plain PyTorch loop.
@@ -35,6 +36,7 @@ def superpipeline(
         units: What a unit is: module classes, class names, or `(name, module) -> bool`. `None` finds units.
         resident: Names of modules and parameters that stay on the device.
         pin_memory: Page-locked host memory.
+        overlap_optimizer: Step units on the host while the device computes.
         debug: Delay copies, poison free slots, check accesses.
 
     Returns:
@@ -49,5 +51,5 @@ def superpipeline(
         >>> model(torch.ones(1, 8)).sum().backward()
         >>> pipeline.detach()
     """
-    options = PipelineOptions(k, k_prime, memory_budget, units, resident, pin_memory, debug)
+    options = PipelineOptions(k, k_prime, memory_budget, units, resident, pin_memory, overlap_optimizer, debug)
     return Pipeline(module, device, options=options)

@@ -37,6 +37,7 @@ class PipelineOptions:
         units: What a unit is: module classes or their names, or a callable `(name, module) -> bool`. `None` finds them.
         resident: Names of modules or parameters that always stay on the device.
         pin_memory: Page-locked host memory; `"auto"` pins where the device gains by it.
+        overlap_optimizer: Step units on the host while the device computes; `"auto"` does where it is exact.
         debug: Poison free slots, delay copies, and check every access to a weight.
 
     Raises:
@@ -49,6 +50,7 @@ class PipelineOptions:
     units: UnitPolicy | None = None
     resident: Sequence[str] = ()
     pin_memory: bool | Literal["auto"] = "auto"
+    overlap_optimizer: bool | Literal["auto"] = "auto"
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -69,10 +71,10 @@ class PipelineOptions:
             or not all(isinstance(name, str) for name in names)
         ):
             raise ValueError(f"`resident={self.resident!r}` must be a list of module or parameter names.")
-        for name in ("pin_memory", "debug"):
+        for name in ("pin_memory", "overlap_optimizer", "debug"):
             value = getattr(self, name)
-            if not (isinstance(value, bool) or (name == "pin_memory" and value == "auto")):
-                allowed = "True, False or 'auto'" if name == "pin_memory" else "True or False"
+            if not (isinstance(value, bool) or (name != "debug" and value == "auto")):
+                allowed = "True or False" if name == "debug" else "True, False or 'auto'"
                 raise ValueError(f"`{name}={value!r}` must be {allowed}.")
 
 

@@ -20,6 +20,9 @@ class Stats:
         promotions: Weights used outside of their unit, which became resident.
         write_backs: Weights that a forward changed in place, copied back to the host.
         host_syncs: Times that the host waited for the device.
+        optimizer_waits: Times that the host waited for an optimizer's step, because somebody looked at a weight.
+        overlapped_steps: Units that an optimizer stepped while the device could compute.
+        steps_in_backward: Those of them that were stepped before backward had ended.
         resets: Recoveries after an exception in the middle of a step.
     """
 
@@ -33,6 +36,9 @@ class Stats:
     promotions: int = 0
     write_backs: int = 0
     host_syncs: int = 0
+    optimizer_waits: int = 0
+    overlapped_steps: int = 0
+    steps_in_backward: int = 0
     resets: int = 0
 
     def clear(self) -> None:

@@ -1,11 +1,11 @@
-"""Threads that copy host memory, in the order in which they were asked to."""
+"""Threads that work on host memory, in the order in which they were asked to."""
 
 from __future__ import annotations
 
 import ctypes
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from typing_extensions import override
@@ -17,43 +17,64 @@ class ThreadTicket(Ticket):
     """Done when a thread says so."""
 
     def __init__(self) -> None:
-        self.done = threading.Event()
+        self._event = threading.Event()
         self.error: BaseException | None = None
 
     @override
     def join(self) -> None:
-        self.done.wait()
+        self._event.wait()
         if self.error is not None:
             raise self.error
 
+    @property
+    @override
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def finish(self) -> None:
+        """The thread is done with it."""
+        self._event.set()
+
+
+_Entry = tuple[Callable[[], None], Sequence[Ticket], Callable[[], None], ThreadTicket]
+
 
 class Lane:
-    """One copy engine: a thread that copies in the order it was asked to."""
+    """A thread that does what it was asked to, in that order: one copy engine, or the optimizer on the host."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], ThreadTicket] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Entry | None]
+        self._jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: ThreadTicket | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a job is waiting or running."""
-        return self._last is not None and not self._last.done.is_set()
+        return self._last is not None and not self._last.done
 
-    def submit(self, job: Callable[[], None]) -> ThreadTicket:
-        """Run a job after those submitted before it."""
+    def submit(
+        self, job: Callable[[], None], after: Sequence[Ticket] = (), cleanup: Callable[[], None] | None = None
+    ) -> ThreadTicket:
+        """Run a job after those submitted before it, and after these tickets; if one of them failed, so does it.
+
+        Args:
+            job: What to do.
+            after: What has to be done before.
+            cleanup: What to do then in any case.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         ticket = self._last = ThreadTicket()
-        self._jobs.put((job, ticket))
+        self._jobs.put((job, after, cleanup or _nothing, ticket))
         return ticket
 
     def drain(self) -> None:
         """Block until every job is done."""
         if self._thread is not None:
-            self.submit(lambda: None).join()
+            self.submit(_nothing).join()
 
     def close(self) -> None:
         """Do what is left and end the thread."""
@@ -64,12 +85,21 @@ class Lane:
 
     def _run(self) -> None:
         while (entry := self._jobs.get()) is not None:
-            job, ticket = entry
+            job, after, cleanup, ticket = entry
             try:
+                for earlier in after:
+                    earlier.join()
                 job()
             except BaseException as error:
                 ticket.error = error
-            ticket.done.set()
+            cleanup()
+            del entry, job, after, cleanup  # who waits for the ticket finds free what the job held on to
+            ticket.finish()
+            del ticket
+
+
+def _nothing() -> None:
+    pass
 
 
 def copy_memory(target: Tensor, source: Tensor) -> None:
