@@ -1,0 +1,161 @@
+"""A device on which nothing takes time but what is said to: four virtual clocks, no real one.
+
+    compute   what was launched on the device runs in order, as long as `compute(seconds)` says
+    up, down  the two copy engines, each with its bandwidth
+    host      work that reads and writes host memory: adding gradients, stepping an optimizer
+
+The main thread is the host that launches; launching takes no time. Memory is really copied and jobs are really run, at
+once, when they are asked for: numbers are right, and times are the same in every run, on any machine.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.threads import copy_memory
+from sp_lightning.pipeline.transfer import Backend, Ticket
+
+
+class Lane(enum.Enum):
+    """What works beside the others."""
+
+    COMPUTE = "compute"
+    UP = "H2D"
+    DOWN = "D2H"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work, from when to when."""
+
+    lane: Lane
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class SimulatedTicket(Ticket):
+    """Done at a virtual time; for threads, which have no clock here, it is done already."""
+
+    end: float
+
+    def join(self) -> None:
+        """Nothing to wait for: memory was copied when it was asked for."""
+
+
+class SimulatedBackend(Backend):
+    """A device with given bandwidths, on virtual clocks.
+
+    Args:
+        up: Bytes per second to the device.
+        down: Bytes per second to the host.
+        host: Bytes of weights per second that work on the host gets done.
+        overlap: False for a machine that does one thing at a time: the sum of all work.
+    """
+
+    def __init__(self, up: float, down: float, host: float, overlap: bool = True) -> None:
+        super().__init__(torch.device("cpu"))
+        self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.HOST: host}
+        self._overlap = overlap
+        self._free = dict.fromkeys(Lane, 0.0)  # when what was given to each lane will be done
+        self._main = 0.0  # when the main thread is here
+        self.spans: list[Span] = []
+
+    @property
+    def now(self) -> float:
+        """When the device will have computed what it was given so far, and the main thread has come here."""
+        return max(self._main, self._free[Lane.COMPUTE])
+
+    def compute(self, seconds: float) -> None:
+        """Launch something on the device."""
+        self._run(Lane.COMPUTE, seconds)
+
+    def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        copy_memory(target, source)
+        return self._transfer(Lane.UP, source.nbytes, [] if after is None else [after])
+
+    def download(self, target: Tensor, source: Tensor) -> Ticket:
+        copy_memory(target, source)
+        return self._transfer(Lane.DOWN, source.nbytes, [])
+
+    def work(self, job: Callable[[], None], nbytes: int, after: Sequence[Ticket] = ()) -> Ticket:
+        """Run a job on the host's worker thread, after other things."""
+        job()
+        return self._run(Lane.HOST, nbytes / self._rates[Lane.HOST], ends(after))
+
+    def work_here(self, nbytes: int) -> None:
+        """The main thread itself works on so many bytes, and launches nothing meanwhile."""
+        self._main = self._run(Lane.HOST, nbytes / self._rates[Lane.HOST]).end
+
+    def wait(self, ticket: Ticket) -> None:
+        self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))
+
+    def synchronize(self, ticket: Ticket) -> None:
+        self._main = max(self._main, *ends([ticket]))
+
+    def drain(self) -> None:
+        self._main = max(self._main, *self._free.values())
+
+    def busy(self, lane: Lane, since: float, until: float) -> float:
+        """Seconds of work in a lane that began between two moments."""
+        return sum(span.seconds for span in self.spans if span.lane is lane and since <= span.start < until)
+
+    def _transfer(self, lane: Lane, nbytes: int, after: Sequence[Ticket]) -> SimulatedTicket:
+        return self._run(lane, nbytes / self._rates[lane], [self._free[Lane.COMPUTE], *ends(after)])
+
+    def _run(self, lane: Lane, seconds: float, not_before: Iterable[float] = ()) -> SimulatedTicket:
+        start = max(self._main, self._free[lane], *not_before)
+        if not self._overlap:
+            start = max(start, *self._free.values())
+        self._free[lane] = start + seconds
+        self.spans.append(Span(lane, start, start + seconds))
+        return SimulatedTicket(start + seconds)
+
+
+def ends(tickets: Iterable[Ticket]) -> list[float]:
+    assert all(isinstance(ticket, SimulatedTicket) for ticket in tickets)
+    return [ticket.end for ticket in tickets]
+
+
+class _Timed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backend: SimulatedBackend, forward: float, backward: float) -> Tensor:
+        backend.compute(forward)
+        ctx.backend, ctx.seconds = backend, backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.backend.compute(ctx.seconds)
+        return gradient, None, None, None
+
+
+class TimedBlock(nn.Module):
+    """A unit that takes so many seconds in forward and in backward.
+
+    Args:
+        width: Of its one weight, which is square.
+        backend: Whose compute clock it moves.
+        forward: Seconds of its forward.
+        backward: Seconds of its backward.
+    """
+
+    def __init__(self, width: int, backend: SimulatedBackend, forward: float, backward: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+        self.backend, self.seconds = backend, (forward, backward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # the output's node is the first that backward runs, so the time passes before the gradient is there
+        return _Timed.apply(self.linear(x), self.backend, *self.seconds)
