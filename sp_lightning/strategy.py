@@ -44,6 +44,7 @@ class SuperpipelineMixin(_Base):
     """What `SuperpipelineStrategy` is in every namespace.
 
     Attributes:
+        presets: Other registered names, and the arguments that each stands for.
         lightning: What is borrowed from the namespace.
         streaming_checkpoint_io: The namespace's default checkpoint plugin.
         num_nodes: Set by the Trainer.
@@ -51,6 +52,9 @@ class SuperpipelineMixin(_Base):
     """
 
     strategy_name = "superpipeline"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        f"superpipeline_{activations}": {"activations": activations} for activations in ("recompute", "offload")
+    }
     lightning: ClassVar[Namespace]
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
 
@@ -386,8 +390,9 @@ class SuperpipelineMixin(_Base):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the strategy's names, unless they are there already (Lightning refuses a second time)."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+        for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description=cls.__name__, **choices)
 
 
 def _move_metric(metric: Metric, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -151,6 +152,11 @@ def storage_key(tensor: Tensor) -> int:
         return 0
 
 
+def weak_storage(tensor: Tensor) -> StorageWeakRef:
+    """Keeps the identity of a tensor's memory from being used again, but not the memory."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
 def users_of_storage(tensor: Tensor) -> int:
     """How many tensors and storage objects hold this memory: tells whether a user kept an old gradient."""
     storage = tensor.untyped_storage()
@@ -186,3 +192,30 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
     of_torch = step.__code__.co_filename == Optimizer.profile_hook_step.__code__.co_filename
     of_a_scheduler = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is step
     return not of_torch or not (own is None or of_a_scheduler)
+
+
+def hide_from_dynamo(modules: Iterable[str]) -> None:
+    """Have `torch.compile` leave the code in these modules alone, while it compiles what that code calls.
+
+    In a model that is compiled as a whole, a gate must break the graph, run as it is, and have the unit's forward
+    compiled below it. `torch.compiler.disable` serves one function: with `recursive` nothing below it is compiled,
+    without, dynamo goes on to trace each function of the engine that it calls. torch hides its own packages like this.
+    """
+    from torch._dynamo import trace_rules  # takes a second: not before there is something to attach to
+
+    for module in modules:
+        trace_rules.add(module)
+
+
+def explain_graph_break(function: Callable[..., Any], reason: str) -> None:
+    """What `torch.compile(..., fullgraph=True)` says when it meets a function of ours; not public for a method."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """The module inside of what `torch.compile(module)` returned, whose class is not public; or else the module."""
+    from torch._dynamo import OptimizedModule
+
+    inner: nn.Module = module._orig_mod if isinstance(module, OptimizedModule) else module
+    return inner

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.options import PipelineOptions, UnitPolicy
+from sp_lightning.pipeline.options import ActivationPolicy, PipelineOptions, UnitPolicy
 from sp_lightning.pipeline.pipeline import Pipeline
 
 
@@ -21,8 +21,10 @@ def superpipeline(
     memory_budget: int | float | str | None = None,
     units: UnitPolicy | None = None,
     resident: Sequence[str] = (),
-    pin_memory: bool | Literal["auto"] = "auto",
+    activations: ActivationPolicy = "auto",
     overlap_optimizer: bool | Literal["auto"] = "auto",
+    pin_memory: bool | Literal["auto"] = "auto",
+    compile: bool = False,
     debug: bool = False,
 ) -> Pipeline:
     """Train or run a module that is larger than the device, in a plain PyTorch loop.
@@ -32,11 +34,14 @@ def superpipeline(
         device: Where to compute; by default the current accelerator, or else the CPU.
         k: Units on the device at once.
         k_prime: Units moved together, at most `k`.
-        memory_budget: Device memory for weights and gradients on their way, such as `"12GB"`.
+        memory_budget: Device memory for weights, gradients on their way and activations, such as `"12GB"`.
         units: What a unit is: module classes, class names, or `(name, module) -> bool`. `None` finds units.
         resident: Names of modules and parameters that stay on the device.
-        pin_memory: Page-locked host memory.
+        activations: `"keep"` what a unit's forward saves for backward on the device, `"recompute"` it in backward
+            from the unit's inputs, or `"offload"` it to host memory until then. `"auto"` chooses for each unit.
         overlap_optimizer: Step units on the host while the device computes.
+        pin_memory: Page-locked host memory.
+        compile: Compile the forward of each unit, as `block.compile()` does.
         debug: Delay copies, poison free slots, check accesses.
 
     Returns:
@@ -51,5 +56,7 @@ def superpipeline(
         >>> model(torch.ones(1, 8)).sum().backward()
         >>> pipeline.detach()
     """
-    options = PipelineOptions(k, k_prime, memory_budget, units, resident, pin_memory, overlap_optimizer, debug)
+    options = PipelineOptions(
+        k, k_prime, memory_budget, units, resident, activations, overlap_optimizer, pin_memory, compile, debug
+    )
     return Pipeline(module, device, options=options)

@@ -25,10 +25,16 @@ from sp_lightning.pipeline.window import Window
 
 
 class Graph:
-    """Lives as long as autograd holds the nodes of one step; says whether a backward has run through them."""
+    """Lives as long as autograd holds the nodes of one step.
+
+    Attributes:
+        done: Whether a backward has run through it.
+        uncompiled: Members whose calls in it are not compiled, which goes for a checkpoint's recomputation, too.
+    """
 
     def __init__(self) -> None:
         self.done = False
+        self.uncompiled: set[Member] = set()
 
 
 class Graphs:
@@ -133,6 +139,10 @@ class BackwardPass:
                 swap_in(other, self._prepare)
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
+
+    def is_uncompiled(self, member: Member) -> bool:
+        """Whether backward runs through a graph in which the member's calls were not compiled."""
+        return any(member in graph.uncompiled for graph in self._graphs)
 
     def require(self, twin: Twin) -> None:
         """Backward unpacks a weight."""

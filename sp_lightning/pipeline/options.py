@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from torch import nn
 
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
+
+ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "auto"]
 
 _UNITS_OF_BYTES = {
     "": 1,
@@ -32,12 +34,17 @@ class PipelineOptions:
     Args:
         k: Units on the device at once. At or above the number of units, nothing is streamed.
         k_prime: Units moved together in one transfer, at most `k`.
-        memory_budget: Device memory that weights and gradients on their way may take: bytes, a fraction of the
-            device's memory (a float up to 1), or text such as `"12GB"`.
+        memory_budget: Device memory that weights, gradients on their way, and activations (with `"auto"`) may take:
+            bytes, a fraction of the device's memory (a float up to 1), or text such as `"12GB"`.
         units: What a unit is: module classes or their names, or a callable `(name, module) -> bool`. `None` finds them.
         resident: Names of modules or parameters that always stay on the device.
-        pin_memory: Page-locked host memory; `"auto"` pins where the device gains by it.
+        activations: What happens to what a unit's forward saves for backward: `"keep"` leaves it on the device,
+            `"recompute"` keeps the unit's inputs alone and runs its forward again in backward, `"offload"` lets it wait
+            in host memory. `"auto"` measures and chooses for each unit, so that everything fits into `memory_budget`,
+            or into what is free; where no limit is known, everything is kept.
         overlap_optimizer: Step units on the host while the device computes; `"auto"` does where it is exact.
+        pin_memory: Page-locked host memory; `"auto"` pins where the device gains by it.
+        compile: Compile the forward of each unit with `torch.compile`, as `block.compile()` does.
         debug: Poison free slots, delay copies, and check every access to a weight.
 
     Raises:
@@ -49,8 +56,10 @@ class PipelineOptions:
     memory_budget: int | float | str | None = None
     units: UnitPolicy | None = None
     resident: Sequence[str] = ()
-    pin_memory: bool | Literal["auto"] = "auto"
+    activations: ActivationPolicy = "auto"
     overlap_optimizer: bool | Literal["auto"] = "auto"
+    pin_memory: bool | Literal["auto"] = "auto"
+    compile: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -71,10 +80,14 @@ class PipelineOptions:
             or not all(isinstance(name, str) for name in names)
         ):
             raise ValueError(f"`resident={self.resident!r}` must be a list of module or parameter names.")
-        for name in ("pin_memory", "overlap_optimizer", "debug"):
+        if self.activations not in get_args(ActivationPolicy):
+            allowed = ", ".join(map(repr, get_args(ActivationPolicy)))
+            raise ValueError(f"`activations={self.activations!r}` must be one of {allowed}.")
+        for name in ("overlap_optimizer", "pin_memory", "compile", "debug"):
             value = getattr(self, name)
-            if not (isinstance(value, bool) or (name != "debug" and value == "auto")):
-                allowed = "True or False" if name == "debug" else "True, False or 'auto'"
+            has_auto = name in ("overlap_optimizer", "pin_memory")
+            if not (isinstance(value, bool) or (has_auto and value == "auto")):
+                allowed = "True, False or 'auto'" if has_auto else "True or False"
                 raise ValueError(f"`{name}={value!r}` must be {allowed}.")
 
 

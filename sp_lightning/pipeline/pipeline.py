@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.activations import Activations
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
+from sp_lightning.pipeline.auto import AutoPolicy
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
+from sp_lightning.pipeline.compiled import compiled_call, keep_out_of_graphs, run_uncompiled
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.emulated import HostBackend
@@ -33,9 +37,12 @@ from sp_lightning.pipeline.guard import EngineAtWork, Guard, guards_resumed, gua
 from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
 from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
+from sp_lightning.pipeline.meter import Meter
+from sp_lightning.pipeline.offload import STAYING, Bundle, Offloader
 from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.overlap import KnownOptimizers, Overlap
+from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.saved import SavedTensors
 from sp_lightning.pipeline.schedule import Pass, Schedule
 from sp_lightning.pipeline.stats import Stats
@@ -45,6 +52,8 @@ from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Member
 from sp_lightning.pipeline.weights import Twin, Weight
 from sp_lightning.pipeline.window import Window
+
+_SHARE_OF_FREE_MEMORY = 0.9  # that activations may take, where no budget says how much
 
 _attached_masters: set[int] = set()
 
@@ -85,6 +94,7 @@ class Pipeline:
         self.stats = Stats()
         _check_not_attached(module)
         self._backend = backend or _make_backend(self.device, self.options.debug)
+        keep_out_of_graphs()
         self._learned = Learned()
         self._at_work = EngineAtWork()
         self._depth = 0
@@ -93,7 +103,10 @@ class Pipeline:
         self._untouched = True
         self._spent: set[int] = set()
         self._optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
-        self._saved = SavedTensors(lambda twin: self._backward.require(twin))
+        self._pool = HostPool(self._backend)
+        meter = self._meter = Meter(self.device, self.stats)
+        self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
+        self._saved = SavedTensors(lambda twin: self._backward.require(twin), meter, self._offloader)
         self._graphs = Graphs()
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
         try:
@@ -101,6 +114,9 @@ class Pipeline:
         except BaseException:
             self._backend.close()
             raise
+        self._activations = Activations(
+            self.options.activations, self._auto_policy(), self._saved, self.device, self.stats
+        )
         move_unmanaged(self._plan.unmanaged.values(), self.device)
         listen_to_optimizers(self)
         self._attached = True
@@ -226,6 +242,7 @@ class Pipeline:
             self._backward.abandon()
             self._saved.pop_all()
             self._backend.drain()
+            self._offloader.reset()
             self._schedule.forget_position()
             self._window.forget()
             self._depth = 0
@@ -262,6 +279,7 @@ class Pipeline:
         self._dismantle()
         for steps in self._optimizers.values():
             steps.forget()
+        self._offloader.close()
         for buffer in self._learned.buffers.values():
             buffer.release()
         move_buffers(self.module, torch.device("cpu"))
@@ -324,11 +342,15 @@ class Pipeline:
             at_work=self._at_work,
             prepare=self._follow_requires_grad,
             on_begin=self._activate,
-            on_end=self._close,
+            on_end=self._end_backward,
         )
         move_buffers(self.module, self.device)
+        self._pool.pinnable = plan.pinnable_bytes()
+        self._meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._follow_requires_grad(twin)
+        for member in plan.streamed_members if self.options.compile else ():
+            member.compiled = compiled_call(member.module)
         for member in plan.members:
             install_gate(member, self)
 
@@ -361,6 +383,19 @@ class Pipeline:
                 self._learned.resident.append(weight.name)
         self._touched_outside.clear()
         self.rebuild()
+
+    def _auto_policy(self) -> AutoPolicy | None:
+        """What chooses for each unit, where there is a limit to what activations may take."""
+        if self.options.activations != "auto" or self._room_for_activations() is None:
+            return None
+        return AutoPolicy(self._backend, self._meter, lambda: self._room_for_activations() or 0)
+
+    def _room_for_activations(self) -> int | None:
+        """Bytes of device memory for activations; None if no limit is known."""
+        if self._plan.budget is not None:
+            return max(0, self._plan.budget - self._plan.streaming_bytes())
+        free = self._backend.free_memory()
+        return None if free is None else int(_SHARE_OF_FREE_MEMORY * free)
 
     # -------------------------------------------------------------------------------------------------- the scope
 
@@ -401,7 +436,10 @@ class Pipeline:
         self._overlap.put_back()
         self._take_in_what_was_learned()
         self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
+        if not self._graphs.waiting():
+            self._activations.begin_step()
         self._graphs.begin()
+        self._offloader.begin()
         self._untouched = True
         self._activate()
         with self._at_work:
@@ -444,16 +482,22 @@ class Pipeline:
         if self._depth == 0:
             with self._scope():
                 return self.call(member, forward, args, kwargs)
+        if member.compiled is not None and member.module._compiled_call_impl is None:
+            forward = member.compiled
         if member.unit is None:
             return self._call_around_units(member, forward, args, kwargs)
         autocast = self._autocast_dtype()
         if autocast != self._plan.autocast and self._adapt_to_autocast(member, autocast):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
+        if self._activations.manages(member):
+            return self._activations.run(member, args, kwargs)  # which calls the module, and so comes here once more
         self._enter(member)
         pushed = self._saved.push()
         try:
             if autocast is not None and torch.is_grad_enabled() not in member.observed:
                 output = self._run_watched(member, forward, args, kwargs)
+            elif member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
+                output = run_uncompiled(forward, *args, **kwargs)
             else:
                 output = forward(*args, **kwargs)
             return self._watch(member, output)
@@ -513,9 +557,11 @@ class Pipeline:
                     place.parameters[place.key] = self.serve(place.weight)
 
         spy = LoweringSpy(self._plan.twins, self._learned.assumed, self.device.type, keep_as_is)
-        with spy:
-            output = forward(*args, **kwargs)
+        with spy:  # which does not see into compiled code
+            output = run_uncompiled(forward, *args, **kwargs)
         member.observed.add(spy.builds_graph)
+        if spy.builds_graph:
+            self._graphs.current.uncompiled.add(member)
         self._rearrange |= self._learned.take_in(spy.lowered, spy.used_as_is, [p.weight for p in member.places])
         return output
 
@@ -541,6 +587,19 @@ class Pipeline:
             self._inside.append(member.groups)
             swap_in(member, self._follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
+            if self._activations.offloads(member):
+                self._offloader.enter(member)
+
+    def _units_ahead(self, member: Member) -> int:
+        """How many other units forward is expected to use before backward begins, as far as the offloader asks."""
+        ahead = [member.unit]
+        for index in islice(self._schedule.upcoming_before_the_turn(), len(self._plan.streamed_members)):
+            following = self._plan.streamed_members[index].unit
+            if following is not ahead[-1]:
+                ahead.append(following)
+            if len(ahead) > STAYING:
+                break
+        return len(ahead) - 1
 
     def _keep_apart_uses(self, member: Member) -> None:
         """Autocast without its cache casts for each use: a weight that is used twice for one graph is sent as it is."""
@@ -566,6 +625,8 @@ class Pipeline:
                     self._write_back(place.weight)
             if not member.active and not self._backward.has_reached(member.unit):
                 swap_out(member)
+            if self._activations.offloads(member):
+                self._offloader.leave(lambda: self._units_ahead(member))
             self._window.prefetch([*member.groups, *self._backward.in_use] if in_backward() else ())
 
     def _follow_requires_grad(self, twin: Twin) -> None:
@@ -602,8 +663,8 @@ class Pipeline:
             if watched:
                 graph = self._graphs.watch_current()
                 groups, around = member.held[-1], [group for held in self._inside[:-1] for group in held]
-                plan = self._plan
-                before_backward(watched, lambda: self._reach(plan, member, graph, groups, around))
+                plan, bundle = self._plan, self._offloader.current
+                before_backward(watched, lambda: self._reach(plan, member, graph, groups, around, bundle))
         return output
 
     # --------------------------------------------------------------------------------------------------- backward
@@ -611,7 +672,15 @@ class Pipeline:
     def _sign_of_backward(self) -> None:
         self._backward.note()
 
-    def _reach(self, plan: Arrangement, member: Member, graph: Graph, groups: list[Group], around: list[Group]) -> None:
+    def _reach(
+        self,
+        plan: Arrangement,
+        member: Member,
+        graph: Graph,
+        groups: list[Group],
+        around: list[Group],
+        bundle: Bundle | None,
+    ) -> None:
         """Backward is about to run the nodes of a member's call."""
         if plan is not self._plan:
             return  # a graph of an earlier arrangement: unpacking will say so if it matters
@@ -621,6 +690,13 @@ class Pipeline:
                 "with `with pipeline.step():`."
             )
         self._backward.reach(member, graph, groups, around)
+        if bundle is not None:
+            self._offloader.reach(bundle)
+
+    def _end_backward(self) -> None:
+        self._activations.end_backward()
+        self._offloader.end_backward()
+        self._close()
 
     def _evict(self, group: Group) -> None:
         self._backward.evict(group)

@@ -11,7 +11,7 @@ everything else. Only the innermost pair of hooks is called: what is not a weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from sp_lightning.pipeline._private import (
     top_saved_tensor_hooks,
     without_torch_function,
 )
+from sp_lightning.pipeline.meter import Meter
+from sp_lightning.pipeline.offload import Offloaded, Offloader
 from sp_lightning.pipeline.weights import Twin
 
 
@@ -43,11 +45,52 @@ class _Handle:
         self._group.handles -= 1
 
 
-class _Kept(NamedTuple):
-    """Anything else, with the version that autograd would have checked."""
+class Kept:
+    """Anything else, with the version that autograd would have checked. It may be dropped, and filled again."""
 
-    tensor: Tensor
-    version: int
+    __slots__ = ("__weakref__", "_counted", "_like", "_meter", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, meter: Meter) -> None:
+        self._meter = meter
+        self._counted = meter.add(tensor)
+        # without its node, which may be the one that saves it: such a cycle would go through C++ and never be freed
+        self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
+        self.version = tensor._version
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor was changed in place since it was saved."""
+        return self.tensor is not None and self.tensor._version != self.version
+
+    def get(self) -> Tensor:
+        """The tensor as it was when it was saved.
+
+        Raises:
+            RuntimeError: If it was changed in place since then.
+        """
+        assert self.tensor is not None
+        if self.is_changed:
+            raise RuntimeError(_changed_in_place(f"a tensor of shape {list(self.tensor.shape)}"))
+        return self.tensor
+
+    def drop(self) -> None:
+        """Let go of the tensor."""
+        if self.tensor is not None:
+            self._like = self.tensor.shape, self.tensor.dtype
+            self.tensor = None
+            self._meter.remove(self._counted)
+
+    def fill(self, tensor: Tensor) -> bool:
+        """Put a tensor where one was dropped; False, and nothing is done, if it is of another kind."""
+        if (tensor.shape, tensor.dtype) != self._like:
+            return False
+        self._counted = self._meter.add(tensor)
+        self.tensor, self.version = tensor, tensor._version
+        return True
+
+    def __del__(self) -> None:
+        if self.tensor is not None:
+            self._meter.remove(self._counted)
 
 
 class _Delegated(NamedTuple):
@@ -57,19 +100,26 @@ class _Delegated(NamedTuple):
     unpack: Callable[[Any], Tensor]
 
 
+Packed: TypeAlias = _Handle | Offloaded | Kept | _Delegated
+
+
 class SavedTensors:
     """Pushes and pops the pair of hooks.
 
     Args:
         require: Called with a twin before backward reads it.
+        meter: Counts what is held.
+        offloader: Takes what may wait on the host.
 
     Attributes:
         twins: Twins by the identity of their memory.
     """
 
-    def __init__(self, require: Callable[[Twin], None]) -> None:
+    def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
+        self.meter = meter
         self.twins: dict[int, Twin] = {}
         self._require = require
+        self._offloader = offloader
         self._pushed = 0
 
     def push(self) -> bool:
@@ -82,15 +132,20 @@ class SavedTensors:
                 "follow what they save. Use torch.autograd for these gradients."
             )
         outer = top_saved_tensor_hooks()
-        pack: Callable[[Tensor], Any] = self._pack
+        pack: Callable[[Tensor], Any] = self.pack
         if outer is not None:
             on_top = getattr(outer[0], "__self__", None)
             if on_top is self or (isinstance(on_top, _Chained) and on_top.saved is self):
                 return False
             pack = _Chained(self, *outer).pack
-        push_saved_tensor_hooks((pack, self._unpack))
+        push_saved_tensor_hooks((pack, self.unpack))
         self._pushed += 1
         return True
+
+    def are_alone(self) -> bool:
+        """Whether no other hooks, a user's or a checkpoint's, have a say in what is saved now."""
+        outer = top_saved_tensor_hooks()
+        return outer is None or getattr(outer[0], "__self__", None) is self
 
     def pop(self) -> None:
         """Undo one `push` that returned True; nothing if `pop_all` already did."""
@@ -111,16 +166,24 @@ class SavedTensors:
         with without_torch_function():
             return _Handle(twin, tensor, twin.version())
 
-    def _pack(self, tensor: Tensor) -> _Handle | _Kept:
-        return self.handle(tensor) or _Kept(tensor, tensor._version)
+    def pack(self, tensor: Tensor) -> Packed:
+        """What is saved in place of a tensor."""
+        return self.handle(tensor) or self._offloader.pack(tensor) or Kept(tensor, self.meter)
 
-    def _unpack(self, packed: _Handle | _Kept | _Delegated) -> Tensor:
+    def unpack(self, packed: Packed) -> Tensor:
+        """The tensor again, where backward can read it.
+
+        Raises:
+            RuntimeError: If it was changed in place meanwhile, or belongs to an arrangement that is no more.
+        """
         if isinstance(packed, _Delegated):
             return packed.unpack(packed.packed)
-        if isinstance(packed, _Kept):
-            if packed.tensor._version != packed.version:
-                raise RuntimeError(_changed_in_place(f"a tensor of shape {list(packed.tensor.shape)}"))
-            return packed.tensor
+        if isinstance(packed, Kept):
+            return packed.get()
+        if isinstance(packed, Offloaded):
+            if packed.view.changed_in_place:
+                raise RuntimeError(_changed_in_place(f"a tensor of shape {list(packed.view.shape)}"))
+            return self._offloader.unpack(packed)
         twin = packed.twin
         if self.twins.get(twin.key) is not twin:
             raise RuntimeError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from itertools import takewhile
 
 
 class Pass(enum.IntEnum):
@@ -44,14 +45,23 @@ class Schedule:
 
     def upcoming(self) -> Iterator[int]:
         """Members in the order in which they are expected, from the next on; endless."""
-        previous, current = self._previous, self._current
-        while self._members:
-            previous, current = current, self._next.get((previous, current), self._expected_after(current))
-            yield current % self._members
+        return (use % self._members for use in self._expected_uses())
+
+    def upcoming_before_the_turn(self) -> Iterator[int]:
+        """Those of them that are expected before another kind of pass begins; endless in a loop."""
+        direction = self._current // self._members if self._members else 0
+        uses = takewhile(lambda use: use // self._members == direction, self._expected_uses())
+        return (use % self._members for use in uses)
 
     def forget_position(self) -> None:
         """After an exception: what comes next does not follow from what came last."""
         self._previous = self._current = -1
+
+    def _expected_uses(self) -> Iterator[int]:
+        previous, current = self._previous, self._current
+        while self._members:
+            previous, current = current, self._next.get((previous, current), self._expected_after(current))
+            yield current
 
     def _expected_after(self, use: int) -> int:
         if use < 0:

@@ -31,6 +31,7 @@ from sp_lightning.pipeline._private import (
     top_saved_tensor_hooks,
     unhooked_step,
     users_of_storage,
+    weak_storage,
     when_backward_ends,
     without_torch_function,
     zero_grad_is_calling,
@@ -286,6 +287,19 @@ def test_users_of_memory_are_counted() -> None:
     assert users_of_storage(tensor) == 3
     del view, alias
     assert users_of_storage(tensor) == 1
+
+
+def test_an_identity_is_not_used_again_while_it_is_kept() -> None:
+    """Without the memory: the next tensor of the same size may well get the same address, but not the same identity."""
+    kept, keys = [], []
+    for _ in range(50):
+        tensor = torch.ones(4)
+        kept.append(weak_storage(tensor))
+        keys.append(storage_key(tensor))
+        assert not kept[-1].expired()
+        del tensor
+        assert kept[-1].expired()
+    assert len(set(keys)) == len(keys)
 
 
 def test_hooks_of_a_parameter_are_found() -> None:

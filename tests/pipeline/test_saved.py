@@ -10,8 +10,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad
 
-from sp_lightning.pipeline._private import top_saved_tensor_hooks
+from sp_lightning.pipeline._private import top_saved_tensor_hooks, weak_storage
+from sp_lightning.pipeline.meter import Meter
+from sp_lightning.pipeline.offload import Offloader
+from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.saved import SavedTensors
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights import Twin
 
 from .parts import place
@@ -24,7 +28,9 @@ class Scene:
         self.placed = place([torch.ones(3, 3)])
         self.twin = self.placed.twins[0]
         self.required: list[Twin] = []
-        self.saved = SavedTensors(self.required.append)
+        backend, stats = self.placed.backend, Stats()
+        meter = Meter(torch.device("cpu"), stats)
+        self.saved = SavedTensors(self.required.append, meter, Offloader(backend, HostPool(backend), meter, stats))
         self.saved.twins = self.placed.by_memory
 
 
@@ -62,6 +68,17 @@ def test_what_is_no_weight_is_kept_as_it_is(scene: Scene) -> None:
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
     assert scene.required == []
+
+
+def test_a_graph_that_nobody_runs_goes_when_it_is_dropped(scene: Scene) -> None:
+    """A result that its own node saves would hold the node that holds it, in C++ where no collector sees it."""
+    x = torch.ones(3, requires_grad=True)
+    scene.saved.push()
+    y = x.exp()
+    scene.saved.pop()
+    memory = weak_storage(y)
+    del y
+    assert memory.expired()
 
 
 def test_pushing_twice_is_pushing_once(scene: Scene) -> None:

@@ -1,0 +1,241 @@
+"""What a forward changes besides making its outputs, so that it can run once more as if for the first time.
+
+BatchNorm moves its running statistics, spectral_norm goes one power iteration further, a key/value cache grows, a
+user's hook writes into a list, a layer counts its calls. A forward that runs again in backward must begin with all of
+that as it was before the first time, and must not leave a second trace.
+
+What can change is found by looking: the module's attributes and buffers, what its hooks hold on to, the objects among
+its inputs. Of lists, dicts, sets and attributes a shallow copy tells what was changed; tensors of the module are copied
+whole, since they change in place. After the forward only what it did change is still remembered. What no object leads
+to is not seen: global variables, files.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_SMALL = 1 << 16  # bytes; running statistics are smaller, masks and tables of positions larger
+
+
+class _Attributes:
+    """The attributes of a module that its own code may change: without torch's bookkeeping, and without weights."""
+
+    _OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights"})  # an RNN's list of weights, in which the engine swaps
+
+    def __init__(self, module: nn.Module) -> None:
+        self._all = vars(module)
+
+    def read(self) -> dict[str, Any]:
+        return {name: value for name, value in self._all.items() if name not in self._OF_TORCH}
+
+    def write(self, content: dict[str, Any]) -> None:
+        for name in self.read():
+            del self._all[name]
+        self._all.update(content)
+
+
+class _Held(NamedTuple):
+    """A tensor as it was before the forward; there is a copy if it belongs to the module."""
+
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+    @property
+    def may_have_changed(self) -> bool:
+        """BatchNorm moves its statistics without moving their version, so what is small is not asked."""
+        return self.tensor._version != self.version or (self.copy is not None and self.copy.nbytes <= _SMALL)
+
+
+class SideEffects:
+    """What one forward changes. Make it before that forward, and call `settle` after it.
+
+    Args:
+        module: Whose forward it is.
+        inputs: What the module is called with.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Iterable[Any]) -> None:
+        self._before: list[tuple[Any, Any]] = []  # places, and what they contained
+        self._held: dict[int, _Held] = {}
+        self._copies: dict[int, Tensor] = {}  # by the tensor that was changed in place
+        self._seen: set[int] = set()
+        self._has_scripted_buffers = False
+        self._modes = [(inner, inner.training) for inner in module.modules()]
+        for inner, _ in self._modes:
+            self._look_at_module(inner)
+        for value in inputs:
+            self._look_at(value, own=False)
+        self._seen.clear()
+
+    def settle(self) -> str | None:
+        """Forget what the forward has not changed.
+
+        Returns:
+            What it has changed that cannot be undone, in words; None if all of it can.
+        """
+        changed = [held for held in self._held.values() if held.may_have_changed]
+        self._held.clear()
+        self._copies = {id(held.tensor): held.copy for held in changed if held.copy is not None}
+        self._before = [
+            (place, content)
+            for place, content in self._before
+            if not _is_same(content, _read(place)) or self._has_copies(content)
+        ]
+        lost = [held.tensor for held in changed if held.copy is None]
+        if lost:
+            return f"changes a tensor of shape {list(lost[0].shape)} in place"
+        return "has a scripted part with buffers" if self._has_scripted_buffers else None
+
+    def _has_copies(self, content: Any) -> bool:
+        return bool(self._copies) and any(id(value) in self._copies for value in _values(content))
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Everything is as it was before the forward; afterwards, as it is now."""
+        copies = {key: copy.clone() for key, copy in self._copies.items()}
+        now = [(place, _read(place)) for place, _ in self._before]
+        modes = [(module, module.training) for module, _ in self._modes]
+        try:
+            for place, content in self._before:
+                _write(place, _replace(content, copies))
+            for module, training in self._modes:
+                module.training = training
+            yield
+        finally:
+            for place, content in now:
+                _write(place, content)
+            for module, training in modes:
+                module.training = training
+
+    # ------------------------------------------------------------------------------------------------- looking around
+
+    def _look_at_module(self, module: nn.Module) -> None:
+        self._seen.add(id(module))
+        if isinstance(module, torch.jit.ScriptModule):  # its buffers are in C++, where nothing can stand in for them
+            self._has_scripted_buffers |= any(True for _ in module.buffers(recurse=False))
+            return
+        if _is_of_a_user(type(module)) or "forward" in vars(module):  # torch's own layers change buffers at most
+            self._look_into(_Attributes(module), own=True)
+        if module._buffers:
+            self._look_into(module._buffers, own=True)
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            self._look_at(hook, own=False)
+
+    def _look_at(self, value: Any, own: bool) -> None:
+        """Note what an object contains, and look at that.
+
+        Args:
+            value: The object.
+            own: Whether it is the module's own, so that its tensors are worth a copy. Those of an input or a hook are
+                not: a cache may be large.
+        """
+        if id(value) in self._seen:
+            return
+        if isinstance(value, Tensor):
+            self._hold(value, own)
+        elif isinstance(value, nn.Module):  # not of this unit, a hook's for example: only what it has itself
+            self._seen.add(id(value))
+            self._look_into(_Attributes(value), own)
+        elif isinstance(value, _PLACES):
+            self._look_into(value, own)
+        elif isinstance(value, (tuple, frozenset)):
+            for item in value:
+                self._look_at(item, own and not isinstance(item, Tensor))  # a copy could not take its place
+        elif isinstance(value, partial):
+            self._look_at((value.func, value.args, value.keywords), own)
+        elif isinstance(value, types.MethodType):
+            self._look_at((value.__self__, value.__func__), own)
+        elif isinstance(value, types.FunctionType) and _is_of_a_user(value):
+            self._look_at(value.__closure__, own)
+        elif hasattr(value, "__dict__") and _is_of_a_user(type(value)):
+            self._look_into(vars(value), own)
+
+    def _look_into(self, place: Any, own: bool) -> None:
+        self._seen.add(id(place))
+        content = _read(place)
+        self._before.append((place, content))
+        for value in _values(content):
+            if type(value) not in _PLAIN:
+                self._look_at(value, own)
+
+    def _hold(self, tensor: Tensor, own: bool) -> None:
+        self._seen.add(id(tensor))
+        if isinstance(tensor, nn.Parameter) or tensor.is_inference():
+            return
+        copy = tensor.detach().clone() if own and tensor.grad_fn is None else None
+        self._held[id(tensor)] = _Held(tensor, tensor._version, copy)
+
+
+_PLACES = (dict, list, set, deque, types.CellType, torch.Generator)
+_PLAIN = {str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device}
+_NOT_OF_A_USER = {"torch", *sys.stdlib_module_names}
+
+
+def _is_of_a_user(definition: type | types.FunctionType) -> bool:
+    """Whether a class or function may hold what a forward changes, unlike a logger or a process group."""
+    return (definition.__module__ or "").partition(".")[0] not in _NOT_OF_A_USER
+
+
+def _read(place: Any) -> Any:
+    if isinstance(place, dict):
+        return dict(place)
+    if isinstance(place, _Attributes):
+        return place.read()
+    if isinstance(place, torch.Generator):
+        return place.get_state()
+    if isinstance(place, types.CellType):
+        try:
+            return [place.cell_contents]
+        except ValueError:  # a variable that has no value yet
+            return []
+    return set(place) if isinstance(place, set) else list(place)
+
+
+def _write(place: Any, content: Any) -> None:
+    if isinstance(place, _Attributes):
+        place.write(content)
+    elif isinstance(place, torch.Generator):
+        place.set_state(content)
+    elif isinstance(place, types.CellType):
+        del place.cell_contents
+        for value in content:
+            place.cell_contents = value
+    else:
+        place.clear()
+        (place.extend if isinstance(place, list | deque) else place.update)(content)
+
+
+def _values(content: Any) -> Collection[Any]:
+    if isinstance(content, Tensor):
+        return ()
+    return content.values() if isinstance(content, dict) else content
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if isinstance(before, Tensor):
+        return torch.equal(before, after)
+    if isinstance(before, set):
+        return bool(before == after)
+    if len(before) != len(after) or (isinstance(before, dict) and list(before) != list(after)):
+        return False
+    return all(map(operator.is_, _values(before), _values(after)))
+
+
+def _replace(content: Any, copies: dict[int, Tensor]) -> Any:
+    """The same content with copies in place of tensors that were changed."""
+    if isinstance(content, Tensor):
+        return content
+    if isinstance(content, dict):
+        return {key: copies.get(id(value), value) for key, value in content.items()}
+    return type(content)(copies.get(id(value), value) for value in content)

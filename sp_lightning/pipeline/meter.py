@@ -1,0 +1,74 @@
+"""How much memory of the device is held because autograd saved it for backward.
+
+Memory is counted once, however many tensors lie in it. Weights and buffers do not count: they would be there anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.stats import Stats
+
+
+class Meter:
+    """Counts into `stats.activation_bytes` and `stats.activation_peak_bytes`.
+
+    Called for every tensor that is saved, and from whichever thread frees it. Between reading a number and writing it
+    nothing is called, so no other thread comes between.
+
+    Args:
+        device: Whose memory.
+        stats: Counters.
+
+    Attributes:
+        uncounted: Memory, by its identity, that is not held by what is saved: buffers.
+        step_peak: The most that was held since somebody set this to zero.
+    """
+
+    def __init__(self, device: torch.device, stats: Stats) -> None:
+        self.uncounted: set[int] = set()
+        self.step_peak = 0
+        self._device = device
+        self._stats = stats
+        self._held: dict[int, _Held] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What is held now."""
+        return self._stats.activation_bytes
+
+    def add(self, tensor: Tensor) -> int:
+        """Count a tensor that is held from now on; the result is for `remove`."""
+        key = storage_key(tensor)
+        held = self._held.get(key)
+        if held is None:
+            if not key or key in self.uncounted or tensor.device != self._device or isinstance(tensor, nn.Parameter):
+                return 0
+            held = self._held[key] = _Held(tensor.untyped_storage().nbytes())
+            stats = self._stats
+            stats.activation_bytes += held.nbytes
+            if stats.activation_bytes > self.step_peak:
+                self.step_peak = stats.activation_bytes
+            if stats.activation_bytes > stats.activation_peak_bytes:
+                stats.activation_peak_bytes = stats.activation_bytes
+        held.tensors += 1
+        return key
+
+    def remove(self, key: int) -> None:
+        """A tensor that was counted is not held any longer."""
+        if key:
+            held = self._held[key]
+            held.tensors -= 1
+            if not held.tensors:
+                del self._held[key]
+                self._stats.activation_bytes -= held.nbytes
+
+
+class _Held:
+    __slots__ = ("nbytes", "tensors")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.tensors = 0

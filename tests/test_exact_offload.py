@@ -1,0 +1,399 @@
+"""`activations="offload"`: the numbers of plain training, a third of the device memory, and what travels is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, note, settings
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.optim import SGD
+
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline import offload as offload_module
+from sp_lightning.pipeline._private import storage_key
+
+from .device_memory import DeviceMemory, Elsewhere, watch_allocations
+from .helpers import Plan, Run, assert_exact, assert_same_story, attached, note_gradients, reference_of
+from .test_exact_mechanisms import bombs, fail, sgd
+from .test_exact_random_graphs import Example, examples
+from .zoo import CASES
+from .zoo.blocks import Block, Chain, chain
+
+# one way or another, what these save is special: views, masks, buffers, several graphs, changes in place, checkpoints
+ENTRIES = [
+    "gpt2-tied", "llama-tied", "bert", "albert", "t5", "mixtral", "lstm", "nn-transformer-encoder",
+    "gpt2-checkpoint-plain", "vit", "swin", "convnext", "resnet50", "vgg", "channels-last", "unet", "llava",
+    "chain", "siamese", "input-gradient-penalty", "weight-gradient-penalty", "lora", "stochastic-depth",
+    "frozen-encoder", "shuffled-order", "checkpointed-blocks-plain", "checkpoint-inside-plain",
+    "checkpoint-inside-reentrant", "two-losses", "two-graphs", "gan", "inplace-residual-on-view", "inplace-on-input",
+    "weight-on-ctx-and-inplace-view", "structured-outputs", "maml", "nested-lists", "spectral-norm-parametrization",
+    "multihead-attention", "embedding-max-norm", "complex-and-float64", "module-hooks",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models here are tiny."""
+    monkeypatch.setattr(offload_module, "SMALLEST", 1)
+
+
+def offloading(k: int, **options: Any) -> PipelineOptions:
+    return PipelineOptions(k=k, k_prime=1, activations="offload", debug=True, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize(("name", "k"), [(name, 1 + index % 3) for index, name in enumerate(ENTRIES)])
+def test_zoo_is_exact(name: str, k: int) -> None:
+    """Losses, gradients, weights, buffers, optimizer state, random numbers; with accumulation and evaluation."""
+    assert_exact(CASES[name], offloading(k), Plan.of(CASES[name], steps=2))
+
+
+@pytest.mark.parametrize(("name", "cast_cache"), [("gpt2-tied", False), ("resnet50", True), ("lstm", True)])
+def test_zoo_is_exact_under_autocast(name: str, cast_cache: bool) -> None:
+    plan = Plan.of(CASES[name], steps=2, autocast=True, cast_cache=cast_cache)
+    assert_exact(CASES[name], offloading(2), plan)
+
+
+@settings(max_examples=15)
+@given(examples())
+def test_random_graphs_are_exact(example: Example) -> None:
+    note(str(example))
+    case = example.case()
+    options = PipelineOptions(k=example.k, k_prime=example.k_prime, activations="offload", debug=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload_module, "SMALLEST", 1)
+        assert_exact(case, options, example.plan, reference_of(case, example.plan))
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+BLOCKS, WIDTH, LENGTH, ROWS = 12, 32, 48, 4
+
+
+def transformer() -> nn.Module:
+    """Twelve blocks with dropout, pre-norm."""
+    torch.manual_seed(0)
+    layers = [
+        nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True)
+        for _ in range(BLOCKS)
+    ]
+    return nn.Sequential(*layers)
+
+
+def tokens() -> Tensor:
+    return torch.randn(ROWS, LENGTH, WIDTH)
+
+
+def peak_of_a_step(activations: str, monkeypatch: pytest.MonkeyPatch, steps: int = 2) -> tuple[list[int], int, int]:
+    """The most memory that each step took besides weights, what is left of it after the last one, and our own count."""
+    elsewhere, backend = Elsewhere(monkeypatch), HostBackend(poison=True)
+    planned = watch_allocations(backend, elsewhere, monkeypatch)
+    pipe = Pipeline(transformer(), "cpu", options=PipelineOptions(k=2, activations=activations), backend=backend)
+    planned()
+    peaks: list[int] = []
+    try:
+        for _ in range(steps):
+            x = tokens()
+            with DeviceMemory(elsewhere) as memory, pipe.step():
+                pipe.module(x).square().mean().backward()
+            peaks.append(memory.peak)
+        return peaks, memory.now, pipe.stats.activation_peak_bytes
+    finally:
+        pipe.detach()
+
+
+def test_peak_memory_of_a_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a third of what is kept otherwise, from the first step on: two units, and what one computes with."""
+    monkeypatch.undo()
+    saved = saved_by_each_block()
+    kept, _, kept_by_our_count = peak_of_a_step("keep", monkeypatch)
+    offloaded, left, by_our_count = peak_of_a_step("offload", monkeypatch)
+    assert min(kept) >= sum(saved), "the measurement misses something"
+    assert max(offloaded) <= 0.25 * min(kept)
+    assert by_our_count <= 0.25 * kept_by_our_count
+    assert left < min(saved), "something outlived its backward"
+
+
+def saved_by_each_block() -> list[int]:
+    """What autograd saves of each block in plain training, besides weights and small memory: each memory once."""
+    x, found, seen, alive = tokens(), [], set(), []
+    for block in transformer():
+        weights = {storage_key(parameter) for parameter in block.parameters()}
+        held: list[Tensor] = []
+        alive.append(held)  # or an identity would be used again
+
+        def pack(tensor: Tensor, held: list[Tensor] = held) -> Tensor:
+            held.append(tensor)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            x = block(x)
+        memories: dict[int, list[Tensor]] = {}
+        for tensor in held:
+            key = storage_key(tensor)
+            if key not in weights | seen and tensor.untyped_storage().nbytes() >= offload_module.SMALLEST:
+                memories.setdefault(key, []).append(tensor)
+        seen |= memories.keys()
+        found.append(sum(map(bytes_covered, memories.values())))
+    return found
+
+
+def bytes_covered(tensors: list[Tensor]) -> int:
+    """From the first to the last byte of one memory: attention without its fused kernel saves v, but not q and k."""
+    spans = [
+        (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True)))
+        for t in tensors
+    ]
+    return (1 + max(last for _, last in spans) - min(first for first, _ in spans)) * tensors[0].element_size()
+
+
+def test_what_travels_is_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each memory once, of all units but the last two; nothing is late, and the host waits no more than otherwise."""
+    monkeypatch.undo()
+    saved = saved_by_each_block()
+    with attached(transformer(), units=None, k=2, activations="offload") as pipe:
+        for _ in range(3):
+            pipe.stats.clear()
+            pipe.module(tokens()).square().mean().backward()
+            assert pipe.stats.offloaded_bytes == pipe.stats.fetched_bytes
+            assert 0.99 * sum(saved[:-2]) <= pipe.stats.offloaded_bytes <= sum(saved[:-2])
+            assert pipe.stats.activation_misses == 0
+            assert pipe.stats.host_syncs <= 1
+        gradients = sum(parameter.nbytes for parameter in pipe.module.parameters())
+        assert 0 <= pipe.stats.bytes_to_host - pipe.stats.offloaded_bytes - gradients < 0.1 * gradients
+
+
+def test_host_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step makes it, detach gives it back."""
+    with attached(transformer(), units=None, k=2, activations="offload") as pipe:
+        held = set()
+        for _ in range(4):
+            pipe.module(tokens()).square().mean().backward()
+            held.add(pipe._pool.held)
+            assert pipe._pool.in_use == 0
+        assert len(held) == 1
+    assert pipe._pool.held == 0
+
+
+def test_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default a tensor must be worth the trouble."""
+    monkeypatch.undo()
+    with attached(chain(4), k=1, activations="offload") as pipe:
+        pipe.module(Run.rows(0)).sum().backward()
+        assert pipe.stats.offloaded_bytes == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_saves_nothing(mode: Any) -> None:
+    with attached(chain(4), activations="offload") as pipe, mode():
+        pipe.module(Run.rows(0))
+        assert pipe.stats.offloaded_bytes == 0
+        assert pipe._pool.held == 0
+
+
+class Masked(nn.Module):
+    """A large causal mask as a buffer, as GPT-2's, of which a view is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+        self.register_buffer("mask", torch.rand(40, 12) > 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(self.mask[: len(x)], self.linear(x), 0.0)
+
+
+def test_buffers_do_not_travel() -> None:
+    """Nor do views of them."""
+    with attached(nn.Sequential(*[Masked() for _ in range(4)]), units=Masked, activations="offload") as pipe:
+        for _ in range(2):
+            pipe.stats.clear()
+            x = torch.randn(5, 12)
+            pipe.module(x).sum().backward()
+            assert pipe.stats.offloaded_bytes == 2 * x.nbytes  # each linear's input, of all units but the last two
+
+
+# ------------------------------------------------------------------------------------------------------------- stories
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_retained_graph_runs_twice(k: int) -> None:
+    """The second backward fetches everything once more."""
+
+    def story(run: Run) -> None:
+        for step in range(2):
+            with run.step():
+                loss = run.model(run.rows(step)).square().mean()
+                loss.backward(retain_graph=True)
+                loss.backward()
+            note_gradients(run.trace, f"step {step}", dict(run.model.named_parameters()))
+        if run.pipe is not None:
+            assert run.pipe.stats.fetched_bytes == 2 * run.pipe.stats.offloaded_bytes > 0
+
+    assert_same_story(story, partial(chain, 6), k=k, activations="offload")
+
+
+def test_double_backward() -> None:
+    """What the first backward's graph needs once more is fetched once more."""
+
+    def story(run: Run) -> None:
+        for step in range(2):
+            x = run.rows(step).requires_grad_()
+            with run.step():
+                loss = run.model(x).square().mean()
+                (inner,) = torch.autograd.grad(loss, x, create_graph=True)
+                (loss + inner.square().sum()).backward()
+            run.note(f"step {step} / inner", inner)
+            note_gradients(run.trace, f"step {step}", dict(run.model.named_parameters()))
+
+    assert_same_story(story, partial(chain, 6), k=1, activations="offload")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+def test_several_graphs_wait_for_their_backward(order: tuple[int, ...]) -> None:
+    """Losses of three batches, and backward in any order."""
+
+    def story(run: Run) -> None:
+        for step in range(2):
+            with run.step():
+                losses = [run.model(run.rows(step + index)).square().mean() for index in range(3)]
+                for index in order:
+                    losses[index].backward()
+                    note_gradients(run.trace, f"{step}, after {index}", dict(run.model.named_parameters()))
+
+    assert_same_story(story, partial(chain, 5), k=2, activations="offload")
+
+
+def test_a_graph_that_nobody_runs() -> None:
+    """A loss that is only looked at: host and device memory are free as soon as it is dropped."""
+    with attached(chain(6), activations="offload") as pipe:
+        for _ in range(3):
+            with pipe.step():
+                pipe.module(Run.rows(0)).square().mean().item()
+        with pipe.step():
+            pipe.module(Run.rows(0)).square().mean().backward()
+        assert pipe._pool.in_use == 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_after_an_exception_is_right(where: str, error: type[BaseException]) -> None:
+    """And all host memory is free again."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        fail(run, error, where)
+        run.normal_step("after", optimizer, seed=1)
+        fail(run, error, where)
+        fail(run, error, where)
+        run.evaluate("evaluation")
+        run.normal_step("after three failures", optimizer, seed=2)
+        if run.pipe is not None:
+            assert run.pipe.stats.resets >= 3
+            assert run.pipe._pool.in_use == 0
+
+    assert_same_story(story, bombs, k=1, activations="offload")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_that_the_user_catches_inside_of_a_step(where: str) -> None:
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        bomb = run.model.blocks[2]
+        with run.step():
+            bomb.error, bomb.where = ValueError, where
+            with pytest.raises(ValueError, match="on purpose"):
+                run.model(run.rows(1)).square().mean().backward()
+            bomb.error = None
+            run.model.zero_grad()
+            loss = run.model(run.rows(2)).square().mean()
+            loss.backward()
+        run.note("loss", loss)
+        run.normal_step("accumulated on top", optimizer, seed=3)
+        run.normal_step("after", optimizer, seed=4)
+
+    assert_same_story(story, bombs, activations="offload")
+
+
+class SavesOnCpu(Block):
+    """A block whose author had the same idea."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with save_on_cpu():
+            return super().forward(x)
+
+
+def test_what_a_users_hooks_keep_is_theirs() -> None:
+    """Inside of a unit and around the model."""
+
+    def inside(run: Run) -> None:
+        for step in range(2):
+            run.normal_step(f"step {step}", sgd(run.model), seed=step)
+        if run.pipe is not None:
+            assert run.pipe.stats.offloaded_bytes == 0
+
+    def around(run: Run) -> None:
+        with save_on_cpu():
+            inside(run)
+
+    assert_same_story(inside, lambda: Chain(SavesOnCpu() for _ in range(4)), activations="offload")
+    assert_same_story(around, partial(chain, 4), activations="offload")
+
+
+class EditsOutput(Block):
+    """Changes what it has saved, after the unit before it has left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        out = x + self.down(hidden)
+        hidden.add_(1)
+        return out
+
+
+def test_activations_changed_in_place_raise() -> None:
+    """Of a unit that is on the host by the time of backward."""
+
+    def story(run: Run) -> None:
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation"), run.step():
+            run.model(run.rows(1)).square().mean().backward()
+        if run.pipe is not None:
+            assert run.pipe.stats.offloaded_bytes > 0
+
+    assert_same_story(story, lambda: Chain([EditsOutput(), *(Block() for _ in range(5))]), activations="offload")
+
+
+def test_backward_outside_of_the_step_of_its_forward() -> None:
+    """Plain loops do so: the forward is one step, backward another."""
+
+    def story(run: Run) -> None:
+        optimizer = SGD(run.model.parameters(), lr=0.1)
+        for step in range(3):
+            loss = run.model(run.rows(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.note(f"step {step}", loss)
+
+    assert_same_story(story, partial(chain, 6), k=2, activations="offload")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After detach no pipeline holds host memory."""
+    pools: list[Any] = []
+    make = offload_module.Offloader.__init__
+
+    def watched(offloader: offload_module.Offloader, backend: Any, pool: Any, *others: Any) -> None:
+        make(offloader, backend, pool, *others)
+        pools.append(pool)
+
+    monkeypatch.setattr(offload_module.Offloader, "__init__", watched)
+    yield
+    assert all(pool.held == 0 for pool in pools)
