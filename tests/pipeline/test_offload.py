@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import vmap
 
 from sp_lightning.pipeline import Backend, HostBackend, Stats
 from sp_lightning.pipeline import offload as offload_module
@@ -191,6 +192,22 @@ def test_what_autograd_drops_is_dropped(scene: Scene) -> None:
     ]  # nobody read it, yet it must not be overtaken
 
 
+def test_device_memory_is_counted_and_free_at_once(scene: Scene) -> None:
+    """As autograd frees node by node: on its way back, too, memory is not held by who brought it."""
+    x = large()
+    y, bundle = scene.call(exp(x), ahead=9)
+    scene.call(lambda: large().sum(), ahead=9)
+    assert scene.stats.activation_bytes == 0
+    scene.offloader.reach(bundle)
+    assert scene.stats.activation_bytes == x.nbytes
+    scene.packed.clear()
+    back = []
+    y.grad_fn.register_hook(lambda *_: back.append(scene.stats.activation_bytes))
+    y.sum().backward()
+    assert scene.stats.activation_bytes == 0
+    assert scene.stats.activation_peak_bytes == x.nbytes
+
+
 def test_host_memory_comes_back_from_any_thread(scene: Scene) -> None:
     """Autograd frees what a CUDA graph saved in a thread of its own: nothing is touched there."""
     y, _ = scene.call(exp(large()), ahead=9)
@@ -365,6 +382,14 @@ STAYING = {
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_not_plain_memory_stays(scene: Scene, kind: str) -> None:
     assert saved_by(scene, STAYING[kind]()) is None
+
+
+def test_what_vmap_wraps_stays(scene: Scene) -> None:
+    scene.offloader.enter(scene.unit()[0])
+    packed = []
+    vmap(lambda x: (packed.append(scene.offloader.pack(x)), x)[1])(torch.randn(ROWS, ROWS))
+    scene.offloader.leave(soon)
+    assert packed == [None]
 
 
 def test_buffers_and_their_views_stay(scene: Scene) -> None:
