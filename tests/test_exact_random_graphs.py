@@ -1,10 +1,10 @@
-"""Random module graphs, random k and k_prime, random ways of training: always bit-equal to a plain loop."""
+"""Random module graphs, sizes of the window, policies and ways of training: always bit-equal to a plain loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from hypothesis import given, note, settings
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import PipelineOptions
+from sp_lightning.pipeline.options import ActivationPolicy
 
 from .helpers import Plan, assert_exact, reference_of
 from .zoo import Case
@@ -168,6 +169,7 @@ class Example:
     k: int
     k_prime: int
     units: Any
+    activations: str
     plan: Plan
 
     def case(self) -> Case:
@@ -192,14 +194,15 @@ def examples(draw: st.DrawFn) -> Example:
         set_to_none=draw(st.booleans()),
     )
     policy = draw(st.sampled_from([None, units_are_leaves, units_are_nodes]))
-    return Example(draw(st.lists(trees, min_size=1, max_size=4)), k, draw(st.integers(1, k)), policy, plan)
+    activations = draw(st.sampled_from(get_args(ActivationPolicy)))
+    return Example(draw(st.lists(trees, min_size=1, max_size=4)), k, draw(st.integers(1, k)), policy, activations, plan)
 
 
 @settings(max_examples=100)
 @given(examples())
 def test_random_graphs_are_exact(example: Example) -> None:
-    """No graph, order or size of the window changes a number."""
+    """No graph, order, size of the window or policy for activations changes a number."""
     note(str(example))
     case = example.case()
-    options = PipelineOptions(k=example.k, k_prime=example.k_prime, debug=True)
+    options = PipelineOptions(k=example.k, k_prime=example.k_prime, activations=example.activations, debug=True)
     assert_exact(case, options, example.plan, reference_of(case, example.plan))
