@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from hypothesis import given, note, settings
@@ -13,11 +14,24 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import SGD
 
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.pipeline import offload as offload_module
 from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.pool import HostPool
 
-from .helpers import Plan, Run, assert_exact, assert_same_story, attached, note_gradients, reference_of
+from .helpers import (
+    Plan,
+    Run,
+    assert_exact,
+    assert_same_story,
+    assert_same_trace,
+    attached,
+    lightning_reference,
+    lightning_run,
+    note_gradients,
+    reference_of,
+)
 from .test_activations import LiveBytes
 from .test_exact_mechanisms import bombs, fail, sgd
 from .test_exact_random_graphs import Example, examples
@@ -59,9 +73,9 @@ def usual_sizes(everything_leaves: None, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostPool]]:
     """After detach no pipeline holds host memory."""
-    pools: list[Any] = []
+    pools: list[HostPool] = []
     make = offload_module.Offloader.__init__
 
     def watched(offloader: offload_module.Offloader, backend: Any, pool: Any, *others: Any) -> None:
@@ -69,7 +83,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pools.append(pool)
 
     monkeypatch.setattr(offload_module.Offloader, "__init__", watched)
-    yield
+    yield pools
     assert all(pool.held == 0 for pool in pools)
 
 
@@ -90,6 +104,20 @@ def test_zoo_is_exact(name: str, k: int) -> None:
 def test_zoo_is_exact_under_autocast(name: str, cast_cache: bool) -> None:
     plan = Plan.of(CASES[name], steps=2, autocast=True, cast_cache=cast_cache)
     assert_exact(CASES[name], offloading(2), plan)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("gpt2-tied", "32-true"), ("vit", "bf16-mixed")])
+def test_zoo_is_exact_under_lightning(name: str, precision: str, nothing_is_left: list[HostPool]) -> None:
+    """The Trainer with our strategy against the Trainer with its own."""
+    strategy = SuperpipelineStrategy(k=2, k_prime=1, activations="offload", debug=True)
+    assert_same_trace(lightning_reference(name, precision), lightning_run(CASES[name], strategy, precision))
+    assert any(pool._most_in_use for pool in nothing_is_left), "nothing was offloaded"
+
+
+def test_the_registered_name() -> None:
+    strategy = L.Trainer(accelerator="cpu", strategy="superpipeline_offload", logger=False).strategy
+    assert isinstance(strategy, SuperpipelineStrategy)
+    assert strategy.options.activations == "offload"
 
 
 @settings(max_examples=15)

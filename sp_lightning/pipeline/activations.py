@@ -74,9 +74,14 @@ class Activations:
             and _has_its_own_weights(member)
         )
 
+    @property
+    def may_offload(self) -> bool:
+        """Whether any unit's activations wait on the host (offload.py)."""
+        return self._policy == "offload"
+
     def offloads(self, member: Member) -> bool:
-        """Whether what this call saves waits on the host (offload.py)."""
-        return self._policy == "offload" and member.index >= 0
+        """Whether those of this one do."""
+        return self._policy == "offload"
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit, and decide what becomes of what its forward saved."""
