@@ -287,7 +287,7 @@ class Offloader:
 
     def _bundle_for(self, member: Member, leaves: bool) -> Bundle:
         last = self._last
-        if last is not None and last.unit is member.unit and member not in last.members and last not in self._open:
+        if last is not None and last.unit is member.unit and member not in last.members:
             last.members.add(member)
             return last
         return Bundle(member, leaves, [bundle for bundle in self._open if bundle is not None])
