@@ -50,8 +50,8 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
             finds them.
         resident: Names of modules or parameters that always stay on the device.
         activations: What happens to what a unit's forward saves for backward: "keep" leaves it on the device,
-            "recompute" keeps the unit's inputs alone and runs its forward again in backward, and "offload" lets it
-            wait in host memory.
+            "recompute" keeps the unit's inputs alone and runs its forward again in backward, "offload" lets it wait in
+            host memory. "auto" measures and chooses for each unit, so that all of it fits.
         pin_memory: Whether host memory is page-locked, which makes transfers fast.
         debug: Whether to poison free device memory, to delay transfers at random and to check every access.
 
@@ -82,7 +82,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
         memory_budget: int | float | str | None = None,
         units: str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None,
         resident: Sequence[str] = (),
-        activations: Literal["keep", "recompute", "offload"] = "keep",
+        activations: Literal["keep", "recompute", "offload", "auto"] = "auto",
         pin_memory: bool | Literal["auto"] = "auto",
         debug: bool = False,
     ) -> None:

@@ -114,6 +114,13 @@ class AcceleratorBackend(Backend):
         return None
 
     @override
+    def free_memory(self) -> int | None:
+        if not hasattr(self._api, "mem_get_info"):
+            return None
+        cached = self._api.memory_reserved(self.device) - self._api.memory_allocated(self.device)
+        return int(self._api.mem_get_info(self.device)[0]) + int(cached)
+
+    @override
     def drain(self) -> None:
         self._upload_staging.lane.drain()
         self._download_staging.lane.drain()

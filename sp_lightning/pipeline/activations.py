@@ -1,43 +1,27 @@
-"""What happens to what autograd saves of a unit's call: it is kept, or dropped and computed again in backward.
+"""What becomes of what autograd saves of a unit's call: decided here, for each call, and nowhere else.
 
-[Note: decided when a call is over]
-While a unit's forward runs, everything that autograd saves is held. Only then, with the whole call seen, is it decided
-what becomes of it: `recompute` drops it and keeps the inputs. So nothing has to be known beforehand of what a forward
-may not do twice. One that changes its inputs in place, or that checkpoints a part of itself, simply keeps what it has
-saved, from its first call on and for this call alone. The peak is the same as if tensors had been dropped at once: in
-backward, too, a whole unit is there.
-
-`torch.utils.checkpoint` around a unit would have to know at its beginning. It would also run a unit that checkpoints
-itself three times, let BatchNorm count every batch twice, and not allow `ctx.saved_tensors` to be read twice.
-
-[Note: run again]
-Backward asks for the first tensor that was dropped. The unit is called again, through its gate, as a user's own
-checkpoint would call it: with the same inputs, random states, autocast and attributes. What is saved in the second
-forward takes the place of what was dropped, in the same order, and the forward ends as soon as nothing is missing. The
-graph of the second forward is thrown away; gradients flow through the first.
+It is kept, or dropped and computed again (recompute.py), or it waits on the host (offload.py). `"auto"` chooses one of
+the three for each unit (auto.py). The numbers are the same whatever is chosen.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from types import FrameType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
-from sp_lightning.pipeline._private import in_backward, storage_key, without_torch_function
-from sp_lightning.pipeline.effects import SideEffects
+from sp_lightning.pipeline._private import in_backward
+from sp_lightning.pipeline.auto import AutoPolicy
+from sp_lightning.pipeline.choice import Policy
 from sp_lightning.pipeline.hooks import tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy
-from sp_lightning.pipeline.saved import Kept, SavedTensors
+from sp_lightning.pipeline.recompute import UnitCall
+from sp_lightning.pipeline.saved import SavedTensors
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.units import Member
 
@@ -47,27 +31,47 @@ class Activations:
 
     Args:
         policy: The user's choice.
+        auto: What chooses in the user's place; None if there is nothing to choose by, and everything is kept.
         saved: The engine's saved-tensor hooks.
         device: Where is computed.
         stats: Counters.
+
+    Attributes:
+        may_offload: Whether what any call saves may wait on the host.
     """
 
-    def __init__(self, policy: ActivationPolicy, saved: SavedTensors, device: torch.device, stats: Stats) -> None:
-        self._policy = policy
+    def __init__(
+        self,
+        policy: ActivationPolicy,
+        auto: AutoPolicy | None,
+        saved: SavedTensors,
+        device: torch.device,
+        stats: Stats,
+    ) -> None:
+        self.may_offload = policy == "offload" or auto is not None
+        self._auto = auto
+        self._policy: Policy = "keep" if policy == "auto" else policy
         self._saved = saved
         self._device = device
         self._stats = stats
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
+        self._inside = False
         self._told: set[str] = set()
+
+    def begin_step(self) -> None:
+        """A new graph is about to be built, and no other one waits for its backward."""
+        if self._auto is not None:
+            self._auto.begin_step()
 
     def manages(self, member: Member) -> bool:
         """Whether `run` should make this call: it builds a graph, and nobody else decides what becomes of it.
 
-        Inside of a unit's call that call's own hooks are on top, inside of a user's checkpoint the checkpoint's are.
+        Inside of a unit's call that call decides; inside of a user's checkpoint, hooks of the checkpoint are on top.
         """
         return (
-            self._policy == "recompute"
+            (self._auto is not None or self._policy == "recompute")
             and member.index >= 0
+            and not self._inside
             and torch.is_grad_enabled()
             and not in_backward()
             and self._saved.are_alone()
@@ -75,28 +79,54 @@ class Activations:
         )
 
     @property
-    def may_offload(self) -> bool:
-        """Whether any unit's activations wait on the host (offload.py)."""
-        return self._policy == "offload"
-
-    def offloads(self, member: Member) -> bool:
-        """Whether those of this one do."""
+    def offloads(self) -> bool:
+        """Whether what the call that is made now saves waits on the host."""
         return self._policy == "offload"
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a unit, and decide what becomes of what its forward saved."""
-        call = UnitCall(member, self._saved, self._device, args, kwargs, self._has_repeated)
+        """Call a unit in the way that was chosen for it."""
+        self._inside = True
+        try:
+            if self._auto is None:
+                return self._recompute(member, args, kwargs)[0]
+            size = sum(tensor.nbytes for tensor in tensors_in((args, kwargs)))
+            policy = self._auto.policy(member, size)
+            if policy == "recompute":
+                output, call = self._recompute(member, args, kwargs)
+                self._auto.note(member, size, call.footprint)
+                return output
+            self._policy = policy
+            return member.module(*args, **kwargs)
+        finally:
+            self._inside = False
+            if self._auto is not None:
+                self._policy = "keep"
+
+    def _recompute(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, UnitCall]:
+        call = UnitCall(member, self._saved, self._device, args, kwargs, self._repeating)
         with saved_tensors_hooks(call.pack, call.unpack):
             output = member.module(*args, **kwargs)
         obstacle = call.settle(output)
-        if obstacle is not None and member.name not in self._told:
+        if obstacle is not None and self._auto is None and member.name not in self._told:
             self._told.add(member.name)
             warnings.warn(
-                f"`activations={self._policy!r}`: {member.name!r} {obstacle}, so its forward cannot run a second time. "
-                "What it saves for backward stays on the device.",
+                f"`activations='recompute'`: {member.name!r} {obstacle}, so its forward cannot run a second time. What "
+                "it saves for backward stays on the device.",
                 stacklevel=2,
             )
-        return output
+        return output, call
+
+    @contextmanager
+    def _repeating(self, call: UnitCall) -> Iterator[None]:
+        """Around a second forward."""
+        self._stats.recomputed += 1
+        self._repeated.add(call)
+        if self._auto is None:
+            yield
+            return
+        begin = self._auto.stopwatch.now()
+        yield
+        self._auto.note_second_forward(call.member, begin, self._auto.stopwatch.now())
 
     def end_backward(self) -> None:
         """Drop once more what a graph that is retained would hold on to."""
@@ -104,261 +134,10 @@ class Activations:
             call.drop()
         self._repeated.clear()
 
-    def _has_repeated(self, call: UnitCall) -> None:
-        self._stats.recomputed += 1
-        self._repeated.add(call)
-
-
-class UnitCall:
-    """One call of a unit: what its forward saved, and how to run it again.
-
-    The graph holds it. It holds what it has saved weakly, so that autograd frees each tensor when its node has run.
-
-    Args:
-        member: Whose call it is.
-        saved: The engine's saved-tensor hooks.
-        device: Where is computed.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        on_repeat: Called with it when its forward runs again.
-    """
-
-    def __init__(
-        self,
-        member: Member,
-        saved: SavedTensors,
-        device: torch.device,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        on_repeat: Callable[[UnitCall], None],
-    ) -> None:
-        self._member = member
-        self._meter = saved.meter
-        self._on_repeat = on_repeat
-        self._kept: list[weakref.ref[Kept]] = []
-        self._checkpoints_itself = False
-        self._inputs = _Inputs(saved, args, kwargs)
-        self._surroundings = _Surroundings(device)
-        self._effects = SideEffects(member.module, self._inputs.objects)
-        self._weights = [(twin, twin.version()) for twin in {place.weight.twin for place in member.places}]
-
-    # ------------------------------------------------------------------------------------------------ first forward
-
-    def pack(self, tensor: Tensor) -> Kept:
-        """Hold a tensor until the call is over."""
-        self._checkpoints_itself = self._checkpoints_itself or _is_saved_by_a_checkpoint()
-        kept = Kept(tensor, self._meter)
-        self._kept.append(weakref.ref(kept))
-        return kept
-
-    def settle(self, output: Any) -> str | None:
-        """The forward is over: drop what it has saved, if that can be computed again and is worth it.
-
-        Returns:
-            What prevents it that nobody has chosen, in words.
-        """
-        obstacle = self._effects.settle() or self._inputs.what_changed() or self._what_weight_changed()
-        known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
-        alive = list(self._alive())
-        is_worth_it = any(storage_key(kept.tensor) not in known for kept in alive if kept.tensor is not None)
-        # what was changed after it was saved must raise in backward, as it does in plain training
-        is_wrong = any(kept.is_changed for kept in alive)
-        if obstacle is None and is_worth_it and not is_wrong and not self._checkpoints_itself:
-            self.drop()
-            return None
-        del self._inputs, self._surroundings, self._effects
-        return obstacle if is_worth_it and not self._checkpoints_itself else None
-
-    def drop(self) -> None:
-        """Let go of what can be computed again."""
-        for kept in self._alive():
-            kept.drop()
-
-    def _what_weight_changed(self) -> str | None:
-        with without_torch_function():
-            changed = any(twin.weight.twin is twin and twin.version() != version for twin, version in self._weights)
-        return "changes a weight in place" if changed else None
-
-    def _alive(self) -> Iterator[Kept]:
-        for reference in self._kept:
-            if (kept := reference()) is not None:
-                yield kept
-
-    # --------------------------------------------------------------------------------------------------- in backward
-
-    def unpack(self, kept: Kept) -> Tensor:
-        """The tensor that was held, or computed again if it was dropped."""
-        if kept.tensor is None:
-            self._repeat()
-        return kept.get()
-
-    def _repeat(self) -> None:
-        """Run the forward again until all that was dropped, and is still asked for, is there."""
-        self._on_repeat(self)
-        if self._inputs.what_changed():
-            raise RuntimeError(_input_changed(self._member.name))
-        refill = _Refill(self._kept)
-        args, kwargs = self._inputs.again()
-        with (
-            self._surroundings.restored(),
-            self._effects.undone(),
-            torch.enable_grad(),
-            saved_tensors_hooks(refill.pack, lambda tensor: tensor),
-            suppress(_NothingMissing),
-        ):
-            self._member.module(*args, **kwargs)
-        if refill.missing:
-            raise RuntimeError(_computed_something_else(self._member.name))
-
-
-class _NothingMissing(Exception):
-    """Ends a forward that has been run again far enough."""
-
-
-class _Refill:
-    """Puts what a second forward saves where the first one's was dropped."""
-
-    def __init__(self, kept: list[weakref.ref[Kept]]) -> None:
-        self._kept = iter(kept)
-        self.missing = sum((one := reference()) is not None and one.tensor is None for reference in kept)
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        reference = next(self._kept, None)
-        kept = None if reference is None else reference()
-        tensor = tensor.detach()  # or the second graph would hold itself (see `Kept`)
-        if kept is not None and kept.tensor is None and kept.fill(tensor):
-            self.missing -= 1
-            if not self.missing:
-                raise _NothingMissing
-        return tensor
-
-
-class _Inputs:
-    """What a unit was called with: tensors in the way in which autograd would have saved them.
-
-    Attributes:
-        objects: Whatever is neither a tensor nor a container that torch knows: a cache, a dataclass, a number.
-    """
-
-    def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self._leaves = [_Input(leaf, saved) if _is_data(leaf) else leaf for leaf in leaves]
-        self.objects = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among them, without weights."""
-        return [leaf.tensor for leaf in self._leaves if isinstance(leaf, _Input)]
-
-    def what_changed(self) -> str | None:
-        """What the forward did to them that cannot be undone, in words."""
-        changed = any(isinstance(leaf, _Input) and leaf.is_changed for leaf in self._leaves)
-        return "changes its input in place" if changed else None
-
-    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments once more."""
-        leaves = [leaf.again() if isinstance(leaf, _Input) else leaf for leaf in self._leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        return args, kwargs
-
-
-class _Input:
-    """A tensor that a unit was called with, cut off from its graph.
-
-    So it does not hold a node that holds it, once it has been changed in place, and hooks that the forward puts on it
-    do not fire a second time.
-    """
-
-    def __init__(self, tensor: Tensor, saved: SavedTensors) -> None:
-        self.tensor = tensor.detach()
-        self._requires_grad = tensor.requires_grad
-        self._saved = saved
-        self._packed = saved.pack(self.tensor)
-
-    @property
-    def is_changed(self) -> bool:
-        return isinstance(self._packed, Kept) and self._packed.is_changed
-
-    def again(self) -> Tensor:
-        return self._saved.unpack(self._packed).detach().requires_grad_(self._requires_grad)
-
-
-class _Surroundings:
-    """What a forward depends on besides its inputs and its module: random generators, autocast, the default device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._random = _random_states(device)
-        kinds = {device.type, "cpu"}
-        self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-        self._has_cache = torch.is_autocast_cache_enabled()
-        self._default_device = torch.get_default_device()
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Everything as it was when this was made; random generators are afterwards as they are now."""
-        now = _random_states(self._device)
-        try:
-            _set_random_states(self._device, self._random)
-            with ExitStack() as stack:
-                for kind, (enabled, dtype) in self._autocast.items():
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._has_cache))
-                if self._default_device != torch.get_default_device():
-                    stack.enter_context(self._default_device)
-                yield
-        finally:
-            _set_random_states(self._device, now)
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    states = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state(device)
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    return states
-
-
-def _set_random_states(device: torch.device, states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "device" in states:
-        torch.get_device_module(device).set_rng_state(states["device"], device)
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-
-
-def _is_saved_by_a_checkpoint() -> bool:
-    """Whether the tensor that is being packed is an input that a `torch.utils.checkpoint`, of either kind, keeps."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals["__name__"] in (SavedTensors.__module__, "torch.autograd.function"):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals["__name__"] == "torch.utils.checkpoint"
-
 
 def _has_its_own_weights(member: Member) -> bool:
     """Whether nothing stands in for a weight, as it does under `functional_call`: it would be gone in backward."""
     return all(
         any(place.parameters.get(place.key) is own for own in (place.weight.master, place.weight.twin.parameter))
         for place in member.places
-    )
-
-
-def _is_data(value: Any) -> bool:
-    """Whether an input is a tensor that autograd could save, and not a weight, which stands for itself."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
-
-
-def _input_changed(name: str) -> str:
-    return (
-        f"{name!r} was called with a tensor that has been changed in place since, so its forward cannot run again in "
-        "backward. Use `activations='keep'`, or do not change the tensor."
-    )
-
-
-def _computed_something_else(name: str) -> str:
-    return (
-        f"{name!r} has computed something else when its forward ran again in backward than the first time, because of "
-        "something outside of it that has changed in between. Use `activations='keep'`, or let the forward depend on "
-        "its inputs alone."
     )

@@ -21,7 +21,7 @@ def superpipeline(
     memory_budget: int | float | str | None = None,
     units: UnitPolicy | None = None,
     resident: Sequence[str] = (),
-    activations: ActivationPolicy = "keep",
+    activations: ActivationPolicy = "auto",
     pin_memory: bool | Literal["auto"] = "auto",
     debug: bool = False,
 ) -> Pipeline:
@@ -32,11 +32,11 @@ def superpipeline(
         device: Where to compute; by default the current accelerator, or else the CPU.
         k: Units on the device at once.
         k_prime: Units moved together, at most `k`.
-        memory_budget: Device memory for weights and gradients on their way, such as `"12GB"`.
+        memory_budget: Device memory for weights, gradients on their way and activations, such as `"12GB"`.
         units: What a unit is: module classes, class names, or `(name, module) -> bool`. `None` finds units.
         resident: Names of modules and parameters that stay on the device.
         activations: `"keep"` what a unit's forward saves for backward on the device, `"recompute"` it in backward
-            from the unit's inputs, or `"offload"` it to host memory until then.
+            from the unit's inputs, or `"offload"` it to host memory until then. `"auto"` chooses for each unit.
         pin_memory: Page-locked host memory.
         debug: Delay copies, poison free slots, check accesses.
 

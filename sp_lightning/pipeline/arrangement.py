@@ -83,6 +83,7 @@ class Arrangement:
         weights_by_memory: All weights, by the identity of the masters' memory.
         groups: All groups, resident ones included.
         twins: All twins, by the identity of their memory.
+        budget: The user's `memory_budget` in bytes; None if there is none, or if it is a share of what nobody knows.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
@@ -100,8 +101,8 @@ class Arrangement:
         self._options = options
         self._backend = backend
         device_bytes = backend.total_memory()
-        budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
-        largest = min(_LARGEST_UNIT, (budget or device_bytes or 8 * _LARGEST_UNIT) // 8)
+        self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
+        largest = min(_LARGEST_UNIT, (self.budget or device_bytes or 8 * _LARGEST_UNIT) // 8)
         plan = find_units(module, options.units, [*options.resident, *learned.resident], largest, learned.split)
         self.units = plan.units
         self.resident = plan.resident
@@ -115,7 +116,7 @@ class Arrangement:
             if autocast is not None and id(weight.master) in learned.lowered - learned.used_as_is:
                 weight.compute_dtype = autocast
         self._choose_window()
-        self._check_budget(budget)
+        self._check_budget()
         self._check_host_memory()
         self.pin, self.pin_gradients = self._may_pin()
         self.groups: list[Group] = []
@@ -154,6 +155,13 @@ class Arrangement:
         gradients = self._gradient_bytes() if self.pin_gradients else 0
         return max(0, int(_PINNED_SHARE * total) - weights - gradients)
 
+    def streaming_bytes(self) -> int:
+        """Device memory for weights, and for gradients on their way to the host."""
+        return self.device_bytes() + self._bytes_of_gradients_on_their_way()
+
+    def _bytes_of_gradients_on_their_way(self) -> int:
+        return 2 * max(_sent_bytes([unit], trainable=True) for unit in self.all_units)
+
     # ------------------------------------------------------------------------------------------------------ checks
 
     def _choose_window(self) -> None:
@@ -163,11 +171,12 @@ class Arrangement:
         self._window = max(1, self.k // self.k_prime)
         self._parts = [self.units[i : i + self.k_prime] for i in range(0, len(self.units), self.k_prime)]
 
-    def _check_budget(self, budget: int | None) -> None:
+    def _check_budget(self) -> None:
+        budget = self.budget
         if budget is None:
             return
         resident = _sent_bytes([self.resident])
-        gradients = 2 * max(_sent_bytes([unit], trainable=True) for unit in self.all_units)
+        gradients = self._bytes_of_gradients_on_their_way()
         _, arena = place_in_arena([_sent_bytes(part) for part in self._parts], self._window)
         needed = arena + resident + gradients
         if needed > budget:

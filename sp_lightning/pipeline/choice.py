@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
-from sp_lightning.pipeline.options import ActivationPolicy
+Policy: TypeAlias = Literal["keep", "recompute", "offload"]
 
 _MOST_STATES = 2000  # far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
 
@@ -29,7 +29,7 @@ class Way:
         seconds: What it costs.
     """
 
-    policy: ActivationPolicy
+    policy: Policy
     held: int
     working: int
     seconds: float
@@ -53,13 +53,29 @@ def peak(ways: Sequence[Way]) -> int:
     return most
 
 
-def choose(units: Sequence[Sequence[Way]], budget: float) -> list[Way]:
-    """The cheapest ways whose peak is within the budget, or, if there are none, those that hold least.
+def choose(units: Sequence[Sequence[Way]], budget: int) -> list[Way]:
+    """The cheapest ways whose peak is within the budget, or, if there are none, those whose peak is the lowest.
 
     Args:
         units: The ways of each unit, in the order of the forward.
         budget: Bytes.
     """
+    chosen = _cheapest(units, budget)
+    if chosen is not None:
+        return chosen
+    too_little, enough = budget, sum(max(way.held + way.working for way in ways) for ways in units)
+    while enough - too_little > 1:
+        middle = (too_little + enough) // 2
+        if _cheapest(units, middle) is None:
+            too_little = middle
+        else:
+            enough = middle
+    chosen = _cheapest(units, enough)
+    assert chosen is not None
+    return chosen
+
+
+def _cheapest(units: Sequence[Sequence[Way]], budget: int) -> list[Way] | None:
     states = [_State(0, 0.0, None, None)]
     for ways in units:
         reached = [
@@ -70,12 +86,12 @@ def choose(units: Sequence[Sequence[Way]], budget: float) -> list[Way]:
         ]
         states = _worth_keeping(reached)
         if not states:
-            return [min(ways, key=lambda way: (way.held, way.seconds)) for ways in units]
-    cheapest: _State | None = min(states, key=lambda state: (state.seconds, state.held))
+            return None
+    last: _State | None = min(states, key=lambda state: (state.seconds, state.held))
     chosen = []
-    while cheapest is not None and cheapest.way is not None:
-        chosen.append(cheapest.way)
-        cheapest = cheapest.before
+    while last is not None and last.way is not None:
+        chosen.append(last.way)
+        last = last.before
     return chosen[::-1]
 
 

@@ -24,13 +24,20 @@ class Meter:
 
     Attributes:
         uncounted: Memory, by its identity, that is not held by what is saved: buffers.
+        step_peak: The most that was held since somebody set this to zero.
     """
 
     def __init__(self, device: torch.device, stats: Stats) -> None:
         self.uncounted: set[int] = set()
+        self.step_peak = 0
         self._device = device
         self._stats = stats
         self._held: dict[int, _Held] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What is held now."""
+        return self._stats.activation_bytes
 
     def add(self, tensor: Tensor) -> int:
         """Count a tensor that is held from now on; the result is for `remove`."""
@@ -42,6 +49,8 @@ class Meter:
             held = self._held[key] = _Held(tensor.untyped_storage().nbytes())
             stats = self._stats
             stats.activation_bytes += held.nbytes
+            if stats.activation_bytes > self.step_peak:
+                self.step_peak = stats.activation_bytes
             if stats.activation_bytes > stats.activation_peak_bytes:
                 stats.activation_peak_bytes = stats.activation_bytes
         held.tensors += 1

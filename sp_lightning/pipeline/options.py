@@ -11,7 +11,7 @@ from torch import nn
 
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
 
-ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload"]
+ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "auto"]
 
 _UNITS_OF_BYTES = {
     "": 1,
@@ -34,13 +34,14 @@ class PipelineOptions:
     Args:
         k: Units on the device at once. At or above the number of units, nothing is streamed.
         k_prime: Units moved together in one transfer, at most `k`.
-        memory_budget: Device memory that weights and gradients on their way may take: bytes, a fraction of the
-            device's memory (a float up to 1), or text such as `"12GB"`.
+        memory_budget: Device memory that weights, gradients on their way, and activations (with `"auto"`) may take:
+            bytes, a fraction of the device's memory (a float up to 1), or text such as `"12GB"`.
         units: What a unit is: module classes or their names, or a callable `(name, module) -> bool`. `None` finds them.
         resident: Names of modules or parameters that always stay on the device.
         activations: What happens to what a unit's forward saves for backward: `"keep"` leaves it on the device,
             `"recompute"` keeps the unit's inputs alone and runs its forward again in backward, `"offload"` lets it wait
-            in host memory.
+            in host memory. `"auto"` measures and chooses for each unit, so that everything fits into `memory_budget`,
+            or into what is free; where no limit is known, everything is kept.
         pin_memory: Page-locked host memory; `"auto"` pins where the device gains by it.
         debug: Poison free slots, delay copies, and check every access to a weight.
 
@@ -53,7 +54,7 @@ class PipelineOptions:
     memory_budget: int | float | str | None = None
     units: UnitPolicy | None = None
     resident: Sequence[str] = ()
-    activations: ActivationPolicy = "keep"
+    activations: ActivationPolicy = "auto"
     pin_memory: bool | Literal["auto"] = "auto"
     debug: bool = False
 

@@ -24,6 +24,7 @@ from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key,
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.activations import Activations
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
+from sp_lightning.pipeline.auto import AutoPolicy
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
@@ -47,6 +48,8 @@ from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Member
 from sp_lightning.pipeline.weights import Twin, Weight
 from sp_lightning.pipeline.window import Window
+
+_SHARE_OF_FREE_MEMORY = 0.9  # that activations may take, where no budget says how much
 
 _attached_masters: set[int] = set()
 
@@ -97,7 +100,6 @@ class Pipeline:
         meter = self._meter = Meter(self.device, self.stats)
         self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
         self._saved = SavedTensors(lambda twin: self._backward.require(twin), meter, self._offloader)
-        self._activations = Activations(self.options.activations, self._saved, self.device, self.stats)
         self._graphs = Graphs()
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
         try:
@@ -105,6 +107,9 @@ class Pipeline:
         except BaseException:
             self._backend.close()
             raise
+        self._activations = Activations(
+            self.options.activations, self._auto_policy(), self._saved, self.device, self.stats
+        )
         move_unmanaged(self._plan.unmanaged.values(), self.device)
         listen_to_optimizers(self)
         self._attached = True
@@ -260,6 +265,19 @@ class Pipeline:
         self._touched_outside.clear()
         self.rebuild()
 
+    def _auto_policy(self) -> AutoPolicy | None:
+        """What chooses for each unit, where there is a limit to what activations may take."""
+        if self.options.activations != "auto" or self._room_for_activations() is None:
+            return None
+        return AutoPolicy(self._backend, self._meter, lambda: self._room_for_activations() or 0)
+
+    def _room_for_activations(self) -> int | None:
+        """Bytes of device memory for activations; None if no limit is known."""
+        if self._plan.budget is not None:
+            return max(0, self._plan.budget - self._plan.streaming_bytes())
+        free = self._backend.free_memory()
+        return None if free is None else int(_SHARE_OF_FREE_MEMORY * free)
+
     # -------------------------------------------------------------------------------------------------- the scope
 
     @contextmanager
@@ -298,6 +316,8 @@ class Pipeline:
             self.rebuild()
         self._take_in_what_was_learned()
         self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
+        if not self._graphs.waiting():
+            self._activations.begin_step()
         self._graphs.begin()
         self._offloader.begin()
         self._untouched = True
@@ -438,7 +458,7 @@ class Pipeline:
             swap_in(member, self._follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
             if self._activations.may_offload and member.index >= 0:
-                self._offloader.enter(member, self._activations.offloads(member))
+                self._offloader.enter(member, self._activations.offloads)
 
     def _units_ahead(self, member: Member) -> int:
         """How many other units forward is expected to use before backward begins, as far as the offloader asks."""

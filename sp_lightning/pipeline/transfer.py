@@ -89,6 +89,10 @@ class Backend(ABC):
         """Bytes of device memory, if that is known."""
         return None
 
+    def free_memory(self) -> int | None:
+        """Bytes of device memory that can be had now, if that is known."""
+        return None
+
     @abstractmethod
     def drain(self) -> None:
         """Block until no copy is on its way."""

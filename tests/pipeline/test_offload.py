@@ -604,6 +604,7 @@ def test_reset_leaves_nothing_half_done(scene: Scene) -> None:
     y, first = scene.call(exp(x), 9)
     scene.offloader.enter(scene.unit()[0], True)
     scene.offloader.reset()
+    assert scene.offloader.current is None
     scene.offloader.leave(soon)  # from a `finally` further out
     assert scene.places(first) == [Place.DEVICE]  # the copy may have failed
     assert scene.offloader.pack(torch.randn(ROWS)) is None

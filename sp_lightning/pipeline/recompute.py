@@ -1,0 +1,331 @@
+"""Running a unit's forward again in backward, instead of holding what its first one saved.
+
+[Note: decided when a call is over]
+While a unit's forward runs, everything that autograd saves is held. Only then, with the whole call seen, is it decided
+whether to drop it and keep the inputs. So nothing has to be known beforehand of what a forward may not do twice: one
+that changes its inputs in place, or that checkpoints a part of itself, keeps what it has saved, from its first call on
+and for this call alone. The peak is the same as if tensors had been dropped at once: in backward, too, a whole unit is
+there.
+
+`torch.utils.checkpoint` around a unit would have to know at its beginning. It would also run a part that the unit
+checkpoints itself three times, let BatchNorm count every batch twice, and not allow `ctx.saved_tensors` to be read
+twice.
+
+[Note: run again]
+Backward asks for the first tensor that was dropped. The unit is called again, through its gate, as a user's own
+checkpoint would call it: with the same inputs, random states, autocast and attributes. What is saved in the second
+forward takes the place of what was dropped, in the same order, and the forward ends as soon as nothing is missing. The
+graph of the second forward is thrown away; gradients flow through the first.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from sp_lightning.pipeline._private import storage_key, without_torch_function
+from sp_lightning.pipeline.effects import SideEffects
+from sp_lightning.pipeline.hooks import tensors_in
+from sp_lightning.pipeline.offload import SMALLEST
+from sp_lightning.pipeline.saved import Kept, SavedTensors
+from sp_lightning.pipeline.units import Member
+
+
+class Footprint(NamedTuple):
+    """What calls of a unit take on the device, in bytes.
+
+    Attributes:
+        held: Inputs that nothing else held already.
+        saved: What the forwards saved beyond that.
+        large: How much of `saved` is in pieces that are worth a copy to the host.
+        working: The most that a single call took.
+        repeatable: Whether the forwards can run again, and something is gained by it.
+    """
+
+    held: int
+    saved: int
+    large: int
+    working: int
+    repeatable: bool
+
+    def and_also(self, other: Footprint) -> Footprint:
+        """Of these calls and of others, between the same forward and backward."""
+        return Footprint(
+            self.held + other.held,
+            self.saved + other.saved,
+            self.large + other.large,
+            max(self.working, other.working),
+            self.repeatable and other.repeatable,
+        )
+
+
+class UnitCall:
+    """One call of a unit: what its forward saved, and how to run it again.
+
+    The graph holds it. It holds what it has saved weakly, so that autograd frees each tensor when its node has run.
+
+    Args:
+        member: Whose call it is.
+        saved: The engine's saved-tensor hooks.
+        device: Where is computed.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        on_repeat: Called with it when its forward runs again; what it returns surrounds that.
+
+    Attributes:
+        member: Whose call it is.
+        footprint: What it takes; known when the forward is over.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        saved: SavedTensors,
+        device: torch.device,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        on_repeat: Callable[[UnitCall], AbstractContextManager[None]],
+    ) -> None:
+        self.member = member
+        self._meter = saved.meter
+        self._on_repeat = on_repeat
+        self._bytes_before = self._meter.bytes
+        self._kept: list[weakref.ref[Kept]] = []
+        self._checkpoints_itself = False
+        self._inputs = _Inputs(saved, args, kwargs)
+        self._held = self._meter.bytes - self._bytes_before
+        self._surroundings = _Surroundings(device)
+        self._effects = SideEffects(member.module, self._inputs.objects)
+        self._weights = [(twin, twin.version()) for twin in {place.weight.twin for place in member.places}]
+
+    # ------------------------------------------------------------------------------------------------ first forward
+
+    def pack(self, tensor: Tensor) -> Kept:
+        """Hold a tensor until the call is over."""
+        self._checkpoints_itself = self._checkpoints_itself or _is_saved_by_a_checkpoint()
+        kept = Kept(tensor, self._meter)
+        self._kept.append(weakref.ref(kept))
+        return kept
+
+    def settle(self, output: Any) -> str | None:
+        """The forward is over: drop what it has saved, if that can be computed again and is worth it.
+
+        Returns:
+            What prevents it that nobody has chosen, in words.
+        """
+        obstacle = self._effects.settle() or self._inputs.what_changed() or self._what_weight_changed()
+        known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
+        alive = list(self._alive())
+        tensors = [kept.tensor for kept in alive if kept.tensor is not None]
+        is_worth_it = any(storage_key(tensor) not in known for tensor in tensors)
+        # what was changed after it was saved must raise in backward, as it does in plain training
+        is_wrong = any(kept.is_changed for kept in alive)
+        repeatable = obstacle is None and is_worth_it and not is_wrong and not self._checkpoints_itself
+        self.footprint = self._take_stock(tensors, repeatable)
+        if repeatable:
+            self.drop()
+            return None
+        del self._inputs, self._surroundings, self._effects
+        return obstacle if is_worth_it and not self._checkpoints_itself else None
+
+    def drop(self) -> None:
+        """Let go of what can be computed again."""
+        for kept in self._alive():
+            kept.drop()
+
+    def _take_stock(self, tensors: list[Tensor], repeatable: bool) -> Footprint:
+        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        saved = max(0, self._meter.bytes - self._bytes_before - self._held)
+        large = sum(nbytes for nbytes in sizes.values() if nbytes >= SMALLEST)
+        return Footprint(self._held, saved, min(large, self._held + saved), self._held + saved, repeatable)
+
+    def _what_weight_changed(self) -> str | None:
+        with without_torch_function():
+            changed = any(twin.weight.twin is twin and twin.version() != version for twin, version in self._weights)
+        return "changes a weight in place" if changed else None
+
+    def _alive(self) -> Iterator[Kept]:
+        for reference in self._kept:
+            if (kept := reference()) is not None:
+                yield kept
+
+    # --------------------------------------------------------------------------------------------------- in backward
+
+    def unpack(self, kept: Kept) -> Tensor:
+        """The tensor that was held, or computed again if it was dropped."""
+        if kept.tensor is None:
+            self._repeat()
+        return kept.get()
+
+    def _repeat(self) -> None:
+        """Run the forward again until all that was dropped, and is still asked for, is there."""
+        if self._inputs.what_changed():
+            raise RuntimeError(_input_changed(self.member.name))
+        refill = _Refill(self._kept)
+        args, kwargs = self._inputs.again()
+        with (
+            self._on_repeat(self),
+            self._surroundings.restored(),
+            self._effects.undone(),
+            torch.enable_grad(),
+            saved_tensors_hooks(refill.pack, lambda tensor: tensor),
+            suppress(_NothingMissing),
+        ):
+            self.member.module(*args, **kwargs)
+        if refill.missing:
+            raise RuntimeError(_computed_something_else(self.member.name))
+
+
+class _NothingMissing(Exception):
+    """Ends a forward that has been run again far enough."""
+
+
+class _Refill:
+    """Puts what a second forward saves where the first one's was dropped."""
+
+    def __init__(self, kept: list[weakref.ref[Kept]]) -> None:
+        self._kept = iter(kept)
+        self.missing = sum((one := reference()) is not None and one.tensor is None for reference in kept)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        reference = next(self._kept, None)
+        kept = None if reference is None else reference()
+        tensor = tensor.detach()  # or the second graph would hold itself (see `Kept`)
+        if kept is not None and kept.tensor is None and kept.fill(tensor):
+            self.missing -= 1
+            if not self.missing:
+                raise _NothingMissing
+        return tensor
+
+
+class _Inputs:
+    """What a unit was called with: tensors in the way in which autograd would have saved them.
+
+    Attributes:
+        objects: Whatever is neither a tensor nor a container that torch knows: a cache, a dataclass, a number.
+    """
+
+    def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._leaves = [_Input(leaf, saved) if _is_data(leaf) else leaf for leaf in leaves]
+        self.objects = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among them, without weights."""
+        return [leaf.tensor for leaf in self._leaves if isinstance(leaf, _Input)]
+
+    def what_changed(self) -> str | None:
+        """What the forward did to them that cannot be undone, in words."""
+        changed = any(isinstance(leaf, _Input) and leaf.is_changed for leaf in self._leaves)
+        return "changes its input in place" if changed else None
+
+    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments once more."""
+        leaves = [leaf.again() if isinstance(leaf, _Input) else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return args, kwargs
+
+
+class _Input:
+    """A tensor that a unit was called with, cut off from its graph.
+
+    So it does not hold a node that holds it, once it has been changed in place, and hooks that the forward puts on it
+    do not fire a second time.
+    """
+
+    def __init__(self, tensor: Tensor, saved: SavedTensors) -> None:
+        self.tensor = tensor.detach()
+        self._requires_grad = tensor.requires_grad
+        self._saved = saved
+        self._packed = saved.pack(self.tensor)
+
+    @property
+    def is_changed(self) -> bool:
+        return isinstance(self._packed, Kept) and self._packed.is_changed
+
+    def again(self) -> Tensor:
+        return self._saved.unpack(self._packed).detach().requires_grad_(self._requires_grad)
+
+
+class _Surroundings:
+    """What a forward depends on besides its inputs and its module: random generators, autocast, the default device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._random = _random_states(device)
+        kinds = {device.type, "cpu"}
+        self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+        self._has_cache = torch.is_autocast_cache_enabled()
+        self._default_device = torch.get_default_device()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Everything as it was when this was made; random generators are afterwards as they are now."""
+        now = _random_states(self._device)
+        try:
+            _set_random_states(self._device, self._random)
+            with ExitStack() as stack:
+                for kind, (enabled, dtype) in self._autocast.items():
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._has_cache))
+                if self._default_device != torch.get_default_device():
+                    stack.enter_context(self._default_device)
+                yield
+        finally:
+            _set_random_states(self._device, now)
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    states = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state(device)
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def _set_random_states(device: torch.device, states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "device" in states:
+        torch.get_device_module(device).set_rng_state(states["device"], device)
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+def _is_saved_by_a_checkpoint() -> bool:
+    """Whether the tensor that is being packed is an input that a `torch.utils.checkpoint`, of either kind, keeps."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals["__name__"] in (SavedTensors.__module__, "torch.autograd.function"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals["__name__"] == "torch.utils.checkpoint"
+
+
+def _is_data(value: Any) -> bool:
+    """Whether an input is a tensor that autograd could save, and not a weight, which stands for itself."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
+
+
+def _input_changed(name: str) -> str:
+    return (
+        f"{name!r} was called with a tensor that has been changed in place since, so its forward cannot run again in "
+        "backward. Use `activations='keep'`, or do not change the tensor."
+    )
+
+
+def _computed_something_else(name: str) -> str:
+    return (
+        f"{name!r} has computed something else when its forward ran again in backward than the first time, because of "
+        "something outside of it that has changed in between. Use `activations='keep'`, or let the forward depend on "
+        "its inputs alone."
+    )
