@@ -35,6 +35,9 @@ class Activations:
         saved: The engine's saved-tensor hooks.
         device: Where is computed.
         stats: Counters.
+
+    Attributes:
+        may_offload: Whether what any call saves may wait on the host.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Activations:
         device: torch.device,
         stats: Stats,
     ) -> None:
+        self.may_offload = policy == "offload" or auto is not None
         self._auto = auto
         self._policy: Policy = "keep" if policy == "auto" else policy
         self._saved = saved
@@ -74,9 +78,10 @@ class Activations:
             and _has_its_own_weights(member)
         )
 
-    def offloads(self, member: Member) -> bool:
-        """Whether what this call saves waits on the host."""
-        return self._policy == "offload" and member.index >= 0
+    @property
+    def offloads(self) -> bool:
+        """Whether what the call that is made now saves waits on the host."""
+        return self._policy == "offload"
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit in the way that was chosen for it."""

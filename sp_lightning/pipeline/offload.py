@@ -207,13 +207,15 @@ class Bundle:
 
     Attributes:
         unit: The unit.
+        leaves: Whether it waits on the host. What stays is here all the same, to tell what comes next in backward.
         members: Which of its members were called.
         before: The bundle that was complete before this one: the next one that backward needs.
         around: Bundles of calls that were around these.
     """
 
-    def __init__(self, member: Member, around: Iterable[Bundle]) -> None:
+    def __init__(self, member: Member, leaves: bool, around: Iterable[Bundle]) -> None:
         self.unit: Unit | None = member.unit
+        self.leaves = leaves
         self.members = {member}
         self.before: Bundle | None = None
         self.around = tuple(around)
@@ -269,21 +271,26 @@ class Offloader:
 
     @property
     def current(self) -> Bundle | None:
-        """What the call that was entered last saves; None where nothing leaves: in backward, and without a graph."""
+        """What the call that was entered last saves; None in backward, and without a graph."""
         return self._open[-1] if self._open else None
 
-    def enter(self, member: Member) -> None:
-        """A call of a unit begins."""
-        with self._lock:
-            leaves = torch.is_grad_enabled() and not in_backward()  # a recomputation is used at once
-            self._open.append(self._bundle_for(member) if leaves else None)
+    def enter(self, member: Member, leaves: bool) -> None:
+        """A call of a unit begins.
 
-    def _bundle_for(self, member: Member) -> Bundle:
+        Args:
+            member: What is called.
+            leaves: Whether what it saves is to wait on the host.
+        """
+        with self._lock:
+            is_forward = torch.is_grad_enabled() and not in_backward()  # a recomputation is used at once
+            self._open.append(self._bundle_for(member, leaves) if is_forward else None)
+
+    def _bundle_for(self, member: Member, leaves: bool) -> Bundle:
         last = self._last
-        if last is not None and last.unit is member.unit and member not in last.members and last not in self._open:
+        if last is not None and last.unit is member.unit and member not in last.members:
             last.members.add(member)
             return last
-        return Bundle(member, [bundle for bundle in self._open if bundle is not None])
+        return Bundle(member, leaves, [bundle for bundle in self._open if bundle is not None])
 
     def leave(self, ahead: Callable[[], int]) -> None:
         """The call that was entered last ends.
@@ -299,7 +306,7 @@ class Offloader:
                 bundle.before, self._last = self._last, bundle
             self._let_go_of_all_but(bundle)
             self._take_back()
-            if bundle not in self._staying:
+            if bundle.leaves and bundle not in self._staying:
                 self._staying.append(bundle)
             may_stay = max(0, STAYING - ahead())
             while len(self._staying) > may_stay:
@@ -338,8 +345,10 @@ class Offloader:
     def pack(self, tensor: Tensor) -> Offloaded | None:
         """Take a tensor that autograd saves; None if it is not for us, or has to stay."""
         bundle = self.current
-        key = 0 if bundle is None else self._memory_that_may_leave(tensor)
-        if bundle is None or key == 0:
+        if bundle is None or not bundle.leaves:
+            return None
+        key = self._memory_that_may_leave(tensor)
+        if key == 0:
             return None
         start, end = _extent(tensor)
         with self._lock:

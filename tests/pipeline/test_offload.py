@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import vmap
 
 from sp_lightning.pipeline import Backend, HostBackend, Stats
 from sp_lightning.pipeline import offload as offload_module
@@ -49,9 +50,11 @@ class Scene:
         unit = Unit("unit")
         return [Member(name, nn.Identity(), unit) for name in members or ["only"]]
 
-    def call(self, forward: Callable[[], Tensor], ahead: int, member: Any = None) -> tuple[Tensor, Bundle]:
+    def call(
+        self, forward: Callable[[], Tensor], ahead: int, member: Any = None, leaves: bool = True
+    ) -> tuple[Tensor, Bundle]:
         """A unit's forward."""
-        self.offloader.enter(member or self.unit()[0])
+        self.offloader.enter(member or self.unit()[0], leaves)
         bundle = self.offloader.current
         assert bundle is not None
         try:
@@ -191,6 +194,25 @@ def test_what_autograd_drops_is_dropped(scene: Scene) -> None:
     ]  # nobody read it, yet it must not be overtaken
 
 
+def test_device_memory_is_counted_and_free_at_once(scene: Scene) -> None:
+    """As autograd frees node by node: on its way back, too, memory is not held by who brought it."""
+    x = large()
+    y, bundle = scene.call(exp(x), ahead=9)
+    scene.call(lambda: large().sum(), ahead=9)
+    assert scene.stats.activation_bytes == 0
+    scene.offloader.reach(bundle)
+    assert scene.stats.activation_bytes == x.nbytes
+    device = bundle.waiting()[0].device
+    assert device is not None
+    memory = weak_storage(device)
+    del device
+    scene.packed.clear()
+    y.sum().backward()
+    assert memory.expired()
+    assert scene.stats.activation_bytes == 0
+    assert scene.stats.activation_peak_bytes == x.nbytes
+
+
 def test_host_memory_comes_back_from_any_thread(scene: Scene) -> None:
     """Autograd frees what a CUDA graph saved in a thread of its own: nothing is touched there."""
     y, _ = scene.call(exp(large()), ahead=9)
@@ -306,10 +328,10 @@ def test_alignment_is_kept(scene: Scene) -> None:
 
 def saved_by(scene: Scene, tensor: Tensor) -> Any:
     """What becomes of one tensor, saved in a unit."""
-    scene.offloader.enter(scene.unit()[0])
+    scene.offloader.enter(scene.unit()[0], True)
     packed = scene.offloader.pack(tensor)
     scene.offloader.leave(soon)
-    scene.offloader.enter(scene.unit()[0])
+    scene.offloader.enter(scene.unit()[0], True)
     scene.offloader.leave(soon)
     return packed
 
@@ -367,6 +389,24 @@ def test_what_is_not_plain_memory_stays(scene: Scene, kind: str) -> None:
     assert saved_by(scene, STAYING[kind]()) is None
 
 
+def test_without_a_graph_there_are_no_bundles(scene: Scene) -> None:
+    _, before = scene.call(exp(large()), 9)
+    with torch.no_grad():
+        scene.offloader.enter(scene.unit()[0], True)
+        assert scene.offloader.current is None
+        scene.offloader.leave(soon)
+    _, after = scene.call(exp(large()), 9)
+    assert after.before is before
+
+
+def test_what_vmap_wraps_stays(scene: Scene) -> None:
+    scene.offloader.enter(scene.unit()[0], True)
+    packed = []
+    vmap(lambda x: (packed.append(scene.offloader.pack(x)), x)[1])(torch.randn(ROWS, ROWS))
+    scene.offloader.leave(soon)
+    assert packed == [None]
+
+
 def test_buffers_and_their_views_stay(scene: Scene) -> None:
     buffer = torch.randn(4, ROWS)
     scene.meter.uncounted = {storage_key(buffer)}
@@ -385,15 +425,18 @@ def test_what_backward_saves_stays(scene: Scene) -> None:
     seen = []
 
     def hook(_: Tensor) -> None:
-        scene.offloader.enter(scene.unit()[0])
-        seen.append(scene.offloader.current)
-        seen.append(scene.offloader.pack(torch.randn(ROWS)))
-        scene.offloader.leave(soon)
+        scene.offloader.enter(scene.unit()[0], True)
+        with torch.enable_grad():
+            scene.offloader.enter(scene.unit()[0], True)
+        for _ in range(2):
+            seen.append(scene.offloader.current)
+            seen.append(scene.offloader.pack(torch.randn(ROWS)))
+            scene.offloader.leave(soon)
 
     x = large()
     x.register_hook(hook)
     x.sum().backward()
-    assert seen == [None, None]
+    assert seen == [None] * 4
     assert scene.backend.calls == []
 
 
@@ -405,14 +448,14 @@ def test_a_change_in_place_is_noticed(scene: Scene, when: str) -> None:
     """As autograd would notice it; the copy may hold either of both."""
     offloader = scene.offloader
     tensor = torch.randn(ROWS)
-    offloader.enter(scene.unit()[0])
+    offloader.enter(scene.unit()[0], True)
     packed = offloader.pack(tensor)
     if when == "before it left":
         tensor.add_(1)
     offloader.leave(soon)
     if when == "while it leaves":
         tensor.add_(1)
-    offloader.enter(scene.unit()[0])
+    offloader.enter(scene.unit()[0], True)
     offloader.leave(soon)
     assert packed.activation.place is Place.HOST
     assert packed.view.changed_in_place
@@ -447,14 +490,26 @@ def test_members_of_one_unit_are_one_bundle(scene: Scene) -> None:
     x = large()
     a, first = scene.call(exp(x), 9, one)
     b, second = scene.call(exp(a), 9, two)
-    c, third = scene.call(exp(b), 9)
-    d, fourth = scene.call(exp(c), 9)
     assert first is second
+    assert scene.places(first) == [Place.LEAVING] * 2  # nothing is let go of before another unit leaves
+    c, third = scene.call(exp(b), 9)
+    _, fourth = scene.call(exp(c), 9)
     assert scene.places(first) == [Place.HOST] * 2
     scene.offloader.reach(third)
     assert scene.places(first) == [Place.BACK] * 2
     assert fourth.before is third
     assert third.before is first
+
+
+def test_a_unit_of_several_members_stays_as_one(scene: Scene) -> None:
+    """Two units before the turn, whatever they are made of."""
+    x = large()
+    bundles = []
+    for member, ahead in [*((member, 1) for member in scene.unit("a", "b", "c")), (scene.unit()[0], 0)]:
+        x, bundle = scene.call(exp(x), ahead, member)
+        bundles.append(bundle)
+    assert scene.places(bundles[0]) == [Place.DEVICE] * 3
+    assert scene.places(bundles[-1]) == [Place.DEVICE]
 
 
 def test_a_member_called_again_is_another_bundle(scene: Scene) -> None:
@@ -473,8 +528,10 @@ def test_a_unit_inside_of_another(scene: Scene) -> None:
     zero, before = scene.call(exp(x), 9)
     inner: list[Any] = []
 
+    noise = torch.randn(ROWS)
+
     def forward() -> Tensor:
-        a = zero.sin()
+        a = zero.sin() * noise
         b, bundle = scene.call(lambda: a.exp(), 9)
         inner.append(bundle)
         return b.cos()
@@ -488,10 +545,25 @@ def test_a_unit_inside_of_another(scene: Scene) -> None:
     assert set(scene.places(outer)) == set(scene.places(inner[0])) == {Place.BACK}
     scene.offloader.reach(inner[0])
     assert set(scene.places(outer)) == set(scene.places(before)) == {Place.BACK}
-    expected = torch.autograd.grad(x.exp().sin().exp().cos().sum(), x)[0]
+    expected = torch.autograd.grad((x.exp().sin() * noise).exp().cos().sum(), x)[0]
     y.sum().backward()
     assert torch.equal(x.grad, expected)
     assert scene.stats.activation_misses == 0
+
+
+def test_units_that_keep_theirs_are_among_the_others(scene: Scene) -> None:
+    """Backward through one that stays brings what comes next all the same."""
+    x = large()
+    a, first = scene.call(exp(x), 9)
+    b, second = scene.call(exp(a), 9, leaves=False)
+    assert scene.places(first) == [Place.HOST]
+    assert second.waiting() == []
+    c, third = scene.call(exp(b), 9)
+    assert third.before is second
+    scene.offloader.reach(second)
+    assert scene.places(first) == [Place.BACK]
+    c.sum().backward()
+    assert torch.equal(x.grad, (c * b * a).detach())
 
 
 def test_a_new_step_has_nothing_before_it(scene: Scene) -> None:
@@ -530,8 +602,9 @@ def test_reset_leaves_nothing_half_done(scene: Scene) -> None:
     """An exception in mid-forward; what it left behind can still be differentiated, and goes when it is dropped."""
     x = large()
     y, first = scene.call(exp(x), 9)
-    scene.offloader.enter(scene.unit()[0])
+    scene.offloader.enter(scene.unit()[0], True)
     scene.offloader.reset()
+    assert scene.offloader.current is None
     scene.offloader.leave(soon)  # from a `finally` further out
     assert scene.places(first) == [Place.DEVICE]  # the copy may have failed
     assert scene.offloader.pack(torch.randn(ROWS)) is None
