@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -125,3 +126,23 @@ def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], No
     """Hooks of `register_post_accumulate_grad_hook`, called by hand for the same reason."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return list((hooks or {}).values())
+
+
+def unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The code of an optimizer's class, below what torch wraps around `step`.
+
+    It runs for parts of a unit that the user does not know of: neither hooks nor the profiler should see that as steps.
+    """
+    step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    return step
+
+
+def step_is_replaced(optimizer: Optimizer) -> bool:
+    """Whether someone put a `step` of their own in place of torch's, in the class or in this object.
+
+    A scheduler does so, too, in the object, to see whether it was called; below its own there is the class's.
+    """
+    step, own = type(optimizer).step, vars(optimizer).get("step")
+    of_torch = step.__code__.co_filename == Optimizer.profile_hook_step.__code__.co_filename
+    of_a_scheduler = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is step
+    return not of_torch or not (own is None or of_a_scheduler)

@@ -1,0 +1,233 @@
+"""What of a unit an optimizer can step as one: weights that lie side by side with all that belongs to them.
+
+A *run* is one flat weight to the optimizer's code, whole or cut into pieces. A weight that can be neither joined nor
+cut is a *single*: it is stepped as in plain training, in its own shape and with its own state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning.pipeline.flat import WHOLE, FlatState, flat, side_by_side
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A weight that has a gradient.
+
+    Attributes:
+        index: Which of the unit's.
+        master: The user's Parameter.
+        memory: The same as a plain tensor.
+        gradient: Its gradient.
+        copy: The lowered copy that is to be written.
+        state: What the optimizer keeps about it.
+        is_first_step: Whether there is none yet, but will be.
+        by_element: Whether the optimizer treats each element by itself.
+    """
+
+    index: int
+    master: nn.Parameter
+    memory: Tensor
+    gradient: Tensor
+    copy: Tensor | None
+    state: State
+    is_first_step: bool
+    by_element: bool
+
+    def can_be_cut(self) -> bool:
+        """Whether it can be stepped flat, and in pieces."""
+        return self.by_element and self.memory.dim() > 0 and self.memory.numel() > 0 and self._form() is not None
+
+    def joins(self, other: Member) -> bool:
+        """Whether the two can be stepped as one."""
+        return (
+            self._lies_beside(other)
+            and self.memory.numel() % WHOLE == other.memory.numel() % WHOLE == 0
+            and self.is_first_step == other.is_first_step
+            and self.can_be_cut()
+            and other.can_be_cut()
+            and self._form() == other._form()
+        )
+
+    def _lies_beside(self, other: Member) -> bool:
+        if self.copy is None or other.copy is None:
+            pairs = [(self.memory, other.memory), (self.gradient, other.gradient)]
+            return self.copy is other.copy and all(side_by_side(pair) for pair in pairs)
+        pairs = [(self.memory, other.memory), (self.gradient, other.gradient), (self.copy, other.copy)]
+        return all(side_by_side(pair) for pair in pairs)
+
+    def _form(self) -> list[tuple[Any, ...]] | None:
+        """What its state consists of, with the values of what is one number; `None` if it is not as torch makes it."""
+        form = []
+        for key, value in self.state.items():
+            if (
+                not isinstance(value, Tensor)
+                or value.device.type != "cpu"
+                or value.shape not in ((), self.memory.shape)
+            ):
+                return None
+            form.append((key, value.dtype, None if value.dim() else value.item()))
+        return form
+
+
+def group_neighbours(members: Iterable[Member]) -> Iterator[list[Member]]:
+    """Groups that can be stepped as one, of one member each if need be."""
+    group: list[Member] = []
+    for member in members:
+        if group and not group[-1].joins(member):
+            yield group
+            group = []
+        group.append(member)
+    if group:
+        yield group
+
+
+class Piece(NamedTuple):
+    """One parameter in the eyes of the optimizer's code: a weight, several weights, or a part of one.
+
+    Attributes:
+        parameter: Memory of masters.
+        gradient: Its gradient, as it came.
+        copy: The lowered copy that is to be written.
+        state: What the optimizer keeps about it; its code changes this, and fills it in a first step.
+        is_first_step: Whether it will be filled.
+        finish: To be called after the step.
+    """
+
+    parameter: nn.Parameter
+    gradient: Tensor
+    copy: Tensor | None
+    state: State
+    is_first_step: bool
+    finish: Callable[[], None]
+
+    @property
+    def is_only_updated(self) -> bool:
+        """Whether there is nothing to do but the update."""
+        return not self.is_first_step and self.copy is None and self.gradient.dtype == self.parameter.dtype
+
+
+class Single:
+    """A weight that is stepped by itself, in its own shape.
+
+    Args:
+        optimizer: The user's optimizer, which keeps the state.
+        member: The weight.
+    """
+
+    def __init__(self, optimizer: Optimizer, member: Member) -> None:
+        self._optimizer = optimizer
+        self._master = member.master
+        self._index = member.index
+        self._is_first_step = member.is_first_step
+
+    def piece(self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> Piece:
+        """All of it."""
+        gradient = gradients[self._index]
+        assert gradient is not None
+        parameter = nn.Parameter(self._master.data, requires_grad=False)
+        state = self._optimizer.state.get(self._master, {})
+        finish = partial(self._keep, state)
+        return Piece(parameter, gradient, copies[self._index], state, self._is_first_step, finish)
+
+    def _keep(self, state: State) -> None:
+        if state:  # where nothing is kept there is no entry, either
+            self._optimizer.state[self._master] = state
+
+
+class Run:
+    """Weights that are stepped as one flat weight.
+
+    Args:
+        optimizer: The user's optimizer, which keeps the state.
+        members: The weights.
+        flat_state: Where their state is put if it does not lie side by side.
+    """
+
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member], flat_state: FlatState) -> None:
+        self._optimizer = optimizer
+        self._masters = [member.master for member in members]
+        self._indices = [member.index for member in members]
+        self._flat_state = flat_state
+        self._is_first_step = members[0].is_first_step
+        self._memory = flat([member.memory for member in members])
+        self._gradient = flat([member.gradient for member in members])
+        copies = [member.copy for member in members if member.copy is not None]
+        self._copy = flat(copies) if copies else None
+        self._by_element: dict[str, Tensor] = {}
+        self._by_weight: dict[str, Tensor] = {}
+        for key in members[0].state:
+            self._hold(key, _gathered(key, members, optimizer, flat_state))
+
+    @property
+    def is_only_updated(self) -> bool:
+        """Whether there is nothing to do but the update."""
+        return not self._is_first_step and self._copy is None and self._gradient.dtype == self._memory.dtype
+
+    def is_in_step(self) -> bool:
+        """Whether numbers that the optimizer keeps for each weight are the same for all of them, as its steps are."""
+        return all(bool((numbers == numbers[0]).all()) for numbers in self._by_weight.values())
+
+    def pieces(self, size: int | None) -> Iterator[Piece]:
+        """All of it, in pieces of so many elements."""
+        size = size or self._memory.numel()
+        for start in range(0, self._memory.numel(), size):
+            cut = slice(start, start + size)
+            state: State = {}
+            if not self._is_first_step:
+                state.update((key, values[cut]) for key, values in self._by_element.items())
+                state.update((key, numbers[0].clone()) for key, numbers in self._by_weight.items())
+            parameter = nn.Parameter(self._memory[cut], requires_grad=False)
+            copy = None if self._copy is None else self._copy[cut]
+            finish = partial(self._finish, cut, state)
+            yield Piece(parameter, self._gradient[cut], copy, state, self._is_first_step, finish)
+
+    def _finish(self, cut: slice, state: State) -> None:
+        if self._is_first_step:
+            self._keep(cut, state)
+        if cut.stop >= self._memory.numel():  # before that, other pieces need the numbers as they were
+            for key, numbers in self._by_weight.items():
+                numbers.fill_(state[key])
+
+    def _keep(self, cut: slice, state: State) -> None:
+        """Put the state that the optimizer's code made for a piece where the weights' state lies from now on."""
+        for key, value in state.items():
+            if cut.start == 0:
+                places = [self._flat_state.place(index, key, value) for index in self._indices]
+                self._hold(key, places)
+                for master, place in zip(self._masters, places, strict=True):
+                    self._optimizer.state[master][key] = place
+            if value.dim():
+                self._by_element[key][cut].copy_(value)
+
+    def _hold(self, key: str, tensors: list[Tensor]) -> None:
+        held = self._by_element if tensors[0].dim() else self._by_weight
+        held[key] = flat(tensors)
+
+
+def _gathered(key: str, members: Sequence[Member], optimizer: Optimizer, flat_state: FlatState) -> list[Tensor]:
+    """State of weights, moved to where it lies side by side unless it does so already."""
+    tensors: list[Tensor] = [member.state[key] for member in members]
+    as_weights = all(
+        tensor.dim() == 0 or tensor.stride() == member.memory.stride()
+        for tensor, member in zip(tensors, members, strict=True)
+    )
+    if as_weights and side_by_side(tensors):
+        return tensors
+    places = []
+    for tensor, member in zip(tensors, members, strict=True):
+        place = flat_state.place(member.index, key, tensor)
+        if place.data_ptr() != tensor.data_ptr():
+            place.copy_(tensor)
+            optimizer.state[member.master][key] = place
+        places.append(place)
+    return places
