@@ -174,13 +174,33 @@ def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], No
     return list((hooks or {}).values())
 
 
-def unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The code of an optimizer's class, below what torch wraps around `step`.
+class StepCode:
+    """The code of an optimizer's class, for parameters and hyperparameters of our choice.
 
-    It runs for parts of a unit that the user does not know of: neither hooks nor the profiler should see that as steps.
+    It is the code below what torch wraps around `step`: it runs many times for parts of a unit, which neither hooks nor
+    the profiler should take for steps of the user's. No public name leads there.
     """
-    step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-    return step
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        self._step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+        self._group = group
+        self._optimizer: Optimizer = object.__new__(type(optimizer))
+        attributes = vars(optimizer).copy()
+        for lent in ("grad_scale", "found_inf"):  # a GradScaler lends them to fused kernels, for the user's own call
+            attributes.pop(lent, None)
+        for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+            attributes[check] = _nothing  # asks the driver for its devices at each call, for 0.1 ms
+        vars(self._optimizer).update(attributes, param_groups=[group])
+
+    def run(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """Step the parameters that this is the state of."""
+        self._group["params"] = list(state)
+        self._optimizer.state = state  # type: ignore[assignment]
+        self._step(self._optimizer)
+
+
+def _nothing() -> None:
+    pass
 
 
 def step_is_replaced(optimizer: Optimizer) -> bool:

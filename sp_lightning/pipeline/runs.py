@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -98,22 +100,20 @@ class Piece(NamedTuple):
         parameter: Memory of masters.
         gradient: Its gradient, as it came.
         copy: The lowered copy that is to be written.
-        state: What the optimizer keeps about it; its code changes this, and fills it in a first step.
-        is_first_step: Whether it will be filled.
-        finish: To be called after the step.
+        state: What the optimizer keeps about it; its code changes this.
+        keep: In a first step the code fills the state; this puts it where it lies from now on.
     """
 
-    parameter: nn.Parameter
+    parameter: Tensor
     gradient: Tensor
     copy: Tensor | None
     state: State
-    is_first_step: bool
-    finish: Callable[[], None]
+    keep: Callable[[], None] | None
 
     @property
     def is_only_updated(self) -> bool:
         """Whether there is nothing to do but the update."""
-        return not self.is_first_step and self.copy is None and self.gradient.dtype == self.parameter.dtype
+        return self.keep is None and self.copy is None and self.gradient.dtype == self.parameter.dtype
 
 
 class Single:
@@ -134,14 +134,9 @@ class Single:
         """All of it."""
         gradient = gradients[self._index]
         assert gradient is not None
-        parameter = nn.Parameter(self._master.data, requires_grad=False)
         state = self._optimizer.state.get(self._master, {})
-        finish = partial(self._keep, state)
-        return Piece(parameter, gradient, copies[self._index], state, self._is_first_step, finish)
-
-    def _keep(self, state: State) -> None:
-        if state:  # where nothing is kept there is no entry, either
-            self._optimizer.state[self._master] = state
+        keep = partial(self._optimizer.state.__setitem__, self._master, state) if self._is_first_step else None
+        return Piece(self._master.data, gradient, copies[self._index], state, keep)
 
 
 class Run:
@@ -165,6 +160,7 @@ class Run:
         self._copy = flat(copies) if copies else None
         self._by_element: dict[str, Tensor] = {}
         self._by_weight: dict[str, Tensor] = {}
+        self._stepped: dict[str, Tensor] = {}
         for key in members[0].state:
             self._hold(key, _gathered(key, members, optimizer, flat_state))
 
@@ -177,37 +173,42 @@ class Run:
         """Whether numbers that the optimizer keeps for each weight are the same for all of them, as its steps are."""
         return all(bool((numbers == numbers[0]).all()) for numbers in self._by_weight.values())
 
-    def pieces(self, size: int | None) -> Iterator[Piece]:
-        """All of it, in pieces of so many elements."""
+    def pieces(self, size: int | None) -> Iterable[Piece]:
+        """All of it, in pieces of so many elements, or in one."""
         size = size or self._memory.numel()
-        for start in range(0, self._memory.numel(), size):
-            cut = slice(start, start + size)
-            state: State = {}
-            if not self._is_first_step:
-                state.update((key, values[cut]) for key, values in self._by_element.items())
-                state.update((key, numbers[0].clone()) for key, numbers in self._by_weight.items())
-            parameter = nn.Parameter(self._memory[cut], requires_grad=False)
-            copy = None if self._copy is None else self._copy[cut]
-            finish = partial(self._finish, cut, state)
-            yield Piece(parameter, self._gradient[cut], copy, state, self._is_first_step, finish)
-
-    def _finish(self, cut: slice, state: State) -> None:
+        memories, gradients = torch.split(self._memory, size), torch.split(self._gradient, size)
+        copies = repeat(None) if self._copy is None else torch.split(self._copy, size)
+        states: list[State] = [{} for _ in memories]
         if self._is_first_step:
-            self._keep(cut, state)
-        if cut.stop >= self._memory.numel():  # before that, other pieces need the numbers as they were
-            for key, numbers in self._by_weight.items():
-                numbers.fill_(state[key])
+            keeps = [partial(self._keep, index * size, state) for index, state in enumerate(states)]
+            return map(Piece, memories, gradients, copies, states, keeps)
+        for key, values in self._by_element.items():
+            for state, value in zip(states, torch.split(values, size), strict=True):
+                state[key] = value
+        for key, numbers in self._by_weight.items():
+            # the code changes a number, like that of the steps, with each parameter: each piece has its own
+            self._stepped[key] = numbers[:1].repeat(len(states))
+            for state, number in zip(states, self._stepped[key].unbind(), strict=True):
+                state[key] = number
+        return map(Piece, memories, gradients, copies, states, repeat(None))
 
-    def _keep(self, cut: slice, state: State) -> None:
-        """Put the state that the optimizer's code made for a piece where the weights' state lies from now on."""
+    def finish(self) -> None:
+        """All pieces have been stepped."""
+        for key, values in self._stepped.items():
+            self._by_weight[key].fill_(values[-1])
+
+    def _keep(self, start: int, state: State) -> None:
+        """Put what the code made for a piece where the weights' state lies from now on."""
         for key, value in state.items():
-            if cut.start == 0:
+            if start == 0:
                 places = [self._flat_state.place(index, key, value) for index in self._indices]
                 self._hold(key, places)
                 for master, place in zip(self._masters, places, strict=True):
                     self._optimizer.state[master][key] = place
             if value.dim():
-                self._by_element[key][cut].copy_(value)
+                self._by_element[key][start : start + value.numel()].copy_(value)
+            else:
+                self._by_weight[key].fill_(value)
 
     def _hold(self, key: str, tensors: list[Tensor]) -> None:
         held = self._by_element if tensors[0].dim() else self._by_weight

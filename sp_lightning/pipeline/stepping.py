@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from sp_lightning.pipeline._private import step_is_replaced, unhooked_step, without_torch_function
+from sp_lightning.pipeline._private import StepCode, step_is_replaced, without_torch_function
 from sp_lightning.pipeline.flat import FlatState
 from sp_lightning.pipeline.guard import HostParameter
 from sp_lightning.pipeline.host import is_dense
@@ -38,7 +38,7 @@ BY_WEIGHT = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") i
 HAVE_FUSED_KERNELS = (Adam, AdamW, SGD, Adagrad)
 """Optimizers with a fused CPU kernel."""
 
-_PIECE = 1 << 18  # elements per thread: of gradient, master and copy, so many stay in the cache
+_PIECE = 1 << 18  # elements for each thread: of a gradient, a master and a copy, so many stay in its cache
 
 
 def why_not_by_unit(optimizer: Optimizer, group: dict[str, Any], weights: Iterable[nn.Parameter]) -> str | None:
@@ -145,6 +145,8 @@ class UnitStep:
             pieces = (piece for run in self._runs for piece in run.pieces(update.limit_for(run)))
             for batch in update.batches(chain(singles, pieces)):
                 update.run(batch)
+            for run in self._runs:
+                run.finish()
             increment_version([m for m, gradient in zip(self._masters, gradients, strict=True) if gradient is not None])
 
     def _find_runs(self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
@@ -196,18 +198,15 @@ class _Update:
     """The code of the user's optimizer, to be run on parameters of our choice, and what goes before and after it."""
 
     def __init__(self, optimizer: Optimizer, hyper: dict[str, Any], scaling: Scaling) -> None:
-        self.limit = _PIECE * torch.get_num_threads()
+        # two at least: smaller pieces would show the time that Python takes between them
+        self.limit = _PIECE * max(2, torch.get_num_threads())
         self.is_by_element = type(optimizer) in BY_ELEMENT
         self.keeps_state = type(optimizer) is not SGD or hyper["momentum"] != 0
         self._scaling = scaling
         self._is_one_pass = bool(hyper.get("fused")) and not scaling
-        self._step = unhooked_step(optimizer)
-        self._group = hyper.copy()
-        self._optimizer = object.__new__(type(optimizer))
-        attributes = vars(optimizer).copy()
-        for name in ("grad_scale", "found_inf"):  # a GradScaler lends these to fused kernels, for the user's own call
-            attributes.pop(name, None)
-        vars(self._optimizer).update(attributes, param_groups=[self._group])
+        self._code = StepCode(optimizer, hyper.copy())
+        self._scratch: dict[torch.dtype, Tensor] = {}  # the same memory for one batch after the other: it stays cached
+        self._scratch_used = 0
 
     def limit_for(self, run: Run) -> int | None:
         """Into how large pieces to cut a run; what goes through memory once needs no cutting."""
@@ -220,7 +219,7 @@ class _Update:
         for piece in pieces:
             in_cache = 0 if self._is_one_pass and piece.is_only_updated else piece.parameter.numel()
             # first steps for themselves: the fused kernel of SGD wants momentum for all of its parameters, or for none
-            if batch and (size + in_cache > self.limit or piece.is_first_step != batch[0].is_first_step):
+            if batch and (size + in_cache > self.limit or (piece.keep is None) != (batch[0].keep is None)):
                 yield batch
                 batch, size = [], 0
             batch.append(piece)
@@ -230,17 +229,28 @@ class _Update:
 
     def run(self, pieces: Sequence[Piece]) -> None:
         """Cast and scale the gradients, update, write copies."""
+        self._scratch_used = 0
         for piece in pieces:
-            gradient = piece.gradient.to(piece.parameter.dtype)
+            gradient = self._cast(piece.gradient, piece.parameter.dtype)
             self._scaling.apply_(gradient)
             piece.parameter.grad = gradient
-        self._group["params"] = [piece.parameter for piece in pieces]
-        self._optimizer.state = {piece.parameter: piece.state for piece in pieces}  # type: ignore[assignment]
-        self._step(self._optimizer)
+        self._code.run({piece.parameter: piece.state for piece in pieces})
         for piece in pieces:
             if piece.copy is not None:
                 piece.copy.copy_(piece.parameter)
-            piece.finish()
+            if piece.keep is not None:
+                piece.keep()
+
+    def _cast(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        if gradient.dtype == dtype:
+            return gradient
+        if self._scratch_used + gradient.numel() > self.limit:
+            return gradient.to(dtype)
+        if dtype not in self._scratch:
+            self._scratch[dtype] = torch.empty(self.limit, dtype=dtype)
+        start = self._scratch_used
+        self._scratch_used += gradient.numel()
+        return self._scratch[dtype].as_strided(gradient.size(), gradient.stride(), start).copy_(gradient)
 
 
 def host_bytes(optimizer: Optimizer, masters: Iterable[nn.Parameter], copies: Iterable[Tensor | None]) -> int:

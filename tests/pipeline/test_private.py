@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import _private
 from sp_lightning.pipeline._private import (
+    StepCode,
     graph_task,
     in_backward,
     is_tracing,
@@ -29,7 +30,6 @@ from sp_lightning.pipeline._private import (
     storage_key,
     tensor_hooks,
     top_saved_tensor_hooks,
-    unhooked_step,
     users_of_storage,
     weak_storage,
     when_backward_ends,
@@ -233,14 +233,27 @@ def test_zero_grad_is_looked_for_near_by() -> None:
     Own([nn.Parameter(torch.ones(1))], lr=0.1).zero_grad()
 
 
-def test_below_an_optimizers_hooks_is_its_own_code() -> None:
-    """It updates; no hook and no counter sees it."""
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    optimizer = SGD([parameter], lr=0.5)
-    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook was called"))
-    unhooked_step(optimizer)(optimizer)
-    assert parameter.tolist() == [0.5, 0.5]
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_code_of_an_optimizer_steps_what_it_is_given(cls: type[torch.optim.Optimizer]) -> None:
+    """With the hyperparameters that it is given; the optimizer, its hooks and its parameters do not notice."""
+    own, other = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    own.grad, other.grad = torch.ones(2, 2), torch.ones(2, 2)
+    optimizer = cls([own], lr=0.5)
+    handles = [
+        optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook of the user's ran")),
+        register_optimizer_step_pre_hook(lambda *_: pytest.fail("a hook for all optimizers ran")),
+    ]
+    with torch.no_grad():
+        StepCode(optimizer, {**optimizer.param_groups[0], "lr": 0.25}).run({other: {}})
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(own, torch.ones(2, 2))
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    reference = nn.Parameter(torch.ones(2, 2))
+    reference.grad = torch.ones(2, 2)
+    cls([reference], lr=0.25).step()
+    assert torch.equal(other, reference)
 
 
 def test_a_replaced_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
