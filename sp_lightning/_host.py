@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from sp_lightning.pipeline.stepping import fused_kernel_works
+
 FUSED = (Adam, AdamW, SGD, Adagrad)
 """Optimizers with a fused CPU kernel. Exactly these classes: what a subclass does in `step` is not known."""
 
@@ -33,7 +35,7 @@ def fused_kernels(optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[
 
     def then_fuse() -> Any:
         result = closure()
-        fused.extend(group for group in optimizer.param_groups if type(optimizer) in FUSED and _fusible(group))
+        fused.extend(group for group in optimizer.param_groups if _fusible(type(optimizer), group))
         for group in fused:
             group["fused"] = True
         return result
@@ -45,13 +47,16 @@ def fused_kernels(optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[
             group["fused"] = None
 
 
-def _fusible(group: dict[str, Any]) -> bool:
-    if group.get("fused", False) is not None or group.get("foreach") is not None:
+def _fusible(cls: type[Optimizer], group: dict[str, Any]) -> bool:
+    if cls not in FUSED or group.get("fused", False) is not None or group.get("foreach") is not None:
         return False
     if group.get("differentiable") or group.get("capturable"):
         return False
     return all(
-        param.device.type == "cpu" and param.is_floating_point() and (param.grad is None or not param.grad.is_sparse)
+        param.device.type == "cpu"
+        and param.is_floating_point()
+        and (param.grad is None or not param.grad.is_sparse)
+        and fused_kernel_works(cls.__name__, param.dtype)
         for param in group["params"]
     )
 

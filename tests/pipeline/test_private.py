@@ -9,15 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sp_lightning.pipeline import _private
 from sp_lightning.pipeline._private import (
+    StepCode,
     in_backward,
     is_tracing,
     pop_saved_tensor_hooks,
     post_accumulate_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_allowed,
+    step_is_replaced,
     storage_key,
     tensor_hooks,
     top_saved_tensor_hooks,
@@ -212,3 +216,54 @@ def test_tracing_is_noticed() -> None:
     torch.jit.trace(function, torch.ones(1), check_trace=False)
     assert seen == [True]
     assert not is_tracing()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_the_code_of_an_optimizer_steps_what_it_is_given(cls: type[torch.optim.Optimizer]) -> None:
+    """With the hyperparameters that it is given; the optimizer, its hooks and its parameters do not notice."""
+    own, other = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    own.grad, other.grad = torch.ones(2, 2), torch.ones(2, 2)
+    optimizer = cls([own], lr=0.5)
+    group = {**optimizer.param_groups[0], "lr": 0.25}
+    handles = [
+        optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook of the user's ran")),
+        register_optimizer_step_pre_hook(lambda *_: pytest.fail("a hook for all optimizers ran")),
+    ]
+    state: dict[str, Any] = {}
+    with torch.no_grad():
+        StepCode(optimizer, group).run({other: state})
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(own, torch.ones(2, 2))
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    reference = nn.Parameter(torch.ones(2, 2))
+    reference.grad = torch.ones(2, 2)
+    plain = cls([reference], lr=0.25)
+    plain.step()
+    assert torch.equal(other, reference)
+    assert state.keys() == plain.state.get(reference, {}).keys()
+
+
+def test_the_code_of_an_optimizer_does_not_ask_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's check whether a graph is being captured looks for the driver's library every time."""
+    weight = torch.ones(2)
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for devices"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: pytest.fail("asked for devices"))
+    with torch.no_grad():
+        StepCode(optimizer, optimizer.param_groups[0]).run({weight: {}})
+
+
+def test_a_step_that_is_not_torchs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not step_is_replaced(optimizer)
+    LambdaLR(optimizer, lambda step: 1.0)
+    LambdaLR(optimizer, lambda step: 1.0)
+    assert not step_is_replaced(optimizer)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    other.step = lambda closure=None: None  # type: ignore[method-assign]
+    assert step_is_replaced(other)
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
+    assert step_is_replaced(optimizer)
