@@ -35,7 +35,13 @@ from sp_lightning.pipeline._private import others_hook_steps, users_of_storage, 
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.gradients import GradientReturn, Shipment
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.stepping import HAVE_FUSED_KERNELS, Scaling, UnitStep, why_not_by_unit
+from sp_lightning.pipeline.stepping import (
+    HAVE_FUSED_KERNELS,
+    Scaling,
+    UnitStep,
+    fused_kernel_works,
+    why_not_by_unit,
+)
 from sp_lightning.pipeline.transfer import Backend, Ticket
 from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Weight
@@ -228,7 +234,9 @@ class Overlap:
         }
         undecided = settings.get("fused", False) is None and settings.get("foreach") is None
         if self._fused and undecided and type(optimizer) in HAVE_FUSED_KERNELS:
-            settings["fused"] = True  # on the CPU torch chooses its slowest path by default (pytorch#74588)
+            dtypes = {p.dtype for p in param_group["params"]}
+            # on the CPU torch chooses its slowest path by default (pytorch#74588)
+            settings["fused"] = all(fused_kernel_works(type(optimizer).__name__, dtype) for dtype in dtypes) or None
         return settings
 
     def _may_step(self, weight: Weight) -> bool:

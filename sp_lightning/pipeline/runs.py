@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -45,40 +45,34 @@ class Member:
     is_first_step: bool
     by_element: bool
 
-    def can_be_cut(self) -> bool:
-        """Whether it can be stepped flat, and in pieces."""
-        return self.by_element and self.memory.dim() > 0 and self.memory.numel() > 0 and self._form() is not None
-
-    def joins(self, other: Member) -> bool:
-        """Whether the two can be stepped as one."""
-        return (
-            self._lies_beside(other)
-            and self.memory.numel() % WHOLE == other.memory.numel() % WHOLE == 0
-            and self.is_first_step == other.is_first_step
-            and self.can_be_cut()
-            and other.can_be_cut()
-            and self._form() == other._form()
-        )
-
-    def _lies_beside(self, other: Member) -> bool:
-        if self.copy is None or other.copy is None:
-            pairs = [(self.memory, other.memory), (self.gradient, other.gradient)]
-            return self.copy is other.copy and all(side_by_side(pair) for pair in pairs)
-        pairs = [(self.memory, other.memory), (self.gradient, other.gradient), (self.copy, other.copy)]
-        return all(side_by_side(pair) for pair in pairs)
-
-    def _form(self) -> list[tuple[Any, ...]] | None:
-        """What its state consists of, with the values of what is one number; `None` if it is not as torch makes it."""
+    @cached_property
+    def form(self) -> list[tuple[Any, ...]] | None:
+        """What its state consists of, with the values of what is one number; `None` if it has to be a single."""
+        if not self.by_element or self.memory.dim() == 0 or self.memory.numel() == 0:
+            return None
         form = []
         for key, value in self.state.items():
-            if (
-                not isinstance(value, Tensor)
-                or value.device.type != "cpu"
-                or value.shape not in ((), self.memory.shape)
-            ):
+            if not isinstance(value, Tensor) or value.device.type != "cpu":
+                return None
+            if value.dim() and value.shape != self.memory.shape:
                 return None
             form.append((key, value.dtype, None if value.dim() else value.item()))
         return form
+
+    def joins(self, other: Member) -> bool:
+        """Whether the two can be stepped as one."""
+        mine, others = self._tensors(), other._tensors()
+        return (
+            len(mine) == len(others)
+            and all(side_by_side(pair) for pair in zip(mine, others, strict=True))
+            and self.memory.numel() % WHOLE == other.memory.numel() % WHOLE == 0
+            and self.is_first_step == other.is_first_step
+            and self.form is not None
+            and self.form == other.form
+        )
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.memory, self.gradient] if self.copy is None else [self.memory, self.gradient, self.copy]
 
 
 def group_neighbours(members: Iterable[Member]) -> Iterator[list[Member]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from sp_lightning.pipeline._private import StepCode, step_is_replaced, without_torch_function
-from sp_lightning.pipeline.flat import FlatState
+from sp_lightning.pipeline.flat import WHOLE, FlatState
 from sp_lightning.pipeline.guard import HostParameter
 from sp_lightning.pipeline.host import is_dense
 from sp_lightning.pipeline.runs import Member, Piece, Run, Single, group_neighbours
@@ -66,6 +67,20 @@ def why_not_by_unit(optimizer: Optimizer, group: dict[str, Any], weights: Iterab
             if weight.grad is not None and weight.grad.layout is not torch.strided:
                 return "a gradient is sparse"
     return None
+
+
+@cache
+def fused_kernel_works(name: str, dtype: torch.dtype) -> bool:
+    """Whether the fused CPU kernel of a class in `torch.optim` updates weights of this dtype.
+
+    Up to torch 2.13 that of SGD leaves weights in half precision as they are, and says nothing (pytorch#191763).
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        weight = nn.Parameter(torch.zeros(WHOLE, dtype=dtype))
+        weight.grad = torch.ones_like(weight)
+        optimizer: Optimizer = getattr(torch.optim, name)([weight], lr=1.0, fused=True)
+        StepCode(optimizer, optimizer.param_groups[0]).run({weight: optimizer.state[weight]})
+        return bool((weight != 0).all())
 
 
 @dataclass(frozen=True)
@@ -164,7 +179,7 @@ class UnitStep:
         self._singles, self._runs = [], []
         for neighbours in group_neighbours(members):
             first = neighbours[0]
-            if len(neighbours) > 1 or (first.memory.numel() > update.limit and first.can_be_cut()):
+            if len(neighbours) > 1 or (first.memory.numel() > update.limit and first.form is not None):
                 self._runs.append(Run(self._optimizer, neighbours, self._flat_state))
             else:
                 self._singles.append(Single(self._optimizer, first))
@@ -183,14 +198,14 @@ class UnitStep:
 
     def _look(self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> list[Any]:
         """Where everything lies, and what else decides what can be stepped as one."""
-        states = [self._optimizer.state.get(master, {}) for master in self._masters]
+        state = [value for master in self._masters for value in self._optimizer.state.get(master, {}).values()]
         return [
             update.limit,
             update.keeps_state,
             [master.data_ptr() for master in self._masters],
             [tensor if tensor is None else (tensor.data_ptr(), tensor.dtype) for tensor in gradients],
             [tensor if tensor is None else (tensor.data_ptr(), tensor.dtype) for tensor in copies],
-            [value.data_ptr() if isinstance(value, Tensor) else value for state in states for value in state.values()],
+            [value.data_ptr() if isinstance(value, Tensor) else id(value) for value in state],
         ]
 
 

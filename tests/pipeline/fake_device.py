@@ -121,6 +121,12 @@ class FakeDeviceModule:
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return 3 << 20, 7 << 20
 
+    def memory_reserved(self, device: torch.device) -> int:
+        return 5 << 10
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 1 << 10
+
     def compute(self, work: Callable[[], None]) -> None:
         """Launch a kernel."""
         self._compute.give("compute", work)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -233,40 +233,6 @@ def test_zero_grad_is_looked_for_near_by() -> None:
     Own([nn.Parameter(torch.ones(1))], lr=0.1).zero_grad()
 
 
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_code_of_an_optimizer_steps_what_it_is_given(cls: type[torch.optim.Optimizer]) -> None:
-    """With the hyperparameters that it is given; the optimizer, its hooks and its parameters do not notice."""
-    own, other = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
-    own.grad, other.grad = torch.ones(2, 2), torch.ones(2, 2)
-    optimizer = cls([own], lr=0.5)
-    handles = [
-        optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook of the user's ran")),
-        register_optimizer_step_pre_hook(lambda *_: pytest.fail("a hook for all optimizers ran")),
-    ]
-    with torch.no_grad():
-        StepCode(optimizer, {**optimizer.param_groups[0], "lr": 0.25}).run({other: {}})
-    for handle in handles:
-        handle.remove()
-    assert torch.equal(own, torch.ones(2, 2))
-    assert not optimizer.state
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    reference = nn.Parameter(torch.ones(2, 2))
-    reference.grad = torch.ones(2, 2)
-    cls([reference], lr=0.25).step()
-    assert torch.equal(other, reference)
-
-
-def test_a_replaced_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler replaces it too, but calls what was there."""
-    weights = [nn.Parameter(torch.ones(1))]
-    plain, scheduled, patched = (SGD(weights, lr=0.1) for _ in range(3))
-    StepLR(scheduled, 1)
-    patched.step = patched.step  # type: ignore[method-assign]
-    assert [step_is_replaced(optimizer) for optimizer in (plain, scheduled, patched)] == [False, False, True]
-    monkeypatch.setattr(SGD, "step", lambda optimizer: None)
-    assert step_is_replaced(plain)
-
-
 @pytest.mark.parametrize(
     "view", [lambda w: w.t(), lambda w: w[0], lambda w: w.data, lambda w: w.detach(), lambda w: w.view(-1)]
 )
@@ -362,3 +328,54 @@ def test_others_hook_steps() -> None:
         assert others_hook_steps(optimizer, own=0)
         assert not others_hook_steps(optimizer, own=1)
         handle.remove()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_the_code_of_an_optimizer_steps_what_it_is_given(cls: type[torch.optim.Optimizer]) -> None:
+    """With the hyperparameters that it is given; the optimizer, its hooks and its parameters do not notice."""
+    own, other = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    own.grad, other.grad = torch.ones(2, 2), torch.ones(2, 2)
+    optimizer = cls([own], lr=0.5)
+    group = {**optimizer.param_groups[0], "lr": 0.25}
+    handles = [
+        optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook of the user's ran")),
+        register_optimizer_step_pre_hook(lambda *_: pytest.fail("a hook for all optimizers ran")),
+    ]
+    state: dict[str, Any] = {}
+    with torch.no_grad():
+        StepCode(optimizer, group).run({other: state})
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(own, torch.ones(2, 2))
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    reference = nn.Parameter(torch.ones(2, 2))
+    reference.grad = torch.ones(2, 2)
+    plain = cls([reference], lr=0.25)
+    plain.step()
+    assert torch.equal(other, reference)
+    assert state.keys() == plain.state.get(reference, {}).keys()
+
+
+def test_the_code_of_an_optimizer_does_not_ask_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's check whether a graph is being captured looks for the driver's library every time."""
+    weight = torch.ones(2)
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for devices"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: pytest.fail("asked for devices"))
+    with torch.no_grad():
+        StepCode(optimizer, optimizer.param_groups[0]).run({weight: {}})
+
+
+def test_a_step_that_is_not_torchs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not step_is_replaced(optimizer)
+    LambdaLR(optimizer, lambda step: 1.0)
+    LambdaLR(optimizer, lambda step: 1.0)
+    assert not step_is_replaced(optimizer)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    other.step = lambda closure=None: None  # type: ignore[method-assign]
+    assert step_is_replaced(other)
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
+    assert step_is_replaced(optimizer)
