@@ -44,14 +44,43 @@ class Span:
         return self.end - self.start
 
 
-@dataclass(frozen=True)
 class SimulatedTicket(Ticket):
-    """Done at a virtual time; for threads, which have no clock here, it is done already."""
+    """Done at a virtual time."""
 
-    end: float
+    def __init__(self, backend: SimulatedBackend, end: float | None) -> None:
+        self._backend = backend
+        self._end = end
+
+    @property
+    def end(self) -> float:
+        """When it is done; what waits on the host is put in order as soon as somebody wants to know."""
+        if self._end is None:
+            self._backend.put_work_in_order()
+        assert self._end is not None
+        return self._end
+
+    @end.setter
+    def end(self, end: float) -> None:
+        self._end = end
 
     def join(self) -> None:
-        """Nothing to wait for: memory was copied when it was asked for."""
+        """The main thread waits."""
+        self._backend.synchronize(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether the main thread would not have to wait."""
+        return self.end <= self._backend.main
+
+
+@dataclass
+class Work:
+    """A job for the host's worker thread, which has run, and has still to take its time."""
+
+    ticket: SimulatedTicket
+    rank: int
+    ready: float
+    seconds: float
 
 
 class SimulatedBackend(Backend):
@@ -69,13 +98,14 @@ class SimulatedBackend(Backend):
         self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.HOST: host}
         self._overlap = overlap
         self._free = dict.fromkeys(Lane, 0.0)  # when what was given to each lane will be done
-        self._main = 0.0  # when the main thread is here
+        self.main = 0.0  # when the main thread is here
+        self._work: list[Work] = []
         self.spans: list[Span] = []
 
     @property
     def now(self) -> float:
         """When the device will have computed what it was given so far, and the main thread has come here."""
-        return max(self._main, self._free[Lane.COMPUTE])
+        return max(self.main, self._free[Lane.COMPUTE])
 
     def compute(self, seconds: float) -> None:
         """Launch something on the device."""
@@ -89,23 +119,43 @@ class SimulatedBackend(Backend):
         copy_memory(target, source)
         return self._transfer(Lane.DOWN, source.nbytes, [])
 
-    def work(self, job: Callable[[], None], nbytes: int, after: Sequence[Ticket] = ()) -> Ticket:
-        """Run a job on the host's worker thread, after other things."""
+    def work(
+        self,
+        job: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        nbytes: int = 0,
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> Ticket:
+        """Run a job at once; its time on the host's worker thread comes when it is its turn."""
         job()
-        return self._run(Lane.HOST, nbytes / self._rates[Lane.HOST], ends(after))
+        if cleanup is not None:
+            cleanup()
+        seconds = nbytes / self._rates[Lane.HOST]
+        if not self._overlap:
+            return self._run(Lane.HOST, seconds, ends(after))
+        ticket = SimulatedTicket(self, None)
+        self._work.append(Work(ticket, rank, max([self.main, *ends(after)]), seconds))
+        return ticket
 
-    def work_here(self, nbytes: int) -> None:
-        """The main thread itself works on so many bytes, and launches nothing meanwhile."""
-        self._main = self._run(Lane.HOST, nbytes / self._rates[Lane.HOST]).end
+    def put_work_in_order(self) -> None:
+        """Give all work its time: of what is ready the lowest rank first."""
+        while self._work:
+            now = max(self._free[Lane.HOST], min(work.ready for work in self._work))
+            work = min((work for work in self._work if work.ready <= now), key=lambda work: (work.rank, work.ready))
+            self._work.remove(work)
+            self._free[Lane.HOST] = work.ticket.end = now + work.seconds
+            self.spans.append(Span(Lane.HOST, now, now + work.seconds))
 
     def wait(self, ticket: Ticket) -> None:
         self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))
 
     def synchronize(self, ticket: Ticket) -> None:
-        self._main = max(self._main, *ends([ticket]))
+        self.main = max(self.main, *ends([ticket]))
 
     def drain(self) -> None:
-        self._main = max(self._main, *self._free.values())
+        self.put_work_in_order()
+        self.main = max(self.main, *self._free.values())
 
     def busy(self, lane: Lane, since: float, until: float) -> float:
         """Seconds of work in a lane that began between two moments."""
@@ -115,17 +165,16 @@ class SimulatedBackend(Backend):
         return self._run(lane, nbytes / self._rates[lane], [self._free[Lane.COMPUTE], *ends(after)])
 
     def _run(self, lane: Lane, seconds: float, not_before: Iterable[float] = ()) -> SimulatedTicket:
-        start = max(self._main, self._free[lane], *not_before)
+        start = max(self.main, self._free[lane], *not_before)
         if not self._overlap:
             start = max(start, *self._free.values())
         self._free[lane] = start + seconds
         self.spans.append(Span(lane, start, start + seconds))
-        return SimulatedTicket(start + seconds)
+        return SimulatedTicket(self, start + seconds)
 
 
 def ends(tickets: Iterable[Ticket]) -> list[float]:
-    assert all(isinstance(ticket, SimulatedTicket) for ticket in tickets)
-    return [ticket.end for ticket in tickets]
+    return [ticket.end for ticket in tickets if isinstance(ticket, SimulatedTicket)]
 
 
 class _Timed(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.threads import Lane, copy_memory
+from sp_lightning.pipeline.threads import Lane, Worker, copy_memory
 from sp_lightning.pipeline.transfer import Backend, Ticket
 
 _CHUNK_BYTES = 32 << 20
@@ -48,7 +48,7 @@ class AcceleratorBackend(Backend):
             self._down = self._api.Stream()
         self._upload_staging = _Staging(self, "superpipeline-staged-upload")
         self._download_staging = _Staging(self, "superpipeline-staged-download")
-        self._host = Lane("superpipeline-host")
+        self._host = Worker("superpipeline-host")
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
@@ -103,8 +103,9 @@ class AcceleratorBackend(Backend):
         after: Sequence[Ticket] = (),
         nbytes: int = 0,
         cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
     ) -> Ticket:
-        return self._host.submit(job, after, cleanup)
+        return self._host.submit(job, after, cleanup, rank)
 
     @override
     def wait(self, ticket: Ticket) -> None:

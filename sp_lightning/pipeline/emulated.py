@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.threads import Lane, copy_memory
+from sp_lightning.pipeline.threads import Lane, Worker, copy_memory
 from sp_lightning.pipeline.transfer import Backend, Ticket
 
 
@@ -35,7 +35,7 @@ class HostBackend(Backend):
         self._random = random.Random(seed)
         self._up = Lane("superpipeline-upload")
         self._down = Lane("superpipeline-download")
-        self._host = Lane("superpipeline-host")
+        self._host = Worker("superpipeline-host")
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
@@ -56,8 +56,9 @@ class HostBackend(Backend):
         after: Sequence[Ticket] = (),
         nbytes: int = 0,
         cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
     ) -> Ticket:
-        return self._host.submit(self._delayed(job), after, cleanup)
+        return self._host.submit(self._delayed(job), after, cleanup, rank)
 
     def _delayed(self, job: Callable[[], None]) -> Callable[[], None]:
         if not self._max_delay:

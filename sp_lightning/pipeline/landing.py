@@ -71,27 +71,27 @@ class Piece(TensorsIn):
 
 
 class Slot(TensorsIn):
-    """Host memory through which the gradients of one unit pass."""
+    """Host memory through which the gradients of one unit pass.
 
-    def __init__(self, nbytes: int, backend: Backend, pin: bool) -> None:
+    Attributes:
+        is_free: Whether nothing is on its way into it or waits in it.
+    """
+
+    def __init__(self, nbytes: int, backend: Backend, pin: bool, released: threading.Condition) -> None:
         self.buffer = HostBuffer(nbytes, backend, pin)
         super().__init__(self.buffer.bytes)
-        self._free = threading.Event()
-        self._free.set()
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing is on its way into it or waits in it."""
-        return self._free.is_set()
+        self.is_free = True
+        self._released = released
 
     def take(self) -> None:
-        """Wait until it is free, and take it."""
-        self._free.wait()
-        self._free.clear()
+        """Nothing else may come through it until it is released."""
+        self.is_free = False
 
     def release(self) -> None:
         """What came through it has been read."""
-        self._free.set()
+        with self._released:
+            self.is_free = True
+            self._released.notify_all()
 
 
 class Ring:
@@ -108,22 +108,30 @@ class Ring:
         self._pin = pin
         self._most = most
         self._slots: list[Slot] = []
+        self._released = threading.Condition()
 
     def take(self, nbytes: int) -> Slot:
         """A slot of at least so many bytes; waits for one if all are in use."""
-        slot = next((slot for slot in self._slots if slot.is_free), None)
-        if slot is None and len(self._slots) < self._most:
-            slot = Slot(nbytes, self._backend, self._pin)
-            self._slots.append(slot)
-        slot = slot or self._slots[0]
-        slot.take()
-        self._slots.remove(slot)
-        if slot.memory.nbytes < nbytes:
-            slot.buffer.release()
-            slot = Slot(nbytes, self._backend, self._pin)
+        with self._released:
+            slot = self._free()
+            if slot is None and len(self._slots) < self._most:
+                slot = self._make(nbytes)
+            while slot is None:
+                self._released.wait()
+                slot = self._free()
+            if slot.memory.nbytes < nbytes:
+                self._slots.remove(slot)
+                slot.buffer.release()
+                slot = self._make(nbytes)
             slot.take()
-        self._slots.append(slot)  # the one that was taken first comes first when all are in use
-        return slot
+            return slot
+
+    def _free(self) -> Slot | None:
+        return next((slot for slot in self._slots if slot.is_free), None)
+
+    def _make(self, nbytes: int) -> Slot:
+        self._slots.append(Slot(nbytes, self._backend, self._pin, self._released))
+        return self._slots[-1]
 
     def release_all(self) -> None:
         """After an exception: nothing is on its way any more."""

@@ -5,11 +5,12 @@ The user's optimizer stays the owner of all state and settings. What of it can b
 the rest and nothing else, and is then stepped unit by unit on the thread for work on the host.
 
 [Note: when a unit is stepped]
-*After backward*, by default: `step()` returns at once, and units are stepped in the order in which the next forward
-will use them; each is sent to the device when it is done. Everything that decides about a step (clipping, a loss
-scaler, a user's hook that looks at gradients) has happened by then.
+*After backward*, by default: `step()` returns at once, and each unit is sent to the device when it is done. Everything
+that decides about a step (clipping, a loss scaler, a user's hook that looks at gradients) has happened by then.
 *In backward*, where somebody vouches that nothing will (`in_backward`): as soon as all of a group's gradients have
 landed, and no node of the graph holds one of its weights any more.
+Of what can be stepped, that comes first which the next forward will need first. So the units that gave their gradients
+last are stepped first when backward ends, and those that gave them first may still wait while forward has begun.
 
 [Note: nobody sees an unfinished step]
 Masters are guarded (guard.py) for as long as a step is under way: whoever touches one waits for it. Weights whose
@@ -456,7 +457,9 @@ class Overlap:
         self._window.finish_step(group)
         self._window.outdate(group)
         moved = sum(2 * w.master.nbytes + gradient.nbytes for s in shares for w, gradient in s.gradients.items())
-        group.being_stepped = self._backend.work(job, after, moved, release_slots)
+        group.being_stepped = self._backend.work(
+            job, after, moved, release_slots, rank=group.index + 1 if not group.resident else 0
+        )
         self._under_way.append(group)
         self._stats.overlapped_steps += group.units
 

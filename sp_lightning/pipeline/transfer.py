@@ -8,9 +8,9 @@ it), and computing waits for the copy's ticket before it reads the slot. A copy 
 given before it (the gradients are among it). Both orders are kept on the device: `upload`, `download` and `wait`
 never make the host wait. `synchronize` does; whoever calls it counts it.
 
-Work on host memory (adding gradients up, stepping the optimizer) is done by one thread, in the order in which it was
-given, each piece after the copies that it needs. A copy to the device can be told to start after such work: so the
-thread that computes waits for neither.
+Work on host memory (adding gradients up, stepping the optimizer) is done by one thread, what is needed soonest first,
+each piece after the copies that it needs. A copy to the device can be told to start after such work: so the thread
+that computes waits for neither.
 
 The emulated device keeps the same two orders with threads, so that a missing wait or a slot given away too early
 shows as a wrong number on a laptop, not only on a GPU.
@@ -76,14 +76,16 @@ class Backend(ABC):
         after: Sequence[Ticket] = (),
         nbytes: int = 0,
         cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
     ) -> Ticket:
-        """Run a job on the thread for work on host memory, after jobs given before it and after these tickets.
+        """Run a job on the thread for work on host memory, after these tickets.
 
         Args:
             job: What to do.
             after: What has to be done before.
             nbytes: Bytes of host memory that it reads and writes; a device whose time is simulated asks for it.
             cleanup: What to do then in any case, also if something before it has failed.
+            rank: Of jobs that can be done, those of a lower rank come first, and of the same rank those given first.
         """
 
     @abstractmethod

@@ -85,6 +85,7 @@ class RecordingBackend(Backend):
         after: Sequence[Ticket] = (),
         nbytes: int = 0,
         cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
     ) -> Ticket:
         self.calls.append(("work", nbytes))
         try:
