@@ -182,7 +182,7 @@ class GradientReturn:
         weights = [weight for weight in unit.weights if weight in gathered]
         gradients = [gathered[weight] for weight in weights]
         dtypes = [gradient.dtype for gradient in gradients]
-        nbytes = lay_out_gradients(weights, dtypes)[1]
+        _, nbytes, norms_at = lay_out_gradients(weights, dtypes)
         piece = self._next_piece(nbytes)
         if piece.ticket is not None:
             self._backend.wait(piece.ticket)
@@ -191,7 +191,8 @@ class GradientReturn:
         measures = self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights)
         if measures:
             torch.stack(torch._foreach_norm(gathered_there, 2, torch.float32), out=norms)
-        self._stats.bytes_to_host += nbytes
+        sent = nbytes if measures else norms_at
+        self._stats.bytes_to_host += sent
         self.stepper.finish_step(unit.group)
         for weight in weights:
             self._norms.pop(weight, None)
@@ -209,14 +210,14 @@ class GradientReturn:
         if home is not None and home.weights == weights:
             self._let_land(weights)
             home.vacate()
-            piece.ticket = self._backend.download(home.memory, piece.memory[:nbytes])
+            piece.ticket = self._backend.download(home.memory[:sent], piece.memory[:sent])
             shipment = Shipment(unit, weights, home.tensors, piece.ticket, None)
             self._landed.update(zip(weights, home.tensors, strict=True))
             if measures:
                 self._norms.update(zip(weights, home.norms, strict=True))
         else:
             slot = self._ring.take(nbytes)
-            piece.ticket = self._backend.download(slot.memory[:nbytes], piece.memory[:nbytes])
+            piece.ticket = self._backend.download(slot.memory[:sent], piece.memory[:sent])
             shipment = Shipment(unit, weights, slot.tensors(weights, dtypes)[0], piece.ticket, slot)
         self._shipped.update(weights)
         if not first or (shipment.slot is not None and not passes_through):
