@@ -127,7 +127,7 @@ class Offloader:
 
     def _bundle_for(self, member: Member, leaves: bool) -> Bundle:
         last = self._last
-        if last is not None and last.unit is member.unit and member not in last.members:
+        if last is not None and (last.unit, last.leaves) == (member.unit, leaves) and member not in last.members:
             last.members.add(member)
             return last
         return Bundle(member, leaves, [bundle for bundle in self._open if bundle is not None])
@@ -205,11 +205,10 @@ class Offloader:
             key not in self._meter.uncounted
             and key != 0
             and tensor.untyped_storage().nbytes() >= SMALLEST
-            and tensor.numel() > 0
             and tensor.device == self._backend.device
             and not (tensor.is_leaf and tensor.requires_grad)
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
-            and tensor.data_ptr() != 0  # zeros without memory, as forward-mode differentiation has them
+            and tensor.data_ptr() != 0  # empty, or zeros without memory, as forward-mode differentiation has them
         )
         return key if may_leave else 0
 

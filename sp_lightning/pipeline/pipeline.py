@@ -100,6 +100,9 @@ class Pipeline:
         meter = self._meter = Meter(self.device, self.stats)
         self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
         self._saved = SavedTensors(lambda twin: self._backward.require(twin), meter, self._offloader)
+        self._activations = Activations(
+            self.options.activations, self._saved, self.device, self.stats, checks=self.options.debug
+        )
         self._graphs = Graphs()
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
         try:
@@ -107,9 +110,6 @@ class Pipeline:
         except BaseException:
             self._backend.close()
             raise
-        self._activations = Activations(
-            self.options.activations, self._auto_policy(), self._saved, self.device, self.stats
-        )
         move_unmanaged(self._plan.unmanaged.values(), self.device)
         listen_to_optimizers(self)
         self._attached = True
@@ -235,6 +235,7 @@ class Pipeline:
         self._meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._follow_requires_grad(twin)
+        self._activations.auto = self._auto_policy()  # units have changed: measured anew
         for member in plan.members:
             install_gate(member, self)
 

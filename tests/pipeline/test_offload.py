@@ -380,7 +380,6 @@ STAYING = {
     "quantised": lambda: torch.quantize_per_tensor(torch.randn(ROWS), 0.1, 0, torch.quint8),
     "nested": lambda: torch.nested.as_nested_tensor([torch.randn(ROWS), torch.randn(3)]),
     "zeros without memory": lambda: torch._efficientzerotensor((ROWS,)),
-    "elsewhere": lambda: torch.empty(ROWS, device="meta"),
 }
 
 
@@ -398,6 +397,12 @@ def test_without_a_graph_there_are_no_bundles(scene: Scene) -> None:
         scene.offloader.leave(soon)
     _, after = scene.call(exp(large()), 9)
     assert after.before is before
+
+
+def test_what_is_on_another_device_stays(scene: Scene) -> None:
+    """A scalar or an index on the host."""
+    scene.backend.device = torch.device("cuda", 0)
+    assert saved_by(scene, torch.randn(ROWS)) is None
 
 
 def test_what_vmap_wraps_stays(scene: Scene) -> None:
@@ -502,6 +507,15 @@ def test_members_of_one_unit_are_one_bundle(scene: Scene) -> None:
     assert third.before is first
 
 
+def test_members_that_part_are_two_bundles(scene: Scene) -> None:
+    """`auto` may choose for each of them."""
+    one, two = scene.unit("one", "two")
+    a, first = scene.call(exp(large()), 9, one, leaves=False)
+    _, second = scene.call(exp(a), 9, two)
+    assert first is not second
+    assert (len(first.waiting()), len(second.waiting())) == (0, 1)
+
+
 def test_a_unit_of_several_members_stays_as_one(scene: Scene) -> None:
     """Two units before the turn, whatever they are made of."""
     x = large()
@@ -591,6 +605,7 @@ def test_a_retained_graph_goes_back_to_the_host(scene: Scene) -> None:
                 assert torch.equal(scene.unpack(packed), scene.unpack(packed))
         scene.offloader.end_backward()
         assert [scene.stages(bundle)[0] for bundle in bundles] == [Stage.HOST] * 5
+        assert scene.stats.activation_bytes == 0
     first = torch.autograd.grad(y.sum(), x, retain_graph=True)
     second = torch.autograd.grad(y.sum(), x)
     assert torch.equal(*first, *second)
