@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from hypothesis import given, note, settings
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import SGD
@@ -30,11 +29,9 @@ from .helpers import (
     lightning_reference,
     lightning_run,
     note_gradients,
-    reference_of,
 )
 from .test_activations import LiveBytes
 from .test_exact_mechanisms import bombs, fail, sgd
-from .test_exact_random_graphs import Example, examples
 from .zoo import CASES
 from .zoo.blocks import Block, Chain, chain
 
@@ -100,7 +97,7 @@ def test_zoo_is_exact(name: str, k: int) -> None:
     assert_exact(CASES[name], offloading(k), Plan.of(CASES[name], steps=2))
 
 
-@pytest.mark.parametrize(("name", "cast_cache"), [("gpt2-tied", False), ("resnet50", True), ("lstm", True)])
+@pytest.mark.parametrize(("name", "cast_cache"), [("gpt2-tied", False), ("vgg", True), ("lstm", True)])
 def test_zoo_is_exact_under_autocast(name: str, cast_cache: bool) -> None:
     plan = Plan.of(CASES[name], steps=2, autocast=True, cast_cache=cast_cache)
     assert_exact(CASES[name], offloading(2), plan)
@@ -118,17 +115,6 @@ def test_the_registered_name() -> None:
     strategy = L.Trainer(accelerator="cpu", strategy="superpipeline_offload", logger=False).strategy
     assert isinstance(strategy, SuperpipelineStrategy)
     assert strategy.options.activations == "offload"
-
-
-@settings(max_examples=15)
-@given(examples())
-def test_random_graphs_are_exact(example: Example) -> None:
-    note(str(example))
-    case = example.case()
-    options = PipelineOptions(k=example.k, k_prime=example.k_prime, activations="offload", debug=True)
-    with pytest.MonkeyPatch.context() as patch:
-        let_leave(patch, EVERYTHING)
-        assert_exact(case, options, example.plan, reference_of(case, example.plan))
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
