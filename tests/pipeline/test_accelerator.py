@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -264,6 +265,13 @@ def test_drain_waits_for_chains_of_copies_and_work(scene: Scene, pinned: bool) -
     scene.backend.upload(slot, weight, step)
     scene.backend.drain()
     assert slot.plain.tolist() == [4]
+
+
+def test_drain_waits_for_work_that_nothing_comes_after(scene: Scene) -> None:
+    done: list[int] = []
+    scene.backend.work(lambda: (time.sleep(0.03), done.append(1))[1])
+    scene.backend.drain()
+    assert done == [1]
 
 
 def test_only_the_staging_threads_wait_for_chunks(scene: Scene) -> None:
