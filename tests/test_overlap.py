@@ -339,6 +339,31 @@ def test_bf16_gradients_stay_small_until_somebody_asks() -> None:
         pipeline.detach()
 
 
+@pytest.mark.parametrize(("in_backward", "most"), [(True, 14.5), (False, 16.0)])
+def test_host_bytes_per_parameter(in_backward: bool, most: float) -> None:
+    """AdamW, fp32 masters, bf16 compute: 4 + 8 + 2, and 2 for gradients, or a part of that where they pass through."""
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(20)])
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[nn.Linear]))
+    try:
+        for index in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(2, 256)).square().mean()
+            with pipeline.stepping_in_backward(optimizer) if in_backward else pipeline.measuring_norms():
+                loss.backward()
+            if not in_backward:
+                pipeline.clip_grad_norm(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        summary = pipeline.summary()
+        print(f"\n{summary.host_bytes_per_parameter:.2f} bytes per parameter, {summary}")
+        assert summary.lowered == 20
+        assert round(summary.host_bytes_per_parameter, 1) <= most
+        assert summary.host_bytes_per_parameter > 14
+    finally:
+        pipeline.detach()
+
+
 # --------------------------------------------------------------------------------------------------------- Lightning
 
 

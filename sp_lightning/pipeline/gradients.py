@@ -35,7 +35,7 @@ from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Twin, Weight
 
 _PIECES = 2  # one being filled while the other leaves
-_SLOTS_SHARE = 4  # at most one slot for so many units: what the optimizer may be behind
+_SLOTS_SHARE = 5  # at most one slot for so many units: what the optimizer may be behind
 
 
 @dataclass(eq=False)

@@ -491,6 +491,12 @@ class Overlap:
         if errors:
             raise errors[0]
 
+    def optimizer_bytes(self) -> int:
+        """Host memory for what optimizers keep about weights."""
+        with without_torch_function():
+            kept = [state for optimizer in self._known for state in optimizer.state.values()]
+        return sum(value.nbytes for state in kept for value in state.values() if isinstance(value, Tensor))
+
     @property
     def settled(self) -> bool:
         """Whether all masters are what plain training would have there."""
