@@ -346,7 +346,7 @@ def test_host_bytes_per_parameter(in_backward: bool, most: float) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[nn.Linear]))
     try:
-        for index in range(4):
+        for _ in range(4):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(torch.ones(2, 256)).square().mean()
             with pipeline.stepping_in_backward(optimizer) if in_backward else pipeline.measuring_norms():

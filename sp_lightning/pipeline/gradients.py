@@ -204,7 +204,10 @@ class GradientReturn:
         steps_now = complete and self.stepper.wants(unit)
         lower = any(dtype != weight.master.dtype for weight, dtype in zip(weights, dtypes, strict=True))
         home = None
-        passes_through = lower and steps_now and not self.stepper.keeps_gradients
+        passes_through = first and lower and steps_now and not self.stepper.keeps_gradients
+        if passes_through and (unit, True) in self._homes:  # of the time before the optimizer stepped in backward
+            self._let_land(weights)
+            self._homes.pop((unit, True)).buffer.release()
         if first and not passes_through and (complete or not lower):
             home = self._home_for(unit, weights, dtypes if lower else None)
         if home is not None and home.weights == weights:
