@@ -156,3 +156,14 @@ def test_the_overhead_benchmark_measures(tmp_path):
     assert results["ratio"] > 0
     assert results["block_ms"] >= 1
     assert f"{results['ratio']:.3f}" in output
+
+
+def test_the_benchmark_of_the_host_step_measures(tmp_path):
+    small = ["--parameters=20000", "--tensors", "2", "20", "--threads", "1", "--rounds=1"]
+    output = run("benchmarks/host_step.py", *small, f"--json={tmp_path / 'out.json'}")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["tensors"], row["work"]) for row in rows] == [
+        (tensors, work) for tensors in (2, 20) for work in ("update", "clip", "mixed")
+    ]
+    assert all(value > 0 for row in rows for value in row["ms"].values())
+    assert f"{rows[0]['fused / by unit, fused']:.2f}" in output

@@ -35,6 +35,7 @@ def side_by_side(tensors: Sequence[Tensor]) -> bool:
 
 def flat(neighbours: Sequence[Tensor]) -> Tensor:
     """One flat tensor over the memory of dense tensors that lie side by side; it does not keep that memory alive."""
+    assert side_by_side(neighbours)
     nbytes = sum(tensor.nbytes for tensor in neighbours)
     memory = (ctypes.c_char * nbytes).from_address(neighbours[0].data_ptr())
     return torch.frombuffer(memory, dtype=neighbours[0].dtype)
@@ -52,24 +53,26 @@ class FlatState:
 
     def __init__(self, masters: Sequence[Tensor]) -> None:
         # no alias of a master: whether users hold one is seen from how many there are
-        self._where = [(master.data_ptr(), master.dtype) for master in masters]
+        self._addresses = [(master.data_ptr(), master.dtype) for master in masters]
         self._like = [torch.empty_like(master, device="meta") for master in masters]
-        self._stretch: list[int] = []  # of neighbours that a weight belongs to
-        self._before: list[tuple[int, int]] = []  # elements and weights that lie before it in there
-        self._sizes: list[tuple[int, int]] = []  # elements and weights of each stretch
+        self._sizes: list[tuple[int, int]] = []  # elements and weights of each stretch of neighbours
+        self._where: dict[int, tuple[int, tuple[int, int]]] = {}  # a weight's stretch, and what lies before it in there
+        last = None
         for index, master in enumerate(masters):
-            if index == 0 or not side_by_side(masters[index - 1 : index + 1]):
+            if master.numel() == 0:  # it takes no place, and does not part those before and after it
+                continue
+            if last is None or not side_by_side([last, master]):
                 self._sizes.append((0, 0))
             elements, weights = self._sizes[-1]
-            self._stretch.append(len(self._sizes) - 1)
-            self._before.append((elements, weights))
-            self._sizes[-1] = (elements + master.numel(), weights + 1)
+            self._where[index] = len(self._sizes) - 1, (elements, weights)
+            self._sizes[-1] = elements + master.numel(), weights + 1
+            last = master
         self._buffers: dict[tuple[int, str, torch.dtype], Tensor] = {}
         self._places: dict[tuple[int, str, torch.dtype], Tensor] = {}
 
     def is_for(self, masters: Sequence[Tensor]) -> bool:
         """Whether the weights lie where they lay."""
-        return all((new.data_ptr(), new.dtype) == where for new, where in zip(masters, self._where, strict=True))
+        return all((new.data_ptr(), new.dtype) == where for new, where in zip(masters, self._addresses, strict=True))
 
     def place(self, index: int, key: str, like: Tensor) -> Tensor:
         """Where state `key` of a weight lies: a tensor shaped like the weight, or one number where `like` is one."""
@@ -78,9 +81,10 @@ class FlatState:
         return self._places[index, key, like.dtype]
 
     def _make_place(self, index: int, key: str, like: Tensor) -> Tensor:
-        stretch, dtype, one_number = self._stretch[index], like.dtype, like.dim() == 0
+        stretch, before = self._where[index]
+        dtype, one_number = like.dtype, like.dim() == 0
         if (stretch, key, dtype) not in self._buffers:
             nbytes = self._sizes[stretch][one_number] * dtype.itemsize
             self._buffers[stretch, key, dtype] = torch.empty(nbytes, dtype=torch.uint8)
-        offset = self._before[index][one_number] * dtype.itemsize
-        return tensor_in(self._buffers[stretch, key, dtype], offset, like if one_number else self._like[index], dtype)
+        buffer, shape = self._buffers[stretch, key, dtype], like if one_number else self._like[index]
+        return tensor_in(buffer, before[one_number] * dtype.itemsize, shape, dtype)

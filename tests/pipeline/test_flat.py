@@ -60,6 +60,14 @@ def test_state_lies_as_the_weights_do() -> None:
     assert state.place(1, "average", masters[1]) is averages[1]
 
 
+def test_an_empty_weight_does_not_part_its_neighbours() -> None:
+    masters = in_a_row(64, 0, 64)
+    state = FlatState(masters)
+    for like in (masters[0], torch.tensor(0.0)):
+        left, right = (state.place(index, f"{like.dim()}", like) for index in (0, 2))
+        assert side_by_side([left, right])
+
+
 def test_strangers_share_no_buffer() -> None:
     masters = in_a_row(64, 64, gap=256)
     state = FlatState(masters)

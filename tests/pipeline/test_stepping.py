@@ -319,6 +319,14 @@ def test_weights_without_a_gradient_are_left_alone(make: Any) -> None:
     pair.run(2)
 
 
+def test_an_empty_weight_between_neighbours() -> None:
+    """Without a gradient it is not in the call, and those around it are neighbours."""
+    pair = Pair(recipe(ASGD, {"weight_decay": 0.1}), [(512,), (0,), (256,)])
+    pair.run(1)
+    pair.run(1, missing=(1,))
+    pair.run(1)
+
+
 def test_no_gradient_at_all() -> None:
     pair = Pair(ADAMW)
     pair.run(1, missing=range(len(SHAPES)))
