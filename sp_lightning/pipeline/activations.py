@@ -74,9 +74,15 @@ class Activations:
             and _has_its_own_weights(member)
         )
 
-    def offloads(self, member: Member) -> bool:
-        """Whether what this call saves waits on the host."""
-        return self._policy == "offload" and member.index >= 0
+    @property
+    def may_offload(self) -> bool:
+        """Whether what any call saves may wait on the host."""
+        return self.auto is not None or self._policy == "offload"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what the call that is made now saves waits on the host."""
+        return self._policy == "offload"
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit in the way that was chosen for it."""

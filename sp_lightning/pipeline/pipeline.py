@@ -461,8 +461,8 @@ class Pipeline:
             self._inside.append(member.groups)
             swap_in(member, self._follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
-            if self._activations.offloads(member):
-                self._offloader.enter(member)
+            if self._activations.may_offload and member.index >= 0:
+                self._offloader.enter(member, self._activations.offloads)
             return number
 
     def _units_ahead(self, member: Member) -> int:
@@ -500,7 +500,7 @@ class Pipeline:
                     self._write_back(place.weight)
             if not member.active and not self._backward.has_reached(member.unit):
                 swap_out(member)
-            if self._activations.offloads(member):
+            if self._activations.may_offload and member.index >= 0:
                 self._offloader.leave(lambda: self._units_ahead(member))
             self._window.prefetch([*member.groups, *self._backward.in_use] if in_backward() else ())
 

@@ -24,8 +24,9 @@ from sp_lightning.pipeline._private import (
     top_saved_tensor_hooks,
     without_torch_function,
 )
+from sp_lightning.pipeline.memory import Offloaded
 from sp_lightning.pipeline.meter import Meter
-from sp_lightning.pipeline.offload import Offloaded, Offloader
+from sp_lightning.pipeline.offload import Offloader
 from sp_lightning.pipeline.weights import Twin
 
 

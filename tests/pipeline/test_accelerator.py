@@ -307,6 +307,23 @@ def test_page_locks_take_no_more_than_their_share(
     assert not runtime.registered
 
 
+@pytest.mark.parametrize(
+    ("pin_memory", "total", "left"),
+    [(True, 5000, None), (False, 50_000, 0), ("auto", 50_000, 40_000), ("auto", 5000, 4000), ("auto", None, None)],
+)
+@pytest.mark.filterwarnings("ignore:.*page-locked ring")
+def test_what_may_be_page_locked_besides(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, pin_memory: Any, total: int | None, left: int | None
+) -> None:
+    """For activations there is what weights and gradients leave of the share; above it these are not page-locked."""
+    monkeypatch.setattr("sp_lightning.pipeline.arrangement.total_host_memory", lambda: total)
+    pipe, _ = attach(chain(), pin_memory=pin_memory)
+    pinnable = pipe._plan.pinnable_bytes()
+    locked = sum(parameter.nbytes for parameter in pipe.module.parameters()) * 2 if pipe.summary().pinned else 0
+    pipe.detach()
+    assert pinnable == (left and left - locked)
+
+
 def test_nothing_is_page_locked_where_it_does_not_help(scene: Scene) -> None:
     """Only CUDA gains by it."""
     assert not scene.backend.can_pin
