@@ -349,8 +349,8 @@ class GradientReturn:
 
     @property
     def settled(self) -> bool:
-        """Whether `.grad` of all masters is what plain training would have there."""
-        return not (self._under_way or self._low or self._scaling)
+        """Whether `.grad` of all masters is what plain training would have there, and nothing depends on who reads it."""
+        return not (self._under_way or self._low or self._scaling or self._norms)
 
     def abandon(self) -> None:
         """After an exception: forget what has not landed."""

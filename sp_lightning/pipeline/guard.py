@@ -244,7 +244,7 @@ class HostParameter(nn.Parameter):
     def __hash__(self) -> int:
         """As ever; but who looks a master up in an optimizer's state will read what the step writes."""
         found = _guarded.get(id(self))
-        if found is not None and not found[0].redirects and sees_torch_functions():
+        if found is not None and not found[0].redirects and sees_torch_functions() and zero_grad_is_calling() is None:
             found[0].owner.touched(found[1])
         return id(self)
 

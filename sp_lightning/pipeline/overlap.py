@@ -207,8 +207,8 @@ class Overlap:
         self.put_back()
         with contextlib.suppress(Exception):  # it has been told of, or belongs to what failed
             self.settle()
-        if self._stepped:
-            left = sum(weight.master.requires_grad for weight in self._weights.values()) - len(self._stepped)
+        left = sum(weight.master.requires_grad for weight in self._weights.values()) - len(self._stepped)
+        if self._stepped and left > 0:
             warnings.warn(
                 f"The exception came while the optimizer was stepping in backward: {len(self._stepped)} weights have "
                 f"taken this step, {left} have not. Go on from a checkpoint, or train with `overlap_optimizer=False`.",
@@ -333,10 +333,15 @@ class Overlap:
     def step_in_backward(self, shipment: Shipment) -> None:
         """Gradients of a unit are on their way; step its group if they are the last ones."""
         group = shipment.unit.group
+        for other in [other for other in self._shipped if other is not group]:
+            self._keep(other)  # backward has moved on, and there are few slots
         shipments = self._shipped.setdefault(group, [])
         shipments.append(shipment)
         gradients = {w: g for s in shipments for w, g in zip(s.weights, s.arrived, strict=True)}
-        if len(gradients) < len(_trainable(group)) or group.handles:
+        if len(gradients) < len(_trainable(group)):
+            return
+        if group.handles:
+            self._keep(group)
             return
         assert self._now is not None
         del self._shipped[group]
@@ -353,10 +358,12 @@ class Overlap:
 
     def end_of_backward(self) -> None:
         """Groups that could not be stepped in backward keep their gradients."""
-        for shipments in self._shipped.values():
-            for shipment in shipments:
-                self._returns.keep(shipment)
-        self._shipped.clear()
+        for group in list(self._shipped):
+            self._keep(group)
+
+    def _keep(self, group: Group) -> None:
+        for shipment in self._shipped.pop(group):
+            self._returns.keep(shipment)
 
     # ------------------------------------------------------------------- what comes between backward and the step
 
@@ -461,7 +468,7 @@ class Overlap:
             job, after, moved, release_slots, rank=group.index + 1 if not group.resident else 0
         )
         self._under_way.append(group)
-        self._stats.overlapped_steps += group.units
+        self._stats.overlapped_steps += group.units * self._overlaps
 
     def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:
         if optimizer not in self._known:

@@ -103,6 +103,7 @@ class Pipeline:
         self._untouched = True
         self._spent: set[int] = set()
         self._optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
+        self._calls = 0
         self._pool = HostPool(self._backend)
         meter = self._meter = Meter(self.device, self.stats)
         self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
@@ -495,7 +496,7 @@ class Pipeline:
             return member.module(*args, **kwargs)  # as a member of the new arrangement
         if self._activations.manages(member):
             return self._activations.run(member, args, kwargs)  # which calls the module, and so comes here once more
-        self._enter(member)
+        number = self._enter(member)
         pushed = self._saved.push()
         try:
             if autocast is not None and torch.is_grad_enabled() not in member.observed:
@@ -504,7 +505,7 @@ class Pipeline:
                 output = run_uncompiled(forward, *args, **kwargs)
             else:
                 output = forward(*args, **kwargs)
-            return self._watch(member, output)
+            return self._watch(member, output, number)
         finally:
             if pushed:
                 self._saved.pop()
@@ -569,8 +570,10 @@ class Pipeline:
         self._rearrange |= self._learned.take_in(spy.lowered, spy.used_as_is, [p.weight for p in member.places])
         return output
 
-    def _enter(self, member: Member) -> None:
+    def _enter(self, member: Member) -> int:
+        """A call begins; returns its number."""
         with self._at_work:
+            number = self._calls = self._calls + 1
             self._untouched = False
             member.entered += 1
             direction = _direction()
@@ -593,6 +596,7 @@ class Pipeline:
             self._window.prefetch(self._backward.in_use)
             if self._activations.may_offload and member.index >= 0:
                 self._offloader.enter(member, self._activations.offloads)
+            return number
 
     def _units_ahead(self, member: Member) -> int:
         """How many other units forward is expected to use before backward begins, as far as the offloader asks."""
@@ -656,7 +660,7 @@ class Pipeline:
         group = weight.twin.group
         group.state = group.host.state()
 
-    def _watch(self, member: Member, output: Any) -> Any:
+    def _watch(self, member: Member, output: Any, number: int) -> Any:
         """Have backward announce itself, and let nothing that leaves a unit lie in its slot."""
         tensors = tensors_in(output)
         if any(storage_key(tensor) in self._plan.twins for tensor in tensors):
@@ -668,7 +672,9 @@ class Pipeline:
                 graph = self._graphs.watch_current()
                 groups, around = member.held[-1], [group for held in self._inside[:-1] for group in held]
                 plan, bundle = self._plan, self._offloader.current
-                before_backward(watched, lambda: self._reach(plan, member, graph, groups, around, bundle))
+                before_backward(
+                    watched, lambda: self._reach(plan, member, graph, groups, around, bundle), number, self._calls
+                )
         return output
 
     # --------------------------------------------------------------------------------------------------- backward
