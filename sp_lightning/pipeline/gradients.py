@@ -349,7 +349,7 @@ class GradientReturn:
 
     @property
     def settled(self) -> bool:
-        """Whether `.grad` of all masters is what plain training would have there, and nothing depends on who reads it."""
+        """Whether `.grad` of all masters is plain training's, and it makes no difference who reads or changes it."""
         return not (self._under_way or self._low or self._scaling or self._norms)
 
     def abandon(self) -> None:

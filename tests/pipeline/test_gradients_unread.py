@@ -587,6 +587,18 @@ def fail_next_download(backend: object) -> None:
     backend.download = failing  # type: ignore[attr-defined]
 
 
+def test_abandoned_gradients_give_back_their_slots() -> None:
+    """Those that went to the optimizer, too, which never came to step them."""
+    with gradient_scene((4,), lowered=BF16) as s:
+        s.stepper.wanted.add(s.placed.unit)
+        s.arrive(1)
+        (shipment,) = s.stepper.shipments
+        assert shipment.slot is not None
+        assert not shipment.slot.is_free
+        s.returns.abandon()
+        assert shipment.slot.is_free
+
+
 def test_after_an_exception_what_was_there_stays() -> None:
     """A backward that died adds nothing of what had not left, and the next one is right."""
     with gradient_scene((4,), (3,), lowered=BF16, delay=0.004) as s:

@@ -948,6 +948,38 @@ def test_what_cannot_be_stepped_in_backward_is_stepped_after_it(why: str, k_prim
         kept_graphs.clear()
 
 
+@pytest.mark.timeout(30)  # slots that are not given back would be waited for, for ever
+@pytest.mark.parametrize("count", [5, 16])
+@pytest.mark.parametrize("why", ["incomplete", "another graph needs weights"])
+def test_lower_gradients_that_were_not_stepped_in_backward_are_kept(why: str, count: int) -> None:
+    """They came to pass through; some units of their group did not complete, or are still needed."""
+
+    def before(model: nn.Module) -> None:
+        for layer in model[1::2]:
+            layer.whole = why != "incomplete"
+        if why != "incomplete":
+            kept_graphs[:] = [model(X)]
+
+    def weights(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizer = adam(model)
+        for number in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                if number > 1:  # first steps show what is lowered, and a graph that is kept would hinder that
+                    before(model)
+                loss = model(X).square().mean()
+            with pipeline.stepping_in_backward(optimizer) if pipeline and number > 1 else nullcontext():
+                loss.backward()
+            optimizer.step()
+        kept_graphs.clear()
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = weights(partly(count), None)
+    with attached(model := partly(count), units=Partly, k=4, k_prime=2) as pipeline:
+        assert same(expected, weights(model, pipeline))
+        assert pipeline.summary().lowered > 0
+
+
 @pytest.mark.parametrize("retained", [True, False])
 def test_a_gradient_after_the_step_is_an_error(retained: bool) -> None:
     """The weight has taken its step: what was vouched for is not so, and that is told, and what to do."""
