@@ -1,4 +1,4 @@
-"""Activations that are computed again, on a real device: same bits, less memory, and what `"auto"` makes of the rest."""
+"""Activations that are computed again, on a real device: same bits, less memory, and what `"auto"` makes of it."""
 
 from __future__ import annotations
 
