@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from sp_lightning.pipeline._private import explain_graph_break
 from sp_lightning.pipeline.units import Member
 
 
@@ -93,6 +94,7 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
                 return (plain.__new__, *reduced[1:])  # `__newobj__` insists on the object's own class, the gate
             return reduced
 
+        explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
         methods: dict[str, Any] = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_superpipeline_plain": plain}
         if hasattr(plain, "__deepcopy__"):
 
