@@ -520,6 +520,20 @@ def test_unusual_backwards(kind: type[nn.Module]) -> None:
     assert_same_story(story, lambda: Chain(kind() for _ in range(3)), activations="recompute")
 
 
+def test_under_vmap_everything_is_kept() -> None:
+    """Its tensors are unwrapped when it is over, so no input of theirs is there in backward."""
+
+    def story(run: Run) -> None:
+        with run.step():
+            torch.vmap(run.model)(torch.stack([run.rows(0), run.rows(1)])).square().mean().backward()
+        for name, parameter in run.model.named_parameters():
+            run.note(name, parameter.grad)
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed == 0
+
+    assert_same_story(story, lambda: Chain(Block() for _ in range(3)), activations="recompute")
+
+
 # ---------------------------------------------------------------------------------------------------------- exceptions
 
 bomb: list[type[BaseException]] = []  # a global variable

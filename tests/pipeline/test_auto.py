@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sp_lightning.pipeline import auto
+from sp_lightning.pipeline import AcceleratorBackend, auto
 from sp_lightning.pipeline.auto import AutoPolicy, Link, Stopwatch, _Unit
 from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.recompute import Footprint
@@ -129,3 +129,46 @@ def test_the_stopwatch_of_a_device_without_a_queue() -> None:
     watch = Stopwatch(torch.device("cpu"))
     begin = watch.now()
     assert 0 <= watch.seconds(begin, watch.now()) < 1
+
+
+class FakeEvent:
+    """Remembers the moment at which it was recorded."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.synchronized = False
+
+    def record(self, stream: str) -> None:
+        assert stream == "current"
+        FakeEvent.clock += 250.0
+        self.milliseconds = FakeEvent.clock
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert end.synchronized, "an event that has not happened has no time"
+        return end.milliseconds - self.milliseconds
+
+
+def test_the_stopwatch_of_a_device_with_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events, which the host waits for when it asks for the time between them, and not before."""
+    api = SimpleNamespace(Event=FakeEvent, current_stream=lambda device: "current")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: api)
+    watch = Stopwatch(torch.device("cuda", 0))
+    begin, end = watch.now(), watch.now()
+    assert watch.seconds(begin, end) == 0.25
+
+
+def test_free_memory_of_a_device() -> None:
+    """What the device has, and what torch's allocator holds and does not use."""
+    api = SimpleNamespace(
+        mem_get_info=lambda device: (100, 1000),
+        memory_reserved=lambda device: 50,
+        memory_allocated=lambda device: 20,
+    )
+    backend = SimpleNamespace(_api=api, device=torch.device("cuda", 0))
+    assert AcceleratorBackend.free_memory(backend) == 130  # type: ignore[arg-type]
+    assert AcceleratorBackend.free_memory(SimpleNamespace(_api=object())) is None  # type: ignore[arg-type]
