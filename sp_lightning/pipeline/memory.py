@@ -42,6 +42,7 @@ class Activation:
     Attributes:
         start: Where in the storage it begins, in bytes.
         end: Where it ends.
+        held: Bytes that stay on the device as long as any of it does: those of the whole storage.
         version: The version of what was saved of it.
         views: The tensors that were saved of it.
         stage: Where it is.
@@ -55,6 +56,7 @@ class Activation:
         self._meter = meter
         self._counted = meter.add(tensor)
         self.start, self.end = start, end
+        self.held = tensor.untyped_storage().nbytes()
         self.version = tensor._version
         self.views: list[View] = []
         self.stage = Stage.DEVICE

@@ -155,7 +155,7 @@ class Offloader:
     def _send(self, bundle: Bundle) -> None:
         """Start the copies of what a unit saved."""
         here = [a for a in bundle.waiting() if a.stage is Stage.DEVICE and a.is_worth_a_copy()]
-        negligible = _smallest(here, sum(activation.nbytes for activation in here) // _NEGLIGIBLE)
+        negligible = _smallest(here, sum(activation.held for activation in here) // _NEGLIGIBLE)
         for activation in [activation for activation in here if activation not in negligible]:
             activation.host = self._pool.take(activation.nbytes)
             source = activation.source()
@@ -309,10 +309,10 @@ class Offloader:
 
 
 def _smallest(activations: Iterable[Activation], nbytes: int) -> set[Activation]:
-    """The smallest ones that together take no more than this."""
+    """The smallest ones that together hold no more than this."""
     found = set()
-    for activation in sorted(activations, key=lambda activation: activation.nbytes):
-        nbytes -= activation.nbytes
+    for activation in sorted(activations, key=lambda activation: activation.held):
+        nbytes -= activation.held
         if nbytes < 0:
             break
         found.add(activation)

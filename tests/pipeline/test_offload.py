@@ -309,6 +309,22 @@ def test_what_is_next_to_nothing_stays(scene: Scene) -> None:
     assert stages[4 * 90 * ROWS] is stages[4 * 60 * ROWS] is Stage.LEAVING
 
 
+def test_a_small_part_that_holds_much_leaves(scene: Scene) -> None:
+    """The first token of each sentence, say: what stays on the device is not the part but all of its memory."""
+    hidden, x = torch.randn(90, ROWS), large()
+
+    def forward(row: Tensor) -> Tensor:
+        return (x * row).sum() + large(100 * ROWS).exp().sum()
+
+    _, bundle = scene.call(partial(forward, hidden[0]), ahead=9)
+    assert sorted(activation.nbytes for activation in bundle.waiting()) == [4 * ROWS, 400 * ROWS]
+    assert set(scene.stages(bundle)) == {Stage.LEAVING}
+    memory = weak_storage(hidden)
+    del hidden
+    scene.call(lambda: large().sum(), ahead=9)
+    assert memory.expired()
+
+
 def test_alignment_is_kept(scene: Scene) -> None:
     """A kernel chosen by another alignment may round in another way."""
     base = torch.randn(4 * ROWS)
