@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline._private import storage_key
@@ -132,3 +135,32 @@ def test_a_step_is_checked_in_debug_only(debug: bool) -> None:
                 kept[0] + 1
     finally:
         pipeline.detach()
+
+
+@pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, "ignore_compile_internals"), reason="this torch compiles nothing under a mode"
+)
+def test_compiled_code_is_checked_and_stays_compiled(scene: Scene) -> None:
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda w: torch.sin(w) + 1, backend=graphs)
+    with scene.check:
+        compiled(scene.twin)
+    assert graphs.frame_count == 1
+    scene.placed.group.readable = False
+    with scene.check, pytest.raises(AssertionError, match="was not waited for"):
+        compiled(scene.twin)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, "supports_higher_order_operators"), reason="this torch lets them pass no mode"
+)
+def test_operations_of_higher_order_are_checked(scene: Scene) -> None:
+    """`flex_attention` is one."""
+    x = scene.twin.view(1, 1, 2, 3)
+    with scene.check:
+        assert flex_attention(x, x, x).shape == x.shape
+    scene.placed.group.readable = False
+    with scene.check, pytest.raises(AssertionError, match="was not waited for"):
+        flex_attention(x, x, x)

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline._private import storage_key
@@ -128,6 +130,19 @@ def test_a_layer_where_autocast_is_off_is_told() -> None:
     assert told == [layer]
     layer(torch.ones(1, 4))
     assert told == [layer], "a hook was left behind"
+
+
+@pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, "supports_higher_order_operators"), reason="this torch lets them pass no mode"
+)
+def test_operations_of_higher_order_use_weights_as_they_are() -> None:
+    """What goes on inside of `flex_attention` is not seen."""
+    made = place([torch.randn(1, 1, 2, 4)])
+    twin = made.twins[0].parameter.detach()  # there is no backward on a CPU
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with cast, LoweringSpy(made.by_memory, set(), "cpu", pytest.fail) as spy:
+        flex_attention(twin, twin, twin)
+    assert spy.used_as_is == set(made.weights)
 
 
 @pytest.mark.parametrize("name", CASES)

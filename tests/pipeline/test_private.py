@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.pipeline import _private
 from sp_lightning.pipeline._private import (
     StepCode,
+    explain_graph_break,
     graph_task,
+    hide_from_dynamo,
     in_backward,
     is_tracing,
     others_hook_steps,
@@ -33,6 +38,7 @@ from sp_lightning.pipeline._private import (
     users_of_storage,
     weak_storage,
     when_backward_ends,
+    without_compile,
     without_torch_function,
     zero_grad_is_calling,
 )
@@ -379,3 +385,41 @@ def test_a_step_that_is_not_torchs_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert step_is_replaced(other)
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
     assert step_is_replaced(optimizer)
+
+
+def test_dynamo_leaves_hidden_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in no graph, and what it calls is compiled."""
+    (tmp_path / "engine.py").write_text("def call(function, x):\n    return function(x + 1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = importlib.import_module("engine")
+    for hidden, graphs in [(False, ["add_sin_mul"]), (True, ["sin", "mul"])]:
+        if hidden:
+            hide_from_dynamo(["engine"])
+        torch._dynamo.reset()
+        seen: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any, seen: list[str] = seen) -> Any:
+            seen.append("_".join(node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"))
+            return graph.forward
+
+        compiled = torch.compile(lambda x: engine.call(lambda y: torch.sin(y), x) * 2, backend=backend)
+        assert torch.equal(compiled(torch.zeros(1)), torch.ones(1).sin() * 2)
+        assert seen == graphs
+    torch._dynamo.reset()
+
+
+def test_a_graph_break_is_explained() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x + 1
+
+    explain_graph_break(function, "because the moon is full")
+    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+        torch.compile(lambda x: function(x) * 2, backend="eager", fullgraph=True)(torch.ones(1))
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:  # torch 2.6 gives none
+        assert "the moon is full" in str(raised.value)
+    torch._dynamo.reset()
+
+
+def test_compiled_modules_are_looked_through() -> None:
+    module = nn.Linear(2, 2)
+    assert without_compile(torch.compile(module)) is without_compile(module) is module

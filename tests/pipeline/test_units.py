@@ -13,6 +13,7 @@ import torchvision.models as vision
 import transformers as hf
 from torch import Tensor, nn
 
+from sp_lightning.pipeline._private import without_compile
 from sp_lightning.pipeline.units import Plan, find_units
 
 from ..zoo.blocks import Block, Chain, chain
@@ -442,3 +443,66 @@ def test_an_encoder_looks_into_its_first_layer() -> None:
     plan = find_units(model, nn.TransformerEncoderLayer)
     (encoder,) = [member for member in plan.callers if isinstance(member.module, nn.TransformerEncoder)]
     assert encoder.looks_into is plan.units[0].members[0]
+
+
+@pytest.mark.parametrize("policy", [None, "Block", Block, lambda name, module: isinstance(module, Block)])
+def test_compiled_blocks_are_units(policy: Any) -> None:
+    """What `torch.compile(block)` returned is the member: it is what is called."""
+    model = chain(12)
+    model.blocks = nn.ModuleList(torch.compile(block) for block in model.blocks)
+    plan = find_units(model, policy)
+    check_plan(model, plan)
+    assert [member.module for unit in plan.units for member in unit.members] == list(model.blocks)
+    assert names(plan) == [f"blocks.{index}" for index in range(12)]
+
+
+@pytest.mark.parametrize("around", [lambda model: model, lambda model: nn.Sequential(model)])
+def test_compiled_models_are_looked_through(around: Callable[[nn.Module], nn.Module]) -> None:
+    """To their blocks, also where those are compiled as well; what the model owns itself is its wrapper's."""
+    inner = chain(12)
+    inner.blocks[3] = torch.compile(inner.blocks[3])
+    inner.scale = nn.Parameter(torch.ones(1))
+    model = around(torch.compile(inner))
+    plan = find_units(model)
+    check_plan(model, plan)
+    assert [member.module for unit in plan.units for member in unit.members] == list(inner.blocks)
+    owners = [member.module for member in plan.resident.members]
+    assert owners == [module for module in model.modules() if without_compile(module) is inner]
+
+
+def test_a_compiled_list_is_divided() -> None:
+    model = nn.Sequential(torch.compile(nn.Sequential(*[nn.Linear(16, 16) for _ in range(12)])), nn.Linear(16, 16))
+    plan = find_units(model)
+    check_plan(model, plan)
+    assert names(plan) == [*(f"0._orig_mod.{index}" for index in range(12)), "1"]
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_block_and_its_compiled_self_are_one_unit(compiled_first: bool) -> None:
+    """Each way to call it enters the unit."""
+    plain = chain(4)
+    parts = {"compiled": nn.ModuleList(torch.compile(block) for block in plain.blocks), "plain": plain}
+    model = nn.ModuleDict(parts if compiled_first else dict(reversed(parts.items())))
+    for policy in (None, Block):
+        plan = find_units(model, policy)
+        members = [{id(member.module) for member in unit.members} for unit in plan.units]
+        assert members == [{id(a), id(b)} for a, b in zip(*(parts["compiled"], plain.blocks), strict=True)]
+        assert not plan.resident.weights
+
+
+def test_what_holds_parts_of_units_is_no_place_for_them() -> None:
+    """A second module around parts of units would need all of these units at once; it only opens a step."""
+
+    class Again(nn.Module):
+        def __init__(self, parts: list[nn.Module]) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(parts)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model = chain(12)
+    model.again = Again([block.up for block in model.blocks])
+    plan = find_units(model)
+    assert [member.name for member in plan.callers] == ["", "again"]
+    assert all(len({place.weight.unit.name for place in member.places}) <= 1 for member in plan.resident.members)

@@ -1,0 +1,502 @@
+"""Compiled units: bit-equal to the same blocks compiled and trained plainly, from no more graphs, whatever moves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from sp_lightning import SuperpipelineStrategy
+
+from .helpers import Run, assert_same_trace, attached, collect_garbage, lightning_run
+from .zoo import CASES
+from .zoo.blocks import WIDTH, Block, Chain, chain
+
+# torch 2.6 compiles nothing under a dispatch mode such as that of `debug=True`, and never again what it met there
+COMPILES_IN_DEBUG = hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """Counts what is compiled, with a backend that is quick; what other tests compiled is forgotten."""
+    # pytest would collect a record of each compilation, which takes longer than to compile
+    monkeypatch.setattr(torch._logging._internal, "trace_log", logging.Logger("nobody listens"))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch.compiler.set_stance("default", force_backend=counter):
+        yield counter
+    torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------------------------------- ways to compile a model
+
+
+def each(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        block.compile()
+    return model
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    model.blocks = nn.ModuleList(torch.compile(block) for block in model.blocks)
+    return model
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "compile=True": each,  # what the plain model does; the streamed one has the option
+    "block.compile()": each,
+    "torch.compile(block)": wrapped,
+    "torch.compile(model)": torch.compile,
+    "nothing": lambda model: model,
+}
+
+Story = Callable[[Run], None]
+
+
+def compare(
+    way: str, build: Callable[[], nn.Module], story: Story, graphs: CompileCounterWithBackend, **options: Any
+) -> tuple[int, int]:
+    """Tell a story with compiled blocks, plain and streamed; the numbers of graphs."""
+    runs, counts = [], []
+    for streamed in (False, True):
+        torch._dynamo.reset()
+        graphs.clear()
+        torch.manual_seed(0)
+        by_option = streamed and way == "compile=True"
+        run = Run(build() if by_option else WAYS[way](build()))
+        torch.manual_seed(1)
+        if streamed:
+            with attached(run.model, **{"compile": by_option, "debug": COMPILES_IN_DEBUG, **options}) as run.pipe:
+                story(run)
+            assert run.pipe.stats.loads > 0, "nothing was streamed"
+        else:
+            story(run)
+        runs.append(run)
+        counts.append(graphs.frame_count)
+    assert_same_trace(runs[0].trace, runs[1].trace)
+    return counts[0], counts[1]
+
+
+def train(run: Run, steps: int = 2, autocast: bool = False, cache: bool = False, evaluate: bool = True) -> None:
+    """Train and evaluate in turns."""
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
+    for step in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=cache):
+            run.normal_step(f"step {step}", optimizer, step)
+            if evaluate:
+                run.model.eval()
+                run.evaluate(f"evaluation {step}", step)
+                run.model.train()
+
+
+# ---------------------------------------------------------------------------------------------------- the same numbers
+
+
+@pytest.mark.parametrize(
+    ("way", "evaluate", "graphs_plain", "graphs_streamed"),
+    [
+        ("compile=True", True, 3, 3),  # the first block's input needs no gradient, and there is evaluation
+        ("block.compile()", False, 2, 2),
+        ("torch.compile(block)", False, 2, 2),
+        ("torch.compile(model)", False, 1, 2),  # plain, it is one graph
+    ],
+)
+def test_training_is_exact(
+    way: str, evaluate: bool, graphs_plain: int, graphs_streamed: int, graphs: CompileCounterWithBackend
+) -> None:
+    def story(run: Run) -> None:
+        train(run, 3, evaluate=evaluate)
+
+    assert compare(way, lambda: chain(4, dropout=0.2), story, graphs) == (graphs_plain, graphs_streamed)
+
+
+class Normed(Block):
+    """Buffers that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.batch_norm(super().forward(x))
+
+
+class Limited(Block):
+    """A weight that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table(torch.arange(5)))
+
+
+class Hooked(Block):
+    """Hooks of the user, which are compiled with the block or around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+        self.register_forward_hook(lambda module, args, output: output * 1.5)
+        self.up.register_forward_hook(lambda module, args, output: output * 1.1)
+
+
+class Inside(Block):
+    """Checkpoints a part of itself, in the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda y: self.down(torch.tanh(self.up(y))), self.norm(x), use_reentrant=False)
+
+
+class Peeking(Block):
+    """Reads a weight of the block before it, which nothing has brought to the device."""
+
+    before: tuple[Block, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(block.up.weight.mean() for block in self.before)
+
+
+class Checkpointed(Chain):
+    """Checkpoints its blocks."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_(torch.is_grad_enabled())
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class CheckpointedReentrant(Checkpointed):
+    reentrant = True
+
+
+def peeking() -> Chain:
+    model = Chain(Peeking() for _ in range(4))
+    model.blocks[2].before = (model.blocks[0],)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "buffers": lambda: Chain(Normed() for _ in range(3)),
+    "weights-change": lambda: Chain(Limited() for _ in range(3)),
+    "hooks": lambda: Chain(Hooked() for _ in range(3)),
+    "checkpoint-inside": lambda: Chain(Inside() for _ in range(3)),
+    "checkpoint-around": lambda: Checkpointed(Block(dropout=0.2) for _ in range(3)),
+    "checkpoint-around-reentrant": lambda: CheckpointedReentrant(Block(dropout=0.2) for _ in range(3)),
+    "weights-of-others": peeking,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [*((model, "compile=True") for model in MODELS), ("weights-of-others", "torch.compile(block)")],
+)
+def test_models_are_exact(model: str, way: str, graphs: CompileCounterWithBackend) -> None:
+    _, streamed = compare(way, MODELS[model], lambda run: train(run, evaluate=False), graphs, k=1)
+    assert streamed > 0, "nothing was compiled"
+
+
+class CompiledInside(Block):
+    """Is not compiled itself; a layer, and a function that is given weights, are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.compile()
+        self.function = torch.compile(lambda x, weight, bias: nn.functional.linear(torch.tanh(x), weight, bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.function(self.up(self.norm(x)), self.down.weight, self.down.bias)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_compiled_inside_of_blocks_is_exact(autocast: bool, graphs: CompileCounterWithBackend) -> None:
+    plain, streamed = compare(
+        "nothing",
+        lambda: Chain(CompiledInside() for _ in range(3)),
+        lambda run: train(run, 3, autocast, evaluate=False),
+        graphs,
+    )
+    assert plain == streamed > 0
+
+
+@pytest.mark.parametrize(("policy", "autocast"), [("recompute", False), ("recompute", True), ("offload", False)])
+def test_every_policy_for_activations_is_exact(policy: str, autocast: bool, graphs: CompileCounterWithBackend) -> None:
+    def story(run: Run) -> None:
+        train(run, 3, autocast, evaluate=False)
+
+    plain, streamed = compare("compile=True", lambda: chain(3, dropout=0.2), story, graphs, activations=policy)
+    assert plain == streamed == 2
+
+
+def test_an_exception_in_a_compiled_block(graphs: CompileCounterWithBackend) -> None:
+    """The next step is right, and needs no other graph."""
+
+    class Failing(Block):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise ValueError("on purpose")
+            return super().forward(x)
+
+    def story(run: Run) -> None:
+        run.normal_step("before", None)
+        run.model.blocks[2].fails = True
+        with pytest.raises(ValueError, match="on purpose"), run.step():
+            run.model(run.rows(0))
+        run.model.blocks[2].fails = False
+        run.model.zero_grad()
+        run.normal_step("after", None)
+
+    plain, streamed = compare("block.compile()", lambda: Chain(Failing() for _ in range(4)), story, graphs)
+    assert plain == streamed
+
+
+@pytest.mark.slow
+def test_inductor_is_exact() -> None:
+    """With torch's own backend, which fuses: the same kernels give the same bits."""
+    results = []
+    with torch._inductor.config.patch(compile_threads=1):  # no pool of processes, which would outlive the test
+        for streamed in (False, True):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            run = Run(chain(3) if streamed else each(chain(3)))
+            if streamed:
+                with attached(run.model, compile=True, debug=COMPILES_IN_DEBUG) as run.pipe:
+                    train(run, evaluate=False)
+            else:
+                train(run, evaluate=False)
+            results.append(run.trace)
+    assert_same_trace(*results)
+
+
+def test_lightning(graphs: CompileCounterWithBackend) -> None:
+    """Through the Trainer, against its strategy for one device with the same blocks compiled."""
+    case = CASES["chain"]
+    expected = lightning_run(replace(case, build=lambda: each(case.build())), SingleDeviceStrategy(device="cpu"))
+    plain = graphs.frame_count
+    actual = lightning_run(case, SuperpipelineStrategy(k=2, units="Block", compile=True))
+    assert_same_trace(expected, actual)
+    assert graphs.frame_count == 2 * plain > 0
+
+
+# ------------------------------------------------------------------------------------------------------ few graphs
+
+
+@pytest.mark.parametrize("way", ["compile=True", "block.compile()", "torch.compile(block)"])
+def test_one_graph_for_all_alike(way: str, graphs: CompileCounterWithBackend) -> None:
+    """However many blocks, wherever they lie, and however the arrangement changes; another one for evaluation."""
+    model = chain(30)
+    if way != "compile=True":
+        model = WAYS[way](model)
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    with attached(model, compile=way == "compile=True", debug=False, k=3) as pipe:
+        for step in range(3):
+            with pipe.step():
+                loss = model(x).sum()
+                if step == 1:  # a weight outside of its unit: a new arrangement
+                    loss = loss + model.blocks[7].up.weight.sum()
+                loss.backward()
+        assert pipe.stats.promotions == 1
+        assert graphs.frame_count == 1
+        for _ in range(2):
+            with torch.no_grad():
+                model(x.detach())
+        assert graphs.frame_count == 2
+
+
+def test_flipping_requires_grad_and_batch_sizes(graphs: CompileCounterWithBackend) -> None:
+    """As many graphs as without streaming: those of torch itself."""
+
+    def story(run: Run) -> None:
+        for step in range(6):
+            run.model.blocks[1].requires_grad_(step % 2 == 0)
+            x = torch.randn(4 + step // 2, WIDTH, requires_grad=True)
+            with run.step():
+                loss = run.model(x).square().mean()
+                loss.backward()
+            run.note(f"{step} / input", x.grad)
+            run.note(f"{step} / loss", loss)
+            run.model.zero_grad()
+
+    plain, streamed = compare("compile=True", lambda: chain(3), story, graphs)
+    assert plain == streamed == 4  # trained and frozen, of one size and of any
+
+
+def test_each_kind_has_a_limit_of_its_own(graphs: CompileCounterWithBackend) -> None:
+    """More kinds of one class than torch compiles for one function."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4 + i), nn.ReLU(), nn.Linear(4 + i, 4)) for i in range(3)])
+    options = {"units": lambda name, module: name.isdigit(), "compile": True, "debug": False}
+    with torch._dynamo.config.patch(cache_size_limit=1), attached(model, **options):
+        model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    assert graphs.frame_count == 3
+
+
+def test_a_lone_layer_is_not_compiled(graphs: CompileCounterWithBackend) -> None:
+    """There is nothing to fuse in an embedding, and dynamo cannot trace an LSTM."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.lstm, self.head = nn.Embedding(20, 16), nn.LSTM(16, 16), nn.Linear(16, 20)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(self.embed(x))[0])
+
+    model = Model()
+    with attached(model, units=(nn.Embedding, nn.LSTM, nn.Linear), compile=True, k=1) as pipe:
+        model(torch.arange(5)).sum().backward()
+    assert graphs.frame_count == 0
+    assert pipe.stats.loads > 0
+
+
+# --------------------------------------------------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize(
+    ("way", "cache"),
+    [("compile=True", False), ("compile=True", True), ("torch.compile(block)", False), ("torch.compile(model)", False)],
+)
+def test_under_autocast(way: str, cache: bool, graphs: CompileCounterWithBackend) -> None:
+    """What is lowered is found in a first forward that runs as it is; from there on blocks are compiled, once."""
+    lowered, seen = [], []
+
+    def story(run: Run) -> None:
+        train(run, steps=1, autocast=True, cache=cache)
+        seen.append(graphs.frame_count)
+        train(run, steps=3, autocast=True, cache=cache)
+        lowered.append(0 if run.pipe is None else run.pipe.summary().lowered)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, streamed = compare(way, lambda: chain(3, dropout=0.2), story, graphs)
+    assert not about_compiling(told)
+    assert seen[1] == 0
+    assert streamed == 3
+    assert lowered[1] == 3 * 4
+
+
+@pytest.mark.parametrize("model", ["checkpoint-around", "checkpoint-around-reentrant", "checkpoint-inside"])
+def test_a_watched_forward_is_recomputed_as_it_was(model: str, graphs: CompileCounterWithBackend) -> None:
+    """A checkpoint compares what it has saved with what is computed again: both are compiled, or both are not."""
+    _, streamed = compare("compile=True", MODELS[model], lambda run: train(run, autocast=True, evaluate=False), graphs)
+    assert streamed > 0
+
+
+# --------------------------------------------------------------------------------------------------- what users have
+
+
+@pytest.mark.parametrize("option", [False, True])
+def test_what_users_compiled_stays(option: bool, graphs: CompileCounterWithBackend) -> None:
+    """Before, during and after: their call, their graphs."""
+    model = each(chain(3))
+    calls = [block._compiled_call_impl for block in model.blocks]
+    with attached(model, compile=option, debug=False) as pipe:
+        assert calls == [block._compiled_call_impl for block in model.blocks]
+        assert all(member.compiled is None for member in pipe._plan.members) is not option
+        model(Run.rows(0)).sum().backward()
+        plain = copy.deepcopy(model)
+    assert graphs.frame_count == 2
+    assert calls == [block._compiled_call_impl for block in model.blocks]
+    assert [type(block) for block in model.blocks] == [Block] * 3
+    assert torch.equal(plain(Run.rows(0)), model(Run.rows(0)))
+
+
+def test_the_option_leaves_no_trace(graphs: CompileCounterWithBackend) -> None:
+    """Not on the modules, not in their copies, and nothing keeps the device's memory."""
+    model = chain(3)
+    before = [dict(vars(module)) for module in model.modules()]
+    with attached(model, compile=True, debug=False) as pipe:
+        output = model(Run.rows(0))
+        output.sum().backward()
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        assert all(vars(module).keys() == keys.keys() for module, keys in zip(model.modules(), before, strict=True))
+    assert graphs.frame_count > 0
+    assert all(torch.equal(other(Run.rows(0)), output) for other in [model, *copies])
+    count = graphs.frame_count
+    for block in model.blocks:
+        assert type(block) is Block
+        block(Run.rows(0))
+    assert graphs.frame_count == count, "a block is still compiled"
+    del output
+    twins = [torch.utils.weak.WeakTensorKeyDictionary({twin.parameter: 0}) for twin in pipe._plan.twins.values()]
+    del pipe
+    collect_garbage()
+    assert not any(map(len, twins))
+
+
+def test_blocks_that_are_compiled_while_attached(graphs: CompileCounterWithBackend) -> None:
+    """In a hook of Lightning's, say."""
+    model = chain(3)
+    with attached(model, debug=False) as pipe:
+        each(model)
+        model(Run.rows(0)).sum().backward()
+        assert graphs.frame_count == 2
+        assert pipe.stats.loads > 0
+
+
+def test_a_model_compiled_whole(graphs: CompileCounterWithBackend) -> None:
+    """Its graph breaks at each unit, without a warning, and units share one; the engine's code is in none."""
+    model = chain(12)
+    whole = torch.compile(model)
+    with attached(whole, debug=False), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            whole(Run.rows(0).requires_grad_()).sum().backward()
+    assert not about_compiling(told)
+    assert graphs.frame_count == 1
+
+
+def about_compiling(told: list[warnings.WarningMessage]) -> list[str]:
+    """What was warned of that a user would blame on the engine."""
+    words = ("Dynamo", "torch.compile", "graph break", "superpipeline")
+    return [text for warning in told if any(word in (text := str(warning.message)) for word in words)]
+
+
+def test_a_whole_graph_of_the_model_is_refused() -> None:
+    """With an error that says where; of a block it works."""
+    torch._dynamo.reset()
+    model = chain(3)
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="eager")
+    with attached(model, debug=False):
+        model(Run.rows(0)).sum().backward()
+        whole = torch.compile(model.forward, fullgraph=True, backend="eager")
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="superpipeline|sp_lightning"):
+            whole(Run.rows(0))
+
+
+def test_a_compiled_lightning_module_is_lightnings_message() -> None:
+    """Hazard 25 is in test_strategy.py; a LightningModule whose model was compiled in `__init__` trains."""
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = torch.compile(chain(3), backend="eager")
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return self.model(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    strategy = SuperpipelineStrategy(k=1, units="Block")
+    data = torch.utils.data.DataLoader(torch.randn(8, WIDTH), batch_size=4)
+    L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=2, barebones=True).fit(Module(), data)
