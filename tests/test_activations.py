@@ -7,8 +7,8 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
 
 import numpy
 import pytest
@@ -24,7 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, offload
+from sp_lightning.pipeline.auto import AutoPolicy
+from sp_lightning.pipeline.choice import Policy
 
 from .helpers import (
     Plan,
@@ -37,7 +39,7 @@ from .helpers import (
     lightning_run,
 )
 from .zoo import CASES
-from .zoo.blocks import WIDTH, Block, Chain
+from .zoo.blocks import WIDTH, Block, Chain, chain
 from .zoo.language import gpt2, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -518,6 +520,20 @@ def test_unusual_backwards(kind: type[nn.Module]) -> None:
     assert_same_story(story, lambda: Chain(kind() for _ in range(3)), activations="recompute")
 
 
+def test_under_vmap_everything_is_kept() -> None:
+    """Its tensors are unwrapped when it is over, so no input of theirs is there in backward."""
+
+    def story(run: Run) -> None:
+        with run.step():
+            torch.vmap(run.model)(torch.stack([run.rows(0), run.rows(1)])).square().mean().backward()
+        for name, parameter in run.model.named_parameters():
+            run.note(name, parameter.grad)
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed == 0
+
+    assert_same_story(story, lambda: Chain(Block() for _ in range(3)), activations="recompute")
+
+
 # ---------------------------------------------------------------------------------------------------------- exceptions
 
 bomb: list[type[BaseException]] = []  # a global variable
@@ -699,3 +715,109 @@ def test_what_is_counted(policy: str) -> None:
         y.sum().backward()
         del y
         assert pipe.stats.activation_bytes == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- auto
+
+
+def with_room(monkeypatch: pytest.MonkeyPatch, nbytes: int | None) -> None:
+    """Let the emulated device tell how much memory is free; activations may take 90 % of it."""
+    monkeypatch.setattr(HostBackend, "free_memory", lambda self: nbytes)
+
+
+@pytest.mark.parametrize("room", [0, 20_000, 100_000, 10**9])
+@pytest.mark.parametrize(
+    "name", ["gpt2-tied", "vit", "siamese", "stochastic-depth", "two-graphs", "checkpoint-inside-plain"]
+)
+@pytest.mark.filterwarnings("ignore:`activations='auto'`")
+def test_choosing_is_exact(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While units are measured, and whatever is chosen then."""
+    with_room(monkeypatch, room)
+    options = PipelineOptions(k=2, k_prime=1, debug=True)
+    assert_exact(CASES[name], options, Plan.of(CASES[name], sanity=True, steps=4))
+
+
+@pytest.mark.parametrize("name", ["gpt2-tied", "vit", "siamese", "two-graphs", "gan", "structured-outputs"])
+def test_any_mixture_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of a unit draws what happens to its activations."""
+    chance = random.Random(0)
+    with_room(monkeypatch, 0)
+    monkeypatch.setattr(AutoPolicy, "policy", lambda *args: chance.choice(get_args(Policy)))
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    options = PipelineOptions(k=2, k_prime=1, debug=True)
+    assert_exact(CASES[name], options, Plan.of(CASES[name], steps=4))
+
+
+def train_with_room(
+    monkeypatch: pytest.MonkeyPatch, room: int | None, steps: int = 4, rows: Sequence[int] = (64,)
+) -> tuple[list[int], list[int], Pipeline]:
+    """Peaks and recomputed calls of each step of a chain of twelve blocks, which save 36 KiB and more each."""
+    with_room(monkeypatch, room)
+    model = chain(12)
+    with attached(model, activations="auto", debug=False) as pipe:
+        peaks, recomputed = [], []
+        for step in range(steps):
+            pipe.stats.clear()
+            with pipe.step():
+                model(torch.randn(rows[step % len(rows)], WIDTH)).square().mean().backward()
+            peaks.append(pipe.stats.activation_peak_bytes)
+            recomputed.append(pipe.stats.recomputed)
+        return peaks, recomputed, pipe
+
+
+def test_without_a_limit_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows how much memory there is: as in plain training."""
+    _, recomputed, _ = train_with_room(monkeypatch, None)
+    assert recomputed == [0, 0, 0, 0]
+
+
+def test_with_room_for_everything_units_are_measured_and_then_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks, recomputed, _ = train_with_room(monkeypatch, 10**9)
+    assert recomputed == [12, 12, 0, 0]
+    assert peaks[0] < 0.4 * peaks[-1]
+
+
+def test_the_peak_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every step, the first ones included; and with more room, less is recomputed."""
+    everything = train_with_room(monkeypatch, None)[0][0]
+    least = train_with_room(monkeypatch, 10**9)[0][0]
+    counts = []
+    for share in (0.5, 0.7, 0.9):
+        room = int((least + share * (everything - least)) / 0.9)
+        peaks, recomputed, _ = train_with_room(monkeypatch, room)
+        assert max(peaks) <= 0.9 * room
+        assert recomputed[:2] == [12, 12]
+        assert recomputed[2] == recomputed[3]
+        counts.append(12 - recomputed[3])
+    assert 0 < counts[0] <= counts[1] <= counts[2] <= 12
+
+
+def test_a_larger_batch_is_not_trusted_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It recomputes, and is measured, before more is kept of it; smaller ones go on as chosen."""
+    _, recomputed, _ = train_with_room(monkeypatch, 10**9, steps=6, rows=(16, 16, 16, 64, 64, 16))
+    assert recomputed == [12, 12, 0, 12, 0, 0]
+
+
+def test_a_budget_that_is_too_small_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And everything that can be done is done."""
+    with pytest.warns(
+        UserWarning, match="activations='auto'`: activations take .* there is room for 8.8 KiB"
+    ) as caught:
+        peaks, recomputed, _ = train_with_room(monkeypatch, 10_000)
+    assert len(caught) == 1
+    assert recomputed[-1] >= 11
+
+
+def test_a_memory_budget_covers_weights_gradients_and_activations() -> None:
+    model = chain(12, 32, 128)
+    everything = []
+    for budget in (None, 10**9, 300_000):
+        with attached(model, activations="auto", memory_budget=budget, debug=False) as pipe:
+            for _ in range(4):
+                pipe.stats.clear()
+                with pipe.step():
+                    model(torch.randn(64, 32)).square().mean().backward()
+            taken = pipe.summary().device_bytes + pipe.summary().gradient_bytes + pipe.stats.activation_peak_bytes
+            everything.append(taken)
+            assert budget is None or taken <= budget
+    assert everything[0] == everything[1] > 2 * everything[2]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, get_args
+from unittest.mock import patch
 
 import torch
 from hypothesis import given, note, settings
@@ -12,7 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.pipeline import PipelineOptions
+from sp_lightning.pipeline import HostBackend, PipelineOptions, offload
+from sp_lightning.pipeline.auto import AutoPolicy
+from sp_lightning.pipeline.choice import Policy
 from sp_lightning.pipeline.options import ActivationPolicy
 
 from .helpers import Plan, assert_exact, reference_of
@@ -170,6 +176,8 @@ class Example:
     k_prime: int
     units: Any
     activations: str
+    room: int | None  # for activations, on a device that tells how much memory is free
+    mixed: bool  # each call draws a policy of its own
     plan: Plan
 
     def case(self) -> Case:
@@ -195,7 +203,9 @@ def examples(draw: st.DrawFn) -> Example:
     )
     policy = draw(st.sampled_from([None, units_are_leaves, units_are_nodes]))
     activations = draw(st.sampled_from(get_args(ActivationPolicy)))
-    return Example(draw(st.lists(trees, min_size=1, max_size=4)), k, draw(st.integers(1, k)), policy, activations, plan)
+    room = draw(st.sampled_from([None, 0, 4_000, 20_000]))
+    forest = draw(st.lists(trees, min_size=1, max_size=4))
+    return Example(forest, k, draw(st.integers(1, k)), policy, activations, room, draw(st.booleans()), plan)
 
 
 @settings(max_examples=100)
@@ -205,4 +215,13 @@ def test_random_graphs_are_exact(example: Example) -> None:
     note(str(example))
     case = example.case()
     options = PipelineOptions(k=example.k, k_prime=example.k_prime, activations=example.activations, debug=True)
-    assert_exact(case, options, example.plan, reference_of(case, example.plan))
+    reference = reference_of(case, example.plan)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # too little room
+        stack.enter_context(patch.object(HostBackend, "free_memory", return_value=example.room))
+        if example.mixed:
+            chance = random.Random(0)
+            stack.enter_context(patch.object(AutoPolicy, "policy", lambda *args: chance.choice(get_args(Policy))))
+            stack.enter_context(patch.object(offload, "SMALLEST", 0))
+        assert_exact(case, options, example.plan, reference)

@@ -31,33 +31,33 @@ class Activations:
 
     Args:
         policy: The user's choice.
-        auto: What chooses in the user's place; None if there is nothing to choose by, and everything is kept.
         saved: The engine's saved-tensor hooks.
         device: Where is computed.
         stats: Counters.
+        checks: Whether to make sure that what is computed again is the same.
+
+    Attributes:
+        auto: What chooses in the user's place. None if the user has chosen, or if there is nothing to choose by, and
+            everything is kept.
     """
 
     def __init__(
-        self,
-        policy: ActivationPolicy,
-        auto: AutoPolicy | None,
-        saved: SavedTensors,
-        device: torch.device,
-        stats: Stats,
+        self, policy: ActivationPolicy, saved: SavedTensors, device: torch.device, stats: Stats, checks: bool = False
     ) -> None:
-        self._auto = auto
+        self.auto: AutoPolicy | None = None
         self._policy: Policy = "keep" if policy == "auto" else policy
         self._saved = saved
         self._device = device
         self._stats = stats
+        self._checks = checks
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._inside = False
         self._told: set[str] = set()
 
     def begin_step(self) -> None:
         """A new graph is about to be built, and no other one waits for its backward."""
-        if self._auto is not None:
-            self._auto.begin_step()
+        if self.auto is not None:
+            self.auto.begin_step()
 
     def manages(self, member: Member) -> bool:
         """Whether `run` should make this call: it builds a graph, and nobody else decides what becomes of it.
@@ -65,7 +65,7 @@ class Activations:
         Inside of a unit's call that call decides; inside of a user's checkpoint, hooks of the checkpoint are on top.
         """
         return (
-            (self._auto is not None or self._policy == "recompute")
+            (self.auto is not None or self._policy == "recompute")
             and member.index >= 0
             and not self._inside
             and torch.is_grad_enabled()
@@ -74,35 +74,41 @@ class Activations:
             and _has_its_own_weights(member)
         )
 
-    def offloads(self, member: Member) -> bool:
-        """Whether what this call saves waits on the host."""
-        return self._policy == "offload" and member.index >= 0
+    @property
+    def may_offload(self) -> bool:
+        """Whether what any call saves may wait on the host."""
+        return self.offloads or self.auto is not None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what the call that is made now saves waits on the host."""
+        return self._policy == "offload"
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit in the way that was chosen for it."""
         self._inside = True
         try:
-            if self._auto is None:
+            if self.auto is None:
                 return self._recompute(member, args, kwargs)[0]
             size = sum(tensor.nbytes for tensor in tensors_in((args, kwargs)))
-            policy = self._auto.policy(member, size)
+            policy = self.auto.policy(member, size)
             if policy == "recompute":
                 output, call = self._recompute(member, args, kwargs)
-                self._auto.note(member, size, call.footprint)
+                self.auto.note(member, size, call.footprint)
                 return output
             self._policy = policy
             return member.module(*args, **kwargs)
         finally:
             self._inside = False
-            if self._auto is not None:
+            if self.auto is not None:
                 self._policy = "keep"
 
     def _recompute(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, UnitCall]:
-        call = UnitCall(member, self._saved, self._device, args, kwargs, self._repeating)
+        call = UnitCall(member, self._saved, self._device, args, kwargs, self._repeating, self._checks)
         with saved_tensors_hooks(call.pack, call.unpack):
             output = member.module(*args, **kwargs)
         obstacle = call.settle(output)
-        if obstacle is not None and self._auto is None and member.name not in self._told:
+        if obstacle is not None and self.auto is None and member.name not in self._told:
             self._told.add(member.name)
             warnings.warn(
                 f"`activations='recompute'`: {member.name!r} {obstacle}, so its forward cannot run a second time. What "
@@ -116,12 +122,12 @@ class Activations:
         """Around a second forward."""
         self._stats.recomputed += 1
         self._repeated.add(call)
-        if self._auto is None:
+        if self.auto is None:
             yield
             return
-        begin = self._auto.stopwatch.now()
+        begin = self.auto.stopwatch.now()
         yield
-        self._auto.note_second_forward(call.member, begin, self._auto.stopwatch.now())
+        self.auto.note_second_forward(call.member, begin, self.auto.stopwatch.now())
 
     def end_backward(self) -> None:
         """Drop once more what a graph that is retained would hold on to."""

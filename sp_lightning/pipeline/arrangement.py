@@ -22,6 +22,7 @@ from sp_lightning.pipeline.host import (
     tensor_in,
     total_host_memory,
 )
+from sp_lightning.pipeline.landing import lay_out_gradients
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.summary import readable_bytes
 from sp_lightning.pipeline.transfer import Backend
@@ -305,4 +306,6 @@ def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> 
 
 def _sent_bytes(units: Sequence[Unit], trainable: bool = False) -> int:
     weights = [weight for unit in units for weight in unit.weights if weight.master.requires_grad or not trainable]
+    if trainable:
+        return lay_out_gradients(weights, [weight.compute_dtype for weight in weights])[1]
     return lay_out([weight.compute_bytes for weight in weights])[1]

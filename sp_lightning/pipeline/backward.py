@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sp_lightning.pipeline._private import in_backward, when_backward_ends
+from sp_lightning.pipeline._private import graph_task, in_backward, when_backward_ends
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import EngineAtWork
@@ -74,6 +74,7 @@ class BackwardPass:
 
     Attributes:
         running: Whether a pass is open.
+        task: Autograd's number of the pass.
         in_use: Groups of the unit that backward reached last, and of those around it.
     """
 
@@ -91,6 +92,7 @@ class BackwardPass:
         on_end: Callable[[], None],
     ) -> None:
         self.running = False
+        self.task = -1
         self._window = window
         self._schedule = schedule
         self._returns = returns
@@ -108,6 +110,7 @@ class BackwardPass:
         """Called at every sign of a backward pass; the first one opens it."""
         if not self.running and in_backward():
             self.running = True
+            self.task = graph_task()
             self._on_begin()
             when_backward_ends(self._end)
 
@@ -150,6 +153,10 @@ class BackwardPass:
             if not twin.group.loaded:
                 self._stats.heals += 1
             self._window.bring(twin.group)
+
+    def is_nested(self) -> bool:
+        """Whether autograd is in a backward inside of the one that was noticed first, as reentrant checkpoints are."""
+        return graph_task() != self.task
 
     def has_reached(self, unit: Unit | None) -> bool:
         """Whether backward is in a unit, so that its modules hold twins."""

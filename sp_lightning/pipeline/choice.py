@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 Policy: TypeAlias = Literal["keep", "recompute", "offload"]
 
-_MOST_STATES = 2000  # far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
+_MOST_STATES = 256  # far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,10 @@ needed at once. So about two units' activations are on the device at any time, i
 
 Memory is known by its storage, and held weakly beyond its stay on the device. What lies on the host goes back to the
 pool when autograd drops what it saved, in whichever thread that happens, and not before: a graph may be run again.
-
-[Note: changes in place]
-The copy is what the memory held when its unit left. Autograd would refuse a tensor that was changed after it was
-saved, so its version is looked at again when its device memory is let go; later changes cannot reach the copy.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -34,172 +29,17 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import in_backward, storage_key, weak_storage
-from sp_lightning.pipeline.host import ALIGNMENT
+from sp_lightning.pipeline._private import in_backward, storage_key
+from sp_lightning.pipeline.memory import Activation, Offloaded, Returned, Stage, extent
 from sp_lightning.pipeline.meter import Meter
-from sp_lightning.pipeline.pool import HostPool, Piece
+from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer import Backend, Ticket
+from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Member, Unit
 
 SMALLEST = 4 << 10  # bytes; whatever is smaller stays
 _NEGLIGIBLE = 100  # the smallest tensors stay as long as they are not this part of their unit's: copies cost the host
 STAYING = 2  # units before the turn whose activations stay: as many as are on the device at any other time
-_WASTE = 2  # memory of which less than one part in so many was saved is not worth a copy
-
-
-class Place(enum.Enum):
-    """Where an activation is."""
-
-    DEVICE = enum.auto()
-    """Where it was computed; it has not left."""
-    LEAVING = enum.auto()
-    """There, and the copy to the host was started."""
-    HOST = enum.auto()
-    """On the host alone."""
-    BACK = enum.auto()
-    """On the host, and the copy to the device was started; computing waits for its ticket in `unpack`."""
-
-
-class Activation:
-    """Memory that autograd saved: a storage, or the part of it from the first to the last byte that was saved.
-
-    Attributes:
-        start: Where in the storage it begins, in bytes.
-        end: Where it ends.
-        version: The version of what was saved of it.
-        views: The tensors that were saved of it.
-        place: Where it is.
-        host: Its copy.
-        device: The memory that it was brought back to.
-        ticket: The copy that nothing has waited for yet.
-    """
-
-    def __init__(self, tensor: Tensor, start: int, end: int, meter: Meter, returned: deque[_Returned]) -> None:
-        self.host: Piece | None = None
-        self._meter = meter
-        self._counted = meter.add(tensor)
-        self.start, self.end = start, end
-        self.version = tensor._version
-        self.views: list[View] = []
-        self.place = Place.DEVICE
-        self.device: Tensor | None = None
-        self.ticket: Ticket | None = None
-        self._storage = weak_storage(tensor)  # as long as it lives, no other storage has the same identity
-        self._returned = returned
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it."""
-        return self.end - self.start
-
-    def is_worth_a_copy(self) -> bool:
-        """Whether enough of it was saved: a column of a large matrix would take all of the matrix along."""
-        saved = sum(min(view.tensor.nbytes, self.nbytes) for view in self.views if view.tensor is not None)
-        return saved * _WASTE + ALIGNMENT >= self.nbytes
-
-    def can_hold(self, tensor: Tensor, start: int, end: int) -> bool:
-        """Whether a tensor that lies here in the same storage is part of it; not copied yet, it may grow."""
-        if tensor._version != self.version:
-            return False
-        if self.place is Place.DEVICE:
-            self.start, self.end = min(self.start, start), max(self.end, end)
-        return self.start <= start and end <= self.end
-
-    def add(self, tensor: Tensor) -> View:
-        """A tensor of it was saved."""
-        view = View(tensor)
-        if self.place not in (Place.DEVICE, Place.LEAVING):
-            view.let_go()
-        self.views.append(view)
-        return view
-
-    def source(self) -> Tensor:
-        """Its bytes where it was computed."""
-        tensor = self.views[0].tensor
-        assert tensor is not None
-        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return empty.set_(tensor.untyped_storage(), self.start, (self.nbytes,), (1,))
-
-    def let_go(self) -> None:
-        """The host has it: give up the memory where it was computed."""
-        for view in self.views:
-            view.let_go()
-        self._meter.remove(self._counted)
-        self.place, self.ticket, self._counted = Place.HOST, None, 0
-
-    def come_back(self, device: Tensor, ticket: Ticket) -> None:
-        """It is being copied into memory of the device."""
-        self.place, self.device, self.ticket = Place.BACK, device, ticket
-        self._counted = self._meter.add(device)
-
-    def go_again(self) -> None:
-        """Give up the memory that it was brought back to."""
-        self._meter.remove(self._counted)
-        self.place, self.device, self.ticket, self._counted = Place.HOST, None, None, 0
-
-    def __del__(self) -> None:
-        self._meter.remove(self._counted)
-        if self.host is not None:  # in whichever thread autograd frees it: only leave word
-            device = None if self.ticket is None else self.device
-            self._returned.append(_Returned(self.host, device, self.ticket))
-
-
-class View:
-    """A saved tensor: the tensor itself while it has not left, how it lies in its storage afterwards.
-
-    Attributes:
-        tensor: An alias of the tensor, without its graph; None once it has been let go.
-        version: Its version when it was saved.
-    """
-
-    __slots__ = ("_changed", "_layout", "tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor.detach()  # the tensor itself may hold the node that saves it
-        self.version = tensor._version
-        self._changed = False
-        self._layout: tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
-
-    @property
-    def changed_in_place(self) -> bool:
-        """Whether it was written to after it was saved, as far as backward would see it."""
-        return self._changed if self.tensor is None else self.tensor._version != self.version
-
-    @property
-    def shape(self) -> torch.Size:
-        """Its shape."""
-        return self._layout[2] if self.tensor is None else self.tensor.shape
-
-    def let_go(self) -> None:
-        """Remember what is needed to make it again."""
-        tensor = self.tensor
-        if tensor is not None:
-            self._changed = self.changed_in_place
-            offset = int(tensor.storage_offset()) * tensor.element_size()
-            self._layout = tensor.dtype, offset, tensor.size(), tensor.stride()
-            self.tensor = None
-
-    def made_of(self, memory: Tensor, start: int) -> Tensor:
-        """The tensor again, in memory that holds its storage from byte `start` on."""
-        dtype, offset, size, stride = self._layout
-        first = (offset - start) // dtype.itemsize
-        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), first, size, stride)
-
-
-class Offloaded(NamedTuple):
-    """What autograd holds in place of a tensor."""
-
-    activation: Activation
-    view: View
-
-
-class _Returned(NamedTuple):
-    """What is left of an activation that autograd dropped: memory, and the copy that nothing has waited for yet."""
-
-    host: Piece
-    device: Tensor | None
-    ticket: Ticket | None
 
 
 class Bundle:
@@ -207,13 +47,15 @@ class Bundle:
 
     Attributes:
         unit: The unit.
+        leaves: Whether it waits on the host. What stays is here all the same, to tell what comes next in backward.
         members: Which of its members were called.
         before: The bundle that was complete before this one: the next one that backward needs.
         around: Bundles of calls that were around these.
     """
 
-    def __init__(self, member: Member, around: Iterable[Bundle]) -> None:
+    def __init__(self, member: Member, leaves: bool, around: Iterable[Bundle]) -> None:
         self.unit: Unit | None = member.unit
+        self.leaves = leaves
         self.members = {member}
         self.before: Bundle | None = None
         self.around = tuple(around)
@@ -258,7 +100,7 @@ class Offloader:
         self._staying: deque[Bundle] = deque()
         self._leaving: list[_Leaving] = []
         self._back: list[ref[Activation]] = []
-        self._returned: deque[_Returned] = deque()
+        self._returned: deque[Returned] = deque()
         self._closed = False
 
     # ------------------------------------------------------------------------------------------------------ forward
@@ -269,21 +111,26 @@ class Offloader:
 
     @property
     def current(self) -> Bundle | None:
-        """What the call that was entered last saves; None where nothing leaves: in backward, and without a graph."""
+        """What the call that was entered last saves; None in backward, and without a graph."""
         return self._open[-1] if self._open else None
 
-    def enter(self, member: Member) -> None:
-        """A call of a unit begins."""
-        with self._lock:
-            leaves = torch.is_grad_enabled() and not in_backward()  # a recomputation is used at once
-            self._open.append(self._bundle_for(member) if leaves else None)
+    def enter(self, member: Member, leaves: bool) -> None:
+        """A call of a unit begins.
 
-    def _bundle_for(self, member: Member) -> Bundle:
+        Args:
+            member: What is called.
+            leaves: Whether what it saves is to wait on the host.
+        """
+        with self._lock:
+            is_forward = torch.is_grad_enabled() and not in_backward()  # a recomputation is used at once
+            self._open.append(self._bundle_for(member, leaves) if is_forward else None)
+
+    def _bundle_for(self, member: Member, leaves: bool) -> Bundle:
         last = self._last
-        if last is not None and last.unit is member.unit and member not in last.members and last not in self._open:
+        if last is not None and (last.unit, last.leaves) == (member.unit, leaves) and member not in last.members:
             last.members.add(member)
             return last
-        return Bundle(member, [bundle for bundle in self._open if bundle is not None])
+        return Bundle(member, leaves, [bundle for bundle in self._open if bundle is not None])
 
     def leave(self, ahead: Callable[[], int]) -> None:
         """The call that was entered last ends.
@@ -299,7 +146,7 @@ class Offloader:
                 bundle.before, self._last = self._last, bundle
             self._let_go_of_all_but(bundle)
             self._take_back()
-            if bundle not in self._staying:
+            if bundle.leaves and bundle not in self._staying:
                 self._staying.append(bundle)
             may_stay = max(0, STAYING - ahead())
             while len(self._staying) > may_stay:
@@ -307,13 +154,13 @@ class Offloader:
 
     def _send(self, bundle: Bundle) -> None:
         """Start the copies of what a unit saved."""
-        here = [a for a in bundle.waiting() if a.place is Place.DEVICE and a.is_worth_a_copy()]
-        negligible = _smallest(here, sum(activation.nbytes for activation in here) // _NEGLIGIBLE)
+        here = [a for a in bundle.waiting() if a.stage is Stage.DEVICE and a.is_worth_a_copy()]
+        negligible = _smallest(here, sum(activation.held for activation in here) // _NEGLIGIBLE)
         for activation in [activation for activation in here if activation not in negligible]:
             activation.host = self._pool.take(activation.nbytes)
             source = activation.source()
             activation.ticket = self._backend.download(activation.host.bytes, source)
-            activation.place = Place.LEAVING
+            activation.stage = Stage.LEAVING
             self._leaving.append(_Leaving(bundle, activation, source))
             self._stats.bytes_to_host += activation.nbytes
             self._stats.offloaded_bytes += activation.nbytes
@@ -321,27 +168,29 @@ class Offloader:
     def _let_go_of_all_but(self, bundle: Bundle | None) -> None:
         """Free the device memory of what was sent; computing waits for the copies out of it, the host does not."""
         for leaving in self._leaving:
-            if leaving.bundle is not bundle and leaving.activation.place is Place.LEAVING:
+            if leaving.bundle is not bundle and leaving.activation.stage is Stage.LEAVING:
                 assert leaving.activation.ticket is not None
                 self._backend.wait(leaving.activation.ticket)
                 leaving.activation.let_go()
-        self._leaving = [leaving for leaving in self._leaving if leaving.activation.place is Place.LEAVING]
+        self._leaving = [leaving for leaving in self._leaving if leaving.activation.stage is Stage.LEAVING]
 
     def _call_off(self, activation: Activation) -> None:
         """Backward came earlier than expected: what is leaving stays."""
         assert activation.host is not None
-        self._returned.append(_Returned(activation.host, None, activation.ticket))
-        activation.place, activation.host, activation.ticket = Place.DEVICE, None, None
+        self._returned.append(Returned(activation.host, None, activation.ticket))
+        activation.stage, activation.host, activation.ticket = Stage.DEVICE, None, None
 
     # ------------------------------------------------------------------------------------------------ saved tensors
 
     def pack(self, tensor: Tensor) -> Offloaded | None:
         """Take a tensor that autograd saves; None if it is not for us, or has to stay."""
         bundle = self.current
-        key = 0 if bundle is None else self._memory_that_may_leave(tensor)
-        if bundle is None or key == 0:
+        if bundle is None or not bundle.leaves:
             return None
-        start, end = _extent(tensor)
+        key = self._memory_that_may_leave(tensor)
+        if key == 0:
+            return None
+        start, end = extent(tensor)
         with self._lock:
             activation = self._by_memory.get(key)
             if activation is None or not activation.can_hold(tensor, start, end):
@@ -356,11 +205,10 @@ class Offloader:
             key not in self._meter.uncounted
             and key != 0
             and tensor.untyped_storage().nbytes() >= SMALLEST
-            and tensor.numel() > 0
             and tensor.device == self._backend.device
             and not (tensor.is_leaf and tensor.requires_grad)
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
-            and tensor.data_ptr() != 0  # zeros without memory, as forward-mode differentiation has them
+            and tensor.data_ptr() != 0  # empty, or zeros without memory, as forward-mode differentiation has them
         )
         return key if may_leave else 0
 
@@ -370,7 +218,7 @@ class Offloader:
         with self._lock:
             if view.tensor is not None:
                 return view.tensor
-            if activation.place is Place.HOST:
+            if activation.stage is Stage.HOST:
                 self._stats.activation_misses += 1
                 self._fetch(activation)
             if activation.ticket is not None:
@@ -388,13 +236,13 @@ class Offloader:
             wanted = [*reversed(bundle.waiting()), *reversed(bundle.before.waiting() if bundle.before else [])]
             needed = {*wanted, *(activation for other in bundle.around for activation in other.waiting())}
             for activation in needed:
-                if activation.place is Place.LEAVING:
+                if activation.stage is Stage.LEAVING:
                     self._call_off(activation)
             self._let_go_of_all_but(None)
             self._drop_all_but(needed)
             self._take_back()
             for activation in wanted:
-                if activation.place is Place.HOST:
+                if activation.stage is Stage.HOST:
                     self._fetch(activation)
 
     def end_backward(self) -> None:
@@ -446,7 +294,7 @@ class Offloader:
             self._staying.clear()
             self._last = None
             for leaving in self._leaving:
-                if leaving.activation.place is Place.LEAVING:
+                if leaving.activation.stage is Stage.LEAVING:
                     self._call_off(leaving.activation)
             self._leaving.clear()
             self._drop_all_but(set(), landed=True)
@@ -461,21 +309,11 @@ class Offloader:
 
 
 def _smallest(activations: Iterable[Activation], nbytes: int) -> set[Activation]:
-    """The smallest ones that together take no more than this."""
+    """The smallest ones that together hold no more than this."""
     found = set()
-    for activation in sorted(activations, key=lambda activation: activation.nbytes):
-        nbytes -= activation.nbytes
+    for activation in sorted(activations, key=lambda activation: activation.held):
+        nbytes -= activation.held
         if nbytes < 0:
             break
         found.add(activation)
     return found
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """From where to where in its storage a tensor lies, in bytes, at addresses as good as the tensor's own."""
-    elements = tensor.numel()
-    if not tensor.is_contiguous():
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    # kernels choose by a tensor's alignment, and another kernel may round in another way
-    return start // ALIGNMENT * ALIGNMENT, start + elements * tensor.element_size()

@@ -81,6 +81,7 @@ class UnitCall:
         args: Its arguments.
         kwargs: Its keyword arguments.
         on_repeat: Called with it when its forward runs again; what it returns surrounds that.
+        checks: Whether to compare, bit by bit, what the forward saves the second time with what it saved at first.
 
     Attributes:
         member: Whose call it is.
@@ -95,8 +96,10 @@ class UnitCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         on_repeat: Callable[[UnitCall], AbstractContextManager[None]],
+        checks: bool,
     ) -> None:
         self.member = member
+        self._checks = checks
         self._meter = saved.meter
         self._on_repeat = on_repeat
         self._bytes_before = self._meter.bytes
@@ -125,22 +128,25 @@ class UnitCall:
         """
         obstacle = self._effects.settle() or self._inputs.what_changed() or self._what_weight_changed()
         known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
-        alive = list(self._alive())
+        alive = [kept for _, kept in self._alive()]
         tensors = [kept.tensor for kept in alive if kept.tensor is not None]
         is_worth_it = any(storage_key(tensor) not in known for tensor in tensors)
         # what was changed after it was saved must raise in backward, as it does in plain training
         is_wrong = any(kept.is_changed for kept in alive)
-        repeatable = obstacle is None and is_worth_it and not is_wrong and not self._checkpoints_itself
+        is_possible = not is_wrong and not self._checkpoints_itself and self._inputs.outlive_the_call
+        repeatable = obstacle is None and is_worth_it and is_possible
         self.footprint = self._take_stock(tensors, repeatable)
         if repeatable:
+            if self._checks:
+                self._sums = {index: _checksum(kept.get()) for index, kept in self._alive()}
             self.drop()
             return None
         del self._inputs, self._surroundings, self._effects
-        return obstacle if is_worth_it and not self._checkpoints_itself else None
+        return obstacle if is_worth_it and is_possible else None
 
     def drop(self) -> None:
         """Let go of what can be computed again."""
-        for kept in self._alive():
+        for _, kept in self._alive():
             kept.drop()
 
     def _take_stock(self, tensors: list[Tensor], repeatable: bool) -> Footprint:
@@ -154,10 +160,10 @@ class UnitCall:
             changed = any(twin.weight.twin is twin and twin.version() != version for twin, version in self._weights)
         return "changes a weight in place" if changed else None
 
-    def _alive(self) -> Iterator[Kept]:
-        for reference in self._kept:
+    def _alive(self) -> Iterator[tuple[int, Kept]]:
+        for index, reference in enumerate(self._kept):
             if (kept := reference()) is not None:
-                yield kept
+                yield index, kept
 
     # --------------------------------------------------------------------------------------------------- in backward
 
@@ -182,7 +188,9 @@ class UnitCall:
             suppress(_NothingMissing),
         ):
             self.member.module(*args, **kwargs)
-        if refill.missing:
+        if refill.missing or (
+            self._checks and any(_checksum(kept.get()) != self._sums[i] for i, kept in self._alive())
+        ):
             raise RuntimeError(_computed_something_else(self.member.name))
 
 
@@ -224,6 +232,11 @@ class _Inputs:
     def tensors(self) -> list[Tensor]:
         """The tensors among them, without weights."""
         return [leaf.tensor for leaf in self._leaves if isinstance(leaf, _Input)]
+
+    @property
+    def outlive_the_call(self) -> bool:
+        """False for what `torch.func` wraps, and unwraps when its transform is over."""
+        return all(storage_key(tensor) or tensor.layout is not torch.strided for tensor in self.tensors)
 
     def what_changed(self) -> str | None:
         """What the forward did to them that cannot be undone, in words."""
@@ -301,6 +314,12 @@ def _set_random_states(device: torch.device, states: dict[str, Any]) -> None:
         torch.get_device_module(device).set_rng_state(states["device"], device)
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+def _checksum(tensor: Tensor) -> int:
+    if tensor.dtype is torch.uint8:  # a kernel's workspace (LSTM), parts of which nobody has written to
+        return 0
+    return int(tensor.detach().contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64))
 
 
 def _is_saved_by_a_checkpoint() -> bool:

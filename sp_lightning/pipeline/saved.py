@@ -24,17 +24,26 @@ from sp_lightning.pipeline._private import (
     top_saved_tensor_hooks,
     without_torch_function,
 )
+from sp_lightning.pipeline.memory import Offloaded
 from sp_lightning.pipeline.meter import Meter
-from sp_lightning.pipeline.offload import Offloaded, Offloader
+from sp_lightning.pipeline.offload import Offloader
 from sp_lightning.pipeline.weights import Twin
 
 
-class _Handle(NamedTuple):
+class _Handle:
     """A weight (or a view of one): an alias of its fixed place, good whenever the weight is there."""
 
-    twin: Twin
-    alias: Tensor
-    version: int
+    __slots__ = ("_group", "alias", "twin", "version")
+
+    def __init__(self, twin: Twin, alias: Tensor, version: int) -> None:
+        self.twin = twin
+        self.alias = alias
+        self.version = version
+        self._group = twin.group
+        self._group.handles += 1
+
+    def __del__(self) -> None:
+        self._group.handles -= 1
 
 
 class Kept:

@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import vmap
 
 from sp_lightning.pipeline import Backend, HostBackend, Stats
 from sp_lightning.pipeline import offload as offload_module
 from sp_lightning.pipeline._private import storage_key, weak_storage
 from sp_lightning.pipeline.host import ALIGNMENT
+from sp_lightning.pipeline.memory import Stage
 from sp_lightning.pipeline.meter import Meter
-from sp_lightning.pipeline.offload import Bundle, Offloader, Place
+from sp_lightning.pipeline.offload import Bundle, Offloader
 from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.units import Member, Unit
 
@@ -49,9 +51,11 @@ class Scene:
         unit = Unit("unit")
         return [Member(name, nn.Identity(), unit) for name in members or ["only"]]
 
-    def call(self, forward: Callable[[], Tensor], ahead: int, member: Any = None) -> tuple[Tensor, Bundle]:
+    def call(
+        self, forward: Callable[[], Tensor], ahead: int, member: Any = None, leaves: bool = True
+    ) -> tuple[Tensor, Bundle]:
         """A unit's forward."""
-        self.offloader.enter(member or self.unit()[0])
+        self.offloader.enter(member or self.unit()[0], leaves)
         bundle = self.offloader.current
         assert bundle is not None
         try:
@@ -71,8 +75,8 @@ class Scene:
         assert not packed.view.changed_in_place
         return self.offloader.unpack(packed)
 
-    def places(self, bundle: Bundle) -> list[Place]:
-        return [activation.place for activation in bundle.waiting()]
+    def stages(self, bundle: Bundle) -> list[Stage]:
+        return [activation.stage for activation in bundle.waiting()]
 
 
 @pytest.fixture
@@ -103,17 +107,17 @@ def test_an_activation_goes_and_comes_back(scene: Scene) -> None:
     """In the order: copy, wait when the next unit leaves, copy back one unit ahead, wait when backward reads it."""
     x = large()
     a, first = scene.call(exp(x), ahead=9)
-    assert scene.places(first) == [Place.LEAVING]
+    assert scene.stages(first) == [Stage.LEAVING]
     b, second = scene.call(exp(a), ahead=9)
-    assert scene.places(first) == [Place.HOST]
+    assert scene.stages(first) == [Stage.HOST]
     c, third = scene.call(exp(b), ahead=0)
-    assert scene.places(second) == [Place.HOST]
-    assert scene.places(third) == [Place.DEVICE]
+    assert scene.stages(second) == [Stage.HOST]
+    assert scene.stages(third) == [Stage.DEVICE]
     assert scene.backend.said("download", "upload", "wait") == ["download", "wait", "download", "wait"]
 
     scene.offloader.reach(third)
-    assert scene.places(second) == [Place.BACK]
-    assert scene.places(first) == [Place.HOST]
+    assert scene.stages(second) == [Stage.BACK]
+    assert scene.stages(first) == [Stage.HOST]
     assert scene.backend.said("upload", "wait") == ["wait", "wait", "upload"]
     expected = (c * b * a).detach()
     del a, b
@@ -130,7 +134,7 @@ def test_the_last_units_before_the_turn_stay(scene: Scene) -> None:
     for ahead in (3, 2, 1, 0):
         x, bundle = scene.call(exp(x), ahead)
         bundles.append(bundle)
-    assert [scene.places(bundle)[0] for bundle in bundles] == [Place.HOST, Place.HOST, Place.DEVICE, Place.DEVICE]
+    assert [scene.stages(bundle)[0] for bundle in bundles] == [Stage.HOST, Stage.HOST, Stage.DEVICE, Stage.DEVICE]
 
 
 def test_a_turn_that_did_not_come_is_made_up_for(scene: Scene) -> None:
@@ -140,16 +144,16 @@ def test_a_turn_that_did_not_come_is_made_up_for(scene: Scene) -> None:
     for _ in range(4):
         x, bundle = scene.call(exp(x), ahead=0)
         bundles.append(bundle)
-    assert [scene.places(bundle)[0] for bundle in bundles] == [Place.HOST, Place.LEAVING, Place.DEVICE, Place.DEVICE]
+    assert [scene.stages(bundle)[0] for bundle in bundles] == [Stage.HOST, Stage.LEAVING, Stage.DEVICE, Stage.DEVICE]
 
 
 def test_a_turn_that_comes_early_calls_a_copy_off(scene: Scene) -> None:
     """What is still on the device is used there."""
     x = large()
     y, bundle = scene.call(exp(x), ahead=9)
-    assert scene.places(bundle) == [Place.LEAVING]
+    assert scene.stages(bundle) == [Stage.LEAVING]
     scene.offloader.reach(bundle)
-    assert scene.places(bundle) == [Place.DEVICE]
+    assert scene.stages(bundle) == [Stage.DEVICE]
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
     assert scene.stats.fetched_bytes == 0
@@ -178,7 +182,7 @@ def test_what_autograd_drops_is_dropped(scene: Scene) -> None:
         outputs.append(y)
         bundles.append(bundle)
     scene.offloader.reach(bundles[0])
-    assert [scene.places(bundle)[0].name for bundle in bundles] == ["BACK", "HOST", "HOST", "DEVICE"]
+    assert [scene.stages(bundle)[0].name for bundle in bundles] == ["BACK", "HOST", "HOST", "DEVICE"]
     outputs.clear()
     del y
     scene.packed.clear()
@@ -189,6 +193,25 @@ def test_what_autograd_drops_is_dropped(scene: Scene) -> None:
         "upload",
         "wait",
     ]  # nobody read it, yet it must not be overtaken
+
+
+def test_device_memory_is_counted_and_free_at_once(scene: Scene) -> None:
+    """As autograd frees node by node: on its way back, too, memory is not held by who brought it."""
+    x = large()
+    y, bundle = scene.call(exp(x), ahead=9)
+    scene.call(lambda: large().sum(), ahead=9)
+    assert scene.stats.activation_bytes == 0
+    scene.offloader.reach(bundle)
+    assert scene.stats.activation_bytes == x.nbytes
+    device = bundle.waiting()[0].device
+    assert device is not None
+    memory = weak_storage(device)
+    del device
+    scene.packed.clear()
+    y.sum().backward()
+    assert memory.expired()
+    assert scene.stats.activation_bytes == 0
+    assert scene.stats.activation_peak_bytes == x.nbytes
 
 
 def test_host_memory_comes_back_from_any_thread(scene: Scene) -> None:
@@ -237,7 +260,7 @@ def test_two_units_that_save_the_same_send_it_once(scene: Scene) -> None:
     b, second = scene.call(a.sin, ahead=9)
     c, third = scene.call(a.cos, ahead=9)
     assert scene.backend.said("download") == ["download"]
-    assert scene.places(first) == scene.places(second) == scene.places(third) == [Place.HOST]
+    assert scene.stages(first) == scene.stages(second) == scene.stages(third) == [Stage.HOST]
     expected = (a * (a.cos() - a.sin())).detach()
     del a
     scene.offloader.reach(third)
@@ -268,7 +291,7 @@ def test_a_part_of_a_large_memory_does_not_take_all_of_it_along(scene: Scene) ->
     _, row = scene.call(lambda: (x[3] * matrix[3]).sum(), ahead=9)
     assert [nbytes for what, (_, nbytes) in scene.backend.calls if what == "download"] == [4 * ROWS]
     _, column = scene.call(lambda: (x[:, 3] * matrix[:, 3]).sum(), ahead=9)
-    assert scene.places(column) == [Place.DEVICE]
+    assert scene.stages(column) == [Stage.DEVICE]
     assert len(scene.backend.said("download")) == 1
 
 
@@ -280,10 +303,26 @@ def test_what_is_next_to_nothing_stays(scene: Scene) -> None:
         return sum(large(size).exp().sum() for size in sizes)
 
     _, bundle = scene.call(forward, ahead=9)
-    places = {activation.nbytes: activation.place for activation in bundle.waiting()}
-    stayed = [activation for activation in bundle.waiting() if activation.place is Place.DEVICE]
+    stages = {activation.nbytes: activation.stage for activation in bundle.waiting()}
+    stayed = [activation for activation in bundle.waiting() if activation.stage is Stage.DEVICE]
     assert [activation.nbytes for activation in stayed] == [4 * ROWS]
-    assert places[4 * 90 * ROWS] is places[4 * 60 * ROWS] is Place.LEAVING
+    assert stages[4 * 90 * ROWS] is stages[4 * 60 * ROWS] is Stage.LEAVING
+
+
+def test_a_small_part_that_holds_much_leaves(scene: Scene) -> None:
+    """The first token of each sentence, say: what stays on the device is not the part but all of its memory."""
+    hidden, x = torch.randn(90, ROWS), large()
+
+    def forward(row: Tensor) -> Tensor:
+        return (x * row).sum() + large(100 * ROWS).exp().sum()
+
+    _, bundle = scene.call(partial(forward, hidden[0]), ahead=9)
+    assert sorted(activation.nbytes for activation in bundle.waiting()) == [4 * ROWS, 400 * ROWS]
+    assert set(scene.stages(bundle)) == {Stage.LEAVING}
+    memory = weak_storage(hidden)
+    del hidden
+    scene.call(lambda: large().sum(), ahead=9)
+    assert memory.expired()
 
 
 def test_alignment_is_kept(scene: Scene) -> None:
@@ -306,10 +345,10 @@ def test_alignment_is_kept(scene: Scene) -> None:
 
 def saved_by(scene: Scene, tensor: Tensor) -> Any:
     """What becomes of one tensor, saved in a unit."""
-    scene.offloader.enter(scene.unit()[0])
+    scene.offloader.enter(scene.unit()[0], True)
     packed = scene.offloader.pack(tensor)
     scene.offloader.leave(soon)
-    scene.offloader.enter(scene.unit()[0])
+    scene.offloader.enter(scene.unit()[0], True)
     scene.offloader.leave(soon)
     return packed
 
@@ -334,7 +373,7 @@ def test_it_comes_back_as_it_was(scene: Scene, kind: str) -> None:
     """Values, shape, strides, dtype."""
     tensor = KINDS[kind]()
     packed = saved_by(scene, tensor)
-    assert packed.activation.place is Place.HOST
+    assert packed.activation.stage is Stage.HOST
     back = scene.unpack(packed)
     assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
     assert torch.equal(back, tensor)
@@ -357,7 +396,6 @@ STAYING = {
     "quantised": lambda: torch.quantize_per_tensor(torch.randn(ROWS), 0.1, 0, torch.quint8),
     "nested": lambda: torch.nested.as_nested_tensor([torch.randn(ROWS), torch.randn(3)]),
     "zeros without memory": lambda: torch._efficientzerotensor((ROWS,)),
-    "elsewhere": lambda: torch.empty(ROWS, device="meta"),
 }
 
 
@@ -365,6 +403,30 @@ STAYING = {
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_not_plain_memory_stays(scene: Scene, kind: str) -> None:
     assert saved_by(scene, STAYING[kind]()) is None
+
+
+def test_without_a_graph_there_are_no_bundles(scene: Scene) -> None:
+    _, before = scene.call(exp(large()), 9)
+    with torch.no_grad():
+        scene.offloader.enter(scene.unit()[0], True)
+        assert scene.offloader.current is None
+        scene.offloader.leave(soon)
+    _, after = scene.call(exp(large()), 9)
+    assert after.before is before
+
+
+def test_what_is_on_another_device_stays(scene: Scene) -> None:
+    """A scalar or an index on the host."""
+    scene.backend.device = torch.device("cuda", 0)
+    assert saved_by(scene, torch.randn(ROWS)) is None
+
+
+def test_what_vmap_wraps_stays(scene: Scene) -> None:
+    scene.offloader.enter(scene.unit()[0], True)
+    packed = []
+    vmap(lambda x: (packed.append(scene.offloader.pack(x)), x)[1])(torch.randn(ROWS, ROWS))
+    scene.offloader.leave(soon)
+    assert packed == [None]
 
 
 def test_buffers_and_their_views_stay(scene: Scene) -> None:
@@ -385,15 +447,18 @@ def test_what_backward_saves_stays(scene: Scene) -> None:
     seen = []
 
     def hook(_: Tensor) -> None:
-        scene.offloader.enter(scene.unit()[0])
-        seen.append(scene.offloader.current)
-        seen.append(scene.offloader.pack(torch.randn(ROWS)))
-        scene.offloader.leave(soon)
+        scene.offloader.enter(scene.unit()[0], True)
+        with torch.enable_grad():
+            scene.offloader.enter(scene.unit()[0], True)
+        for _ in range(2):
+            seen.append(scene.offloader.current)
+            seen.append(scene.offloader.pack(torch.randn(ROWS)))
+            scene.offloader.leave(soon)
 
     x = large()
     x.register_hook(hook)
     x.sum().backward()
-    assert seen == [None, None]
+    assert seen == [None] * 4
     assert scene.backend.calls == []
 
 
@@ -405,16 +470,16 @@ def test_a_change_in_place_is_noticed(scene: Scene, when: str) -> None:
     """As autograd would notice it; the copy may hold either of both."""
     offloader = scene.offloader
     tensor = torch.randn(ROWS)
-    offloader.enter(scene.unit()[0])
+    offloader.enter(scene.unit()[0], True)
     packed = offloader.pack(tensor)
     if when == "before it left":
         tensor.add_(1)
     offloader.leave(soon)
     if when == "while it leaves":
         tensor.add_(1)
-    offloader.enter(scene.unit()[0])
+    offloader.enter(scene.unit()[0], True)
     offloader.leave(soon)
-    assert packed.activation.place is Place.HOST
+    assert packed.activation.stage is Stage.HOST
     assert packed.view.changed_in_place
 
 
@@ -447,14 +512,35 @@ def test_members_of_one_unit_are_one_bundle(scene: Scene) -> None:
     x = large()
     a, first = scene.call(exp(x), 9, one)
     b, second = scene.call(exp(a), 9, two)
-    c, third = scene.call(exp(b), 9)
-    d, fourth = scene.call(exp(c), 9)
     assert first is second
-    assert scene.places(first) == [Place.HOST] * 2
+    assert scene.stages(first) == [Stage.LEAVING] * 2  # nothing is let go of before another unit leaves
+    c, third = scene.call(exp(b), 9)
+    _, fourth = scene.call(exp(c), 9)
+    assert scene.stages(first) == [Stage.HOST] * 2
     scene.offloader.reach(third)
-    assert scene.places(first) == [Place.BACK] * 2
+    assert scene.stages(first) == [Stage.BACK] * 2
     assert fourth.before is third
     assert third.before is first
+
+
+def test_members_that_part_are_two_bundles(scene: Scene) -> None:
+    """`auto` may choose for each of them."""
+    one, two = scene.unit("one", "two")
+    a, first = scene.call(exp(large()), 9, one, leaves=False)
+    _, second = scene.call(exp(a), 9, two)
+    assert first is not second
+    assert (len(first.waiting()), len(second.waiting())) == (0, 1)
+
+
+def test_a_unit_of_several_members_stays_as_one(scene: Scene) -> None:
+    """Two units before the turn, whatever they are made of."""
+    x = large()
+    bundles = []
+    for member, ahead in [*((member, 1) for member in scene.unit("a", "b", "c")), (scene.unit()[0], 0)]:
+        x, bundle = scene.call(exp(x), ahead, member)
+        bundles.append(bundle)
+    assert scene.stages(bundles[0]) == [Stage.DEVICE] * 3
+    assert scene.stages(bundles[-1]) == [Stage.DEVICE]
 
 
 def test_a_member_called_again_is_another_bundle(scene: Scene) -> None:
@@ -473,8 +559,10 @@ def test_a_unit_inside_of_another(scene: Scene) -> None:
     zero, before = scene.call(exp(x), 9)
     inner: list[Any] = []
 
+    noise = torch.randn(ROWS)
+
     def forward() -> Tensor:
-        a = zero.sin()
+        a = zero.sin() * noise
         b, bundle = scene.call(lambda: a.exp(), 9)
         inner.append(bundle)
         return b.cos()
@@ -485,13 +573,28 @@ def test_a_unit_inside_of_another(scene: Scene) -> None:
     assert inner[0].before is before
     assert inner[0].around == (outer,)
     scene.offloader.reach(outer)
-    assert set(scene.places(outer)) == set(scene.places(inner[0])) == {Place.BACK}
+    assert set(scene.stages(outer)) == set(scene.stages(inner[0])) == {Stage.BACK}
     scene.offloader.reach(inner[0])
-    assert set(scene.places(outer)) == set(scene.places(before)) == {Place.BACK}
-    expected = torch.autograd.grad(x.exp().sin().exp().cos().sum(), x)[0]
+    assert set(scene.stages(outer)) == set(scene.stages(before)) == {Stage.BACK}
+    expected = torch.autograd.grad((x.exp().sin() * noise).exp().cos().sum(), x)[0]
     y.sum().backward()
     assert torch.equal(x.grad, expected)
     assert scene.stats.activation_misses == 0
+
+
+def test_units_that_keep_theirs_are_among_the_others(scene: Scene) -> None:
+    """Backward through one that stays brings what comes next all the same."""
+    x = large()
+    a, first = scene.call(exp(x), 9)
+    b, second = scene.call(exp(a), 9, leaves=False)
+    assert scene.stages(first) == [Stage.HOST]
+    assert second.waiting() == []
+    c, third = scene.call(exp(b), 9)
+    assert third.before is second
+    scene.offloader.reach(second)
+    assert scene.stages(first) == [Stage.BACK]
+    c.sum().backward()
+    assert torch.equal(x.grad, (c * b * a).detach())
 
 
 def test_a_new_step_has_nothing_before_it(scene: Scene) -> None:
@@ -512,12 +615,13 @@ def test_a_retained_graph_goes_back_to_the_host(scene: Scene) -> None:
     for _ in range(2):
         for bundle in reversed(bundles):
             scene.offloader.reach(bundle)
-            places = [scene.places(other)[0] for other in bundles]
-            assert places.count(Place.BACK) <= 2
+            stages = [scene.stages(other)[0] for other in bundles]
+            assert stages.count(Stage.BACK) <= 2
             for packed in [p for p in scene.packed if p is not None and p.activation in bundle.waiting()]:
                 assert torch.equal(scene.unpack(packed), scene.unpack(packed))
         scene.offloader.end_backward()
-        assert [scene.places(bundle)[0] for bundle in bundles] == [Place.HOST] * 5
+        assert [scene.stages(bundle)[0] for bundle in bundles] == [Stage.HOST] * 5
+        assert scene.stats.activation_bytes == 0
     first = torch.autograd.grad(y.sum(), x, retain_graph=True)
     second = torch.autograd.grad(y.sum(), x)
     assert torch.equal(*first, *second)
@@ -530,10 +634,11 @@ def test_reset_leaves_nothing_half_done(scene: Scene) -> None:
     """An exception in mid-forward; what it left behind can still be differentiated, and goes when it is dropped."""
     x = large()
     y, first = scene.call(exp(x), 9)
-    scene.offloader.enter(scene.unit()[0])
+    scene.offloader.enter(scene.unit()[0], True)
     scene.offloader.reset()
+    assert scene.offloader.current is None
     scene.offloader.leave(soon)  # from a `finally` further out
-    assert scene.places(first) == [Place.DEVICE]  # the copy may have failed
+    assert scene.stages(first) == [Stage.DEVICE]  # the copy may have failed
     assert scene.offloader.pack(torch.randn(ROWS)) is None
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
@@ -553,7 +658,7 @@ def test_a_copy_that_failed_is_told_of_and_never_used(scene: Scene) -> None:
     with pytest.raises(OSError, match="on purpose"):
         scene.call(exp(large()), 9)
     scene.offloader.reset()
-    assert scene.places(first) == [Place.DEVICE]
+    assert scene.stages(first) == [Stage.DEVICE]
     assert scene.pool.in_use == 0
     z, second = scene.call(exp(y), 9)
     scene.call(exp(large()), 9)
@@ -561,7 +666,7 @@ def test_a_copy_that_failed_is_told_of_and_never_used(scene: Scene) -> None:
     with pytest.raises(OSError, match="on purpose"):
         torch.autograd.grad(z.sum(), x, retain_graph=True)
     scene.offloader.reset()
-    assert scene.places(second) == [Place.HOST]
+    assert scene.stages(second) == [Stage.HOST]
     z.sum().backward()
     assert torch.equal(x.grad, z.detach() * y.detach())
 

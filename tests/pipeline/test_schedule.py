@@ -51,6 +51,30 @@ def test_an_order_that_was_seen_is_expected() -> None:
     assert ahead(schedule, 6) == [0, 1, 1, 0, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("uses", "expected"),
+    [
+        ([], []),
+        ([(0, F)], [1, 2]),
+        ([(1, F)], [2]),
+        ([(2, F)], []),
+        ([(2, B)], [1, 0]),
+        ([(0, B)], []),
+        ([(0, F), (2, F), (2, B), (0, B)] * 2 + [(0, F)], [2]),
+    ],
+    ids=str,
+)
+def test_what_is_expected_before_the_turn(uses: list[Use], expected: list[int]) -> None:
+    """Forward before backward, backward before forward; as it is usually, or as it was seen."""
+    schedule = Schedule(3)
+    run(schedule, uses)
+    assert list(islice(schedule.upcoming_before_the_turn(), 9)) == expected
+
+
+def test_nothing_is_expected_of_nothing() -> None:
+    assert list(Schedule(0).upcoming()) == list(Schedule(0).upcoming_before_the_turn()) == []
+
+
 def test_a_member_used_twice_is_told_by_what_came_before() -> None:
     """Where a shared block comes twice, what follows depends on what came before it."""
     schedule = Schedule(4)

@@ -1,0 +1,56 @@
+"""Activations that wait on the host, on a real device: same numbers, less memory, and the host waits for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from .test_streams import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, train
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize("k", [1, 3])
+def test_activations_come_back_as_they_left(k: int, pin: bool, cuda: torch.device) -> None:
+    """With a device that lags far behind the host, memory is used again only when the copies are done with it."""
+    quick_losses, quick_weights = train(big_chain(), cuda, k=BLOCKS)
+    slow = big_chain(cycles=5_000_000)
+    slow_losses, slow_weights = train(slow, cuda, k=k, pin_memory=pin, activations="offload")
+    assert all(map(torch.equal, quick_losses, slow_losses))
+    assert all(map(torch.equal, quick_weights, slow_weights))
+
+
+def test_no_host_synchronisation_in_a_step(cuda: torch.device) -> None:
+    """CUDA itself reports any call that makes the host wait."""
+    model = big_chain()
+    x = torch.randn(ROWS, WIDTH, device=cuda)
+    with on_device(model, cuda, activations="offload") as pipe:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+            try:
+                micro_step(pipe, x)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            optimizer.step()
+            optimizer.zero_grad()
+        assert pipe.stats.offloaded_bytes > 0
+        assert pipe.stats.activation_misses == 0
+
+
+def test_peak_memory(cuda: torch.device) -> None:
+    """Of what is kept otherwise, a third at most; weights and gradients on their way are the same in both."""
+
+    def peak(activations: str) -> int:
+        x = torch.randn(128 * ROWS, WIDTH, device=cuda)
+        with on_device(big_chain(), cuda, k=2, activations=activations) as pipe:
+            micro_step(pipe, x[:ROWS])  # buffers that stay are made
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            micro_step(pipe, x)
+            return torch.cuda.max_memory_allocated() - before
+
+    assert peak("offload") <= 0.35 * peak("keep")
