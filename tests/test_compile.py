@@ -482,8 +482,8 @@ def test_a_whole_graph_of_the_model_is_refused() -> None:
             whole(Run.rows(0))
 
 
-def test_a_compiled_lightning_module_is_lightnings_message() -> None:
-    """Hazard 25 is in test_strategy.py; a LightningModule whose model was compiled in `__init__` trains."""
+def test_a_model_compiled_inside_of_a_lightning_module() -> None:
+    """It streams. Lightning refuses what is compiled around a LightningModule (hazard 25), see test_strategy.py."""
 
     class Module(L.LightningModule):
         def __init__(self) -> None:

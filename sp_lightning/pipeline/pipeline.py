@@ -353,8 +353,9 @@ class Pipeline:
         self._meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._follow_requires_grad(twin)
-        for member in plan.streamed_members if self.options.compile else ():
-            member.compiled = compiled_call(member.module)
+        if self.options.compile:
+            for member in plan.streamed_members:
+                member.compiled = compiled_call(member.module)
         self._activations.auto = self._auto_policy()  # units have changed: measured anew
         for member in plan.members:
             install_gate(member, self)
