@@ -12,6 +12,8 @@ from collections.abc import Iterator
 # Before torch is imported: two shared cores are slower with more threads, and sums in parallel have no fixed order.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# No pool of processes to compile in, which would outlive the test that started it.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # Nothing is downloaded: models are built from configurations.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -31,6 +33,7 @@ settings.load_profile("sp_lightning")
 # Variables that Lightning, torch or pytest leave by design.
 ALLOWED_VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_MODULE_LOADING",
     "PL_GLOBAL_SEED",
     "PL_SEED_WORKERS",
     "PYTEST_CURRENT_TEST",

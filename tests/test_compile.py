@@ -73,7 +73,7 @@ def compare(
     runs, counts = [], []
     for streamed in (False, True):
         torch._dynamo.reset()
-        graphs.clear()
+        graphs.frame_count = 0
         torch.manual_seed(0)
         by_option = streamed and way == "compile=True"
         run = Run(build() if by_option else WAYS[way](build()))
@@ -273,17 +273,16 @@ def test_an_exception_in_a_compiled_block(graphs: CompileCounterWithBackend) -> 
 def test_inductor_is_exact() -> None:
     """With torch's own backend, which fuses: the same kernels give the same bits."""
     results = []
-    with torch._inductor.config.patch(compile_threads=1):  # no pool of processes, which would outlive the test
-        for streamed in (False, True):
-            torch._dynamo.reset()
-            torch.manual_seed(0)
-            run = Run(chain(3) if streamed else each(chain(3)))
-            if streamed:
-                with attached(run.model, compile=True, debug=COMPILES_IN_DEBUG) as run.pipe:
-                    train(run, evaluate=False)
-            else:
+    for streamed in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        run = Run(chain(3) if streamed else each(chain(3)))
+        if streamed:
+            with attached(run.model, compile=True, debug=COMPILES_IN_DEBUG) as run.pipe:
                 train(run, evaluate=False)
-            results.append(run.trace)
+        else:
+            train(run, evaluate=False)
+        results.append(run.trace)
     assert_same_trace(*results)
 
 

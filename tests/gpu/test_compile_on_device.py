@@ -1,0 +1,96 @@
+"""Compiled units on a real device: bit-equal to the same compiled blocks that live there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+
+from ..helpers import assert_same_trace
+from ..zoo import CASES, Case
+from ..zoo.blocks import Chain
+from .test_exact_on_device import OnDevice, Streamed, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+
+
+class CompiledOnDevice(OnDevice):
+    """The reference, with its blocks compiled."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
+        for block in self.model.blocks:
+            block.compile()
+
+
+class CompiledStreamed(Streamed):
+    """The same through a pipeline that compiles them."""
+
+    def __init__(self, case: Case, device: torch.device, activations: str) -> None:
+        self.masters = self.model = case.model()
+        options = PipelineOptions(k=2, units="Block", compile=True, activations=activations)
+        self.pipe = Pipeline(self.model, device, options=options)
+        self.step = self.pipe.step
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize(
+    ("backend", "autocast"), [("inductor", None), ("aot_eager", None), ("aot_eager", torch.bfloat16)]
+)
+def test_compiled_blocks_are_exact(
+    backend: str, autocast: torch.dtype | None, activations: str, device: torch.device
+) -> None:
+    case = CASES["chain"]
+    with torch.compiler.set_stance("default", force_backend=backend):
+        torch._dynamo.reset()
+        expected = train(case, device, CompiledOnDevice(case, device), autocast)
+        torch._dynamo.reset()
+        streamed = CompiledStreamed(case, device, activations)
+        try:
+            actual = train(case, device, streamed, autocast)
+            assert streamed.pipe.stats.loads > 0
+        finally:
+            streamed.pipe.detach()
+    assert_same_trace(expected, actual)
+
+
+class Attention(nn.Module):
+    """Attends with a function that is compiled on its own, as it must be on long sequences."""
+
+    attend = staticmethod(torch.compile(flex_attention))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 32)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        return x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["fp32", "bf16-mixed"])
+def test_flex_attention_trains(enabled: bool, device: torch.device) -> None:
+    """An operation of higher order, watched in a first forward and compiled from there on."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = Chain(Attention() for _ in range(4)).to(device)
+    torch.manual_seed(0)
+    model = Chain(Attention() for _ in range(4))
+    pipe = Pipeline(model, device, options=PipelineOptions(k=2, units=Attention))
+    x = torch.randn(2, 128, 64, device=device)
+    try:
+        for _ in range(3):
+            losses = []
+            for runner in (plain, model):
+                with pipe.step(), torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False):
+                    loss = runner(x).float().square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=1e-3)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.to(device), theirs.grad, rtol=5e-2, atol=1e-2)
+    finally:
+        pipe.detach()
