@@ -6,7 +6,7 @@ import copy
 import io
 import threading
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import pytest
@@ -241,8 +241,9 @@ def test_odd_weights_without_a_byte_between_them(dtype: torch.dtype, fused: bool
     Pair(make, [(5,), (100,), (64,), (129,), (63,), (7, 9), (320,), (1000,), (64,)], dtype=dtype, packed=True).run()
 
 
-def test_in_two_threads() -> None:
+def test_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernels divide memory among threads where vectors end, so the number of threads decides nothing."""
+    monkeypatch.setattr(stepping, "_PIECE", 1 << 15)
     pair = Pair(FUSED_ADAMW, [(500, 128), (128,), (300, 128), (1001,)], copy_dtype=torch.bfloat16)
     torch.set_num_threads(2)
     try:
@@ -350,6 +351,19 @@ def test_momentum_comes_and_goes(fused: bool) -> None:
         for optimizer in (pair.theirs, pair.ours):
             optimizer.param_groups[0]["momentum"] = momentum
         pair.run(2)
+
+
+def test_fused_momentum_begins_for_one_weight_after_the_other() -> None:
+    """Torch's kernel cannot step weights with and without momentum in one call; here they are stepped in two."""
+    pair = Pair(recipe(SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}), [(5,), (7,), (64,)])
+    alone = [SGD([plain], lr=0.1, momentum=0.9, fused=True) for plain in pair.plain]
+    for missing in ((0,), (), ()):
+        pair.make_gradients(missing)
+        for optimizer in alone:
+            optimizer.step()
+        pair.step_ours(missing)
+        for mine, plain in zip(pair.masters, pair.plain, strict=True):
+            assert_same(mine.data, plain.data)
 
 
 def test_the_snapshot_decides_not_the_group() -> None:
@@ -479,6 +493,15 @@ def test_what_the_user_does_to_the_state_is_seen() -> None:
     pair.run(2)
     for optimizer in (pair.theirs, pair.ours):
         optimizer.state.clear()
+    pair.run(2)
+
+
+def test_a_counter_that_is_set_by_hand_is_seen() -> None:
+    """In place, so that nothing lies elsewhere than before."""
+    pair = Pair(ADAMW)
+    pair.run(2)
+    for optimizer, weights in ((pair.theirs, pair.plain), (pair.ours, pair.masters)):
+        optimizer.state[weights[1]]["step"].fill_(7)
     pair.run(2)
 
 
@@ -665,10 +688,53 @@ def test_guarded_masters() -> None:
 
 
 def test_a_gradient_of_another_form_is_refused() -> None:
+    """As one flat tensor it would be of other elements, or of memory that is not on the host at all."""
     pair = Pair(ADAMW, [(4, 8)])
     pair.arrived = [torch.empty(8, 4).t()]
-    with pytest.raises(ValueError, match=r"gradient of weight 0 has shape \(4, 8\) and strides \(1, 4\)"):
+    with pytest.raises(ValueError, match=r"gradient of weight 0 has shape \(4, 8\) and strides \(1, 4\) on cpu"):
         pair.step_ours()
+    pair.arrived = [torch.empty(4, 8, device="meta")]
+    with pytest.raises(ValueError, match=r"gradient of weight 0 has .* on meta"):
+        pair.step_ours()
+    pair.arrived = [torch.empty(4, 8)]
+    pair.copies = [torch.empty(32)]
+    with pytest.raises(ValueError, match=r"lowered copy of weight 0 has shape \(32,\)"):
+        pair.step_ours()
+
+
+def test_a_weight_with_holes_is_stepped_by_itself() -> None:
+    """Not by the engine, which has none; a flat tensor would be of the holes, too."""
+    memory = torch.zeros(2, 512)
+    master = nn.Parameter(memory[:, ::2])
+    gradient = torch.ones(2, 512)[:, ::2]
+    optimizer = AdamW([master])
+    UnitStep(optimizer, [master]).step(snapshot(optimizer.param_groups[0]), [gradient], Scaling(), [None])
+    assert (memory[:, ::2] != 0).all()
+    assert (memory[:, 1::2] == 0).all()
+
+
+def test_a_first_step_that_fails_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(ADAMW, [(1024,)])
+    pair.make_gradients()
+    monkeypatch.setattr(torch.Tensor, "addcdiv_", fail_at_third_call(torch.Tensor.addcdiv_))
+    with pytest.raises(Fault):
+        pair.step_ours()
+    assert not any(pair.ours.state.values())
+
+
+class Fault(Exception):
+    pass
+
+
+def fail_at_third_call(func: Callable[..., Any]) -> Callable[..., Any]:
+    calls = count(1)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 3:
+            raise Fault
+        return func(*args, **kwargs)
+
+    return call
 
 
 def test_fused_kernels_that_do_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
