@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,12 +69,15 @@ class FlatState:
         self._buffers: dict[tuple[int, str, torch.dtype], Tensor] = {}
         self._places: dict[tuple[int, str, torch.dtype], Tensor] = {}
 
-    def is_for(self, masters: Sequence[Tensor]) -> bool:
-        """Whether the weights lie where they lay."""
+    def is_for(self, masters: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> bool:
+        """Whether the weights lie where they lay, and every place has the state that it was made for.
+
+        If not, someone who put other state there may still hold what was there before, to put it back later.
+        """
         return all(
             new.data_ptr() == old.data_ptr() and new.dtype == old.dtype
             for new, old in zip(masters, self._masters, strict=True)
-        )
+        ) and all(states[index].get(key) is place for (index, key, _), place in self._places.items())
 
     def place(self, index: int, key: str, like: Tensor) -> Tensor:
         """Where state `key` of a weight lies: a tensor shaped like the weight, or one number where `like` is one."""
