@@ -67,7 +67,6 @@ class Member:
             len(mine) == len(others)
             and all(side_by_side(pair) for pair in zip(mine, others, strict=True))
             and self.memory.numel() % WHOLE == other.memory.numel() % WHOLE == 0
-            and self.is_first_step == other.is_first_step
             and self.form is not None
             and self.form == other.form
         )
@@ -221,11 +220,8 @@ def _gathered(key: str, members: Sequence[Member], optimizer: Optimizer, flat_st
     )
     if as_weights and side_by_side(tensors):
         return tensors
-    places = []
-    for tensor, member in zip(tensors, members, strict=True):
-        place = flat_state.place(member.index, key, tensor)
-        if place.data_ptr() != tensor.data_ptr():
-            place.copy_(tensor)
-            optimizer.state[member.master][key] = place
-        places.append(place)
+    places = [flat_state.place(member.index, key, tensor) for tensor, member in zip(tensors, members, strict=True)]
+    for place, tensor, member in zip(places, tensors, members, strict=True):
+        if place is not tensor:
+            optimizer.state[member.master][key] = place.copy_(tensor)
     return places

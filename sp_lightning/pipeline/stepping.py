@@ -169,7 +169,8 @@ class UnitStep:
         if self._seen == self._look(update, gradients, copies) and all(run.is_in_step() for run in self._runs):
             return
         memories = [master.data for master in self._masters]
-        if self._flat_state is None or not self._flat_state.is_for(memories):
+        states = [self._optimizer.state.get(master, {}) for master in self._masters]
+        if self._flat_state is None or not self._flat_state.is_for(memories, states):
             self._flat_state = FlatState(memories)
         members = [
             self._member(index, memory, gradient, copy, update)

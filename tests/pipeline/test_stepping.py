@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate, count, pairwise
 from typing import Any
@@ -37,7 +38,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline import stepping
 from sp_lightning.pipeline._private import users_of_storage
-from sp_lightning.pipeline.guard import HostParameter
 from sp_lightning.pipeline.host import lay_out, tensor_in
 from sp_lightning.pipeline.stepping import BY_WEIGHT, Scaling, UnitStep, fused_kernel_works, host_bytes, why_not_by_unit
 
@@ -353,6 +353,17 @@ def test_momentum_comes_and_goes(fused: bool) -> None:
         pair.run(2)
 
 
+def test_momentum_that_is_none() -> None:
+    """As checkpoints of earlier versions of torch have it."""
+    pair = Pair(MOMENTUM, [(128,), (128,)])
+    for optimizer, weights in ((pair.theirs, pair.plain), (pair.ours, pair.masters)):
+        for weight in weights:
+            optimizer.state[weight]["momentum_buffer"] = None
+    pair.run(2)
+    averages = [pair.ours.state[master]["momentum_buffer"] for master in pair.masters]
+    assert averages[0].data_ptr() + averages[0].nbytes == averages[1].data_ptr()
+
+
 def test_fused_momentum_begins_for_one_weight_after_the_other() -> None:
     """Torch's kernel cannot step weights with and without momentum in one call; here they are stepped in two."""
     pair = Pair(recipe(SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}), [(5,), (7,), (64,)])
@@ -502,6 +513,33 @@ def test_a_counter_that_is_set_by_hand_is_seen() -> None:
     pair.run(2)
     for optimizer, weights in ((pair.theirs, pair.plain), (pair.ours, pair.masters)):
         optimizer.state[weights[1]]["step"].fill_(7)
+    pair.run(2)
+
+
+def test_state_that_changed_places_is_put_right() -> None:
+    pair = Pair(ADAMW, [(128,), (128,), (128,)])
+    pair.run(2)
+    for optimizer, weights in ((pair.theirs, pair.plain), (pair.ours, pair.masters)):
+        first, second, third = (optimizer.state[weight] for weight in weights)
+        first["exp_avg"], second["exp_avg"] = second["exp_avg"], first["exp_avg"]
+        third["exp_avg"] = torch.ones(128)
+    pair.run(2)
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_state_that_is_put_aside_is_not_written_to(load: bool) -> None:
+    """As a search for a learning rate does: other state for some steps, and then the old one again."""
+    pair = Pair(ADAMW)
+    pair.run(2)
+    aside = [optimizer.state for optimizer in (pair.theirs, pair.ours)]
+    if load:
+        saved = copy.deepcopy(pair.theirs.state_dict())
+        pair.theirs.load_state_dict(copy.deepcopy(saved))
+        pair.ours.load_state_dict(copy.deepcopy(saved))
+    else:
+        pair.theirs.state, pair.ours.state = defaultdict(dict), defaultdict(dict)
+    pair.run(2)
+    pair.theirs.state, pair.ours.state = aside
     pair.run(2)
 
 
@@ -673,15 +711,24 @@ def test_in_another_thread_and_in_any_mode(mode: Any) -> None:
     pair.run(1)
 
 
+class Guarded(nn.Parameter):
+    """As masters are in a step, but without an engine that knows what to do with an operation."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was redirected")
+
+
 def test_guarded_masters() -> None:
     """In a step masters are of a class that redirects operations; the update means the masters themselves."""
     pair = Pair(FUSED_ADAMW, copy_dtype=torch.bfloat16)
-    for master in pair.masters:
-        master.__class__ = HostParameter
+    pair.run(1)
     pair.make_gradients()
     pair.theirs.step()
+    for master in pair.masters:
+        master.__class__ = Guarded
     pair.step_ours()
-    assert all(type(master) is HostParameter for master in pair.masters)
+    assert all(type(master) is Guarded for master in pair.masters)
     for master in pair.masters:
         master.__class__ = nn.Parameter
     pair.check()
