@@ -127,6 +127,12 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.TransformerEncoderLayer) and not torch.is_autocast_enabled():
+            # torch asks about CUDA's autocast alone before it takes the fast path of evaluation, which casts nothing
+            keys = map(storage_key, module.parameters())
+            self.used_as_is |= {self._twins[key].weight for key in keys if key in self._twins}
+            for part in module.modules():
+                self._on_use_as_is(part)
         if is_lowered_layer(module):
             self._inside_lowered_layer += 1
             once_more = module in self._computed and not torch.is_autocast_cache_enabled()

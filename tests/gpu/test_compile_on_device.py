@@ -37,20 +37,17 @@ class CompiledStreamed(Streamed):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize(
-    ("backend", "autocast"), [("inductor", None), ("aot_eager", None), ("aot_eager", torch.bfloat16)]
-)
-def test_compiled_blocks_are_exact(
-    backend: str, autocast: torch.dtype | None, activations: str, device: torch.device
-) -> None:
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_blocks_are_exact(backend: str, activations: str, device: torch.device) -> None:
+    """In fp32: under autocast the first forward is not compiled, and what is compiled casts in other places."""
     case = CASES["chain"]
     with torch.compiler.set_stance("default", force_backend=backend):
         torch._dynamo.reset()
-        expected = train(case, device, CompiledOnDevice(case, device), autocast)
+        expected = train(case, device, CompiledOnDevice(case, device), None)
         torch._dynamo.reset()
         streamed = CompiledStreamed(case, device, activations)
         try:
-            actual = train(case, device, streamed, autocast)
+            actual = train(case, device, streamed, None)
             assert streamed.pipe.stats.loads > 0
         finally:
             streamed.pipe.detach()

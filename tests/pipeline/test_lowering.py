@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,32 @@ def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
             assert all(map(torch.equal, results[:half], results[half:]))
         # without the cache each use has a cast of its own, whose gradients add up in fp32
         assert pipeline.summary().lowered == (3 if lowered and (cache or name != "twice") else 0)
+    finally:
+        pipeline.detach()
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_a_fast_path_that_casts_nothing(cache: bool, first: str) -> None:
+    """In evaluation under a CPU's autocast, `nn.TransformerEncoderLayer` computes with its weights as they are."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)])
+    model = copy.deepcopy(plain)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=nn.TransformerEncoderLayer, debug=True))
+    x = torch.randn(2, 3, 8)
+    try:
+        for step in range(4):
+            training = (step % 2 == 0) is (first == "training")
+            results = []
+            for runner in (plain, model):
+                runner.train(training).zero_grad()
+                cast = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache)
+                with pipeline.step(), cast, torch.set_grad_enabled(training):
+                    loss = runner(x).float().square().mean()
+                if training:
+                    loss.backward()
+                results.append([loss.detach(), *(p.grad for p in runner.parameters() if p.grad is not None)])
+            assert all(map(torch.equal, *results))
     finally:
         pipeline.detach()
 
