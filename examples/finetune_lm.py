@@ -1,7 +1,7 @@
 """Fine-tune a causal language model whose weights need not fit the device.
 
-The LightningModule below is a plain one: nothing in it knows about sp_lightning. `strategy="superpipeline"` alone
-makes the Trainer keep the weights in host memory and pass them, a few blocks at a time, through the device.
+The LightningModule below is a plain one, which any strategy trains. `strategy="superpipeline"` alone makes the Trainer
+keep the weights in host memory and pass them, a few blocks at a time, through the device.
 
     python examples/finetune_lm.py                              # a tiny random model, below a minute on a laptop
     python examples/finetune_lm.py --model gpt2 --text my.txt   # a model from the Hugging Face hub, your own text
@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import sp_lightning
 
 BYTES = 256  # without a hub model the text is read byte by byte
+LOGIT_SCALES = ["logit_scale", "logits_scaling", "lm_head_multiplier"]  # Cohere's, Granite's and Falcon-H1's
 PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 
 
@@ -50,6 +51,8 @@ class CausalLM(L.LightningModule):
         self.save_hyperparameters()
         if model is not None:
             self.model = AutoModelForCausalLM.from_pretrained(model)
+            if any(getattr(self.model.config, name, 1) != 1 for name in LOGIT_SCALES):
+                raise ValueError(f"{model} scales its logits, which the loss of this example does not")
         else:
             self.model = LlamaForCausalLM(
                 LlamaConfig(
@@ -67,7 +70,13 @@ class CausalLM(L.LightningModule):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the mean loss of predicting each token from those before it."""
         (tokens,) = batch
-        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        # the number that `self.model(input_ids=tokens, labels=tokens).loss` is, without all logits in memory at once
+        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        head = self.model.get_output_embeddings()
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma's
+        loss = sp_lightning.chunked_cross_entropy(
+            hidden, head.weight, tokens, bias=head.bias, softcap=softcap, shift=True
+        )
         self.log("train_loss", loss, prog_bar=True)
         return loss
 

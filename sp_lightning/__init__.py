@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sp_lightning.losses import chunked_cross_entropy
 from sp_lightning.pipeline import Pipeline, PipelineOptions, superpipeline
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ __all__ = [
     "SuperpipelineCheckpointIO",
     "SuperpipelineStrategy",
     "__version__",
+    "chunked_cross_entropy",
     "superpipeline",
 ]
 

@@ -30,6 +30,7 @@ class Namespace:
         precision: The base class of all precision plugins, which is also the plugin of `32-true`.
         mixed_precision: The plugin of `16-mixed` and `bf16-mixed`.
         averaging: Callbacks that keep a second copy of the model, on the device unless told otherwise.
+        closure: Private. What automatic optimization gives an optimizer to call: nothing of the user's is in it.
         wrapping_checkpoint_io: Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
         update_properties: Private. Sets `LightningModule.device` without moving a weight.
         empty_init: Private. The mode behind `trainer.init_module(empty_init=True)`.
@@ -44,6 +45,7 @@ class Namespace:
     precision: Any
     mixed_precision: Any
     averaging: tuple[type, ...]
+    closure: type
     wrapping_checkpoint_io: type
     update_properties: Callable[..., None]
     empty_init: Callable[..., Any]
@@ -73,6 +75,7 @@ def namespace(name: str) -> Namespace:
         precision=plugins.Precision,
         mixed_precision=plugins.MixedPrecision,
         averaging=tuple(cls for cls in averaging if cls is not None),
+        closure=import_module(f"{name}.loops.optimization.automatic").Closure,
         wrapping_checkpoint_io=import_module(f"{name}.plugins.io.wrapper")._WrappingCheckpointIO,
         update_properties=import_module(f"{fabric}.utilities.device_dtype_mixin")._update_properties,
         empty_init=import_module(f"{fabric}.utilities.init")._EmptyInit,

@@ -89,5 +89,8 @@ def outcome(stats: Stats, summary: Summary) -> str:
         f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late,"
         f" {stats.heals} were repeated.\n"
         f"Weights on {summary.device}: at most {readable_bytes(summary.device_bytes)} of"
-        f" {readable_bytes(summary.model_bytes)} ({summary.saved:.0%} saved)."
+        f" {readable_bytes(summary.model_bytes)} ({summary.saved:.0%} saved).\n"
+        f"On the host: weights {readable_bytes(summary.host_bytes)}, gradients"
+        f" {readable_bytes(summary.host_gradient_bytes)}, optimizer {readable_bytes(summary.optimizer_bytes)};"
+        f" {summary.host_bytes_per_parameter:.1f} bytes per parameter."
     )

@@ -52,7 +52,11 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
         activations: What happens to what a unit's forward saves for backward: "keep" leaves it on the device,
             "recompute" keeps the unit's inputs alone and runs its forward again in backward, "offload" lets it wait in
             host memory. "auto" measures and chooses for each unit, so that all of it fits.
+        overlap_optimizer: Whether the optimizer steps unit by unit while the device computes, with the numbers of a
+            plain step. "auto" does so where the optimizer treats each weight by itself; True makes any other an error.
         pin_memory: Whether host memory is page-locked, which makes transfers fast.
+        compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` would. Blocks
+            that you compiled yourself stay as they are.
         debug: Whether to poison free device memory, to delay transfers at random and to check every access.
 
     Raises:
@@ -83,7 +87,9 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
         units: str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None,
         resident: Sequence[str] = (),
         activations: Literal["keep", "recompute", "offload", "auto"] = "auto",
+        overlap_optimizer: bool | Literal["auto"] = "auto",
         pin_memory: bool | Literal["auto"] = "auto",
+        compile: bool = False,
         debug: bool = False,
     ) -> None:
         super().__init__(
@@ -101,7 +107,9 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
                 units=units,
                 resident=resident,
                 activations=activations,
+                overlap_optimizer=overlap_optimizer,
                 pin_memory=pin_memory,
+                compile=compile,
                 debug=debug,
             ),
         )

@@ -1,13 +1,27 @@
-"""Which precision plugins work with weights on the host, and the loss scaler of `16-mixed`."""
+"""Precision plugins with weights on the host: which work, the loss scaler of `16-mixed`, and how they clip."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from sp_lightning._namespace import Namespace
+from sp_lightning.pipeline import Pipeline
+
+
+class Loan:
+    """An engine that a plugin may use for as long as it is attached; a copy of the plugin in a pickle has none."""
+
+    def __init__(self, pipeline: Pipeline | None = None) -> None:
+        self.pipeline = pipeline
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"pipeline": None}
 
 
 class HostGradScaler(torch.amp.GradScaler):
@@ -24,6 +38,9 @@ class HostGradScaler(torch.amp.GradScaler):
         growth_factor: What the scale is multiplied with after `growth_interval` steps without overflow.
         backoff_factor: What the scale is multiplied with after a step with overflow.
         growth_interval: How many steps without overflow make the scale grow.
+
+    Attributes:
+        loan: The engine that has the gradients, while there is one.
     """
 
     def __init__(
@@ -34,6 +51,18 @@ class HostGradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
     ) -> None:
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval)
+        self.loan = Loan()
+
+    @override
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # the engine knows from the norms, which came with the gradients, and multiplies when the optimizer reads them
+        pipeline = self.loan.pipeline
+        overflow = None if pipeline is None else pipeline.unscale(optimizer, inv_scale)
+        if overflow is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        return {found_inf.device: torch.full_like(found_inf, float(overflow))}
 
     @override
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -65,6 +94,37 @@ def host_scaler(scaler: torch.amp.GradScaler, lightning: Namespace) -> torch.amp
     if scaler._scale is None:  # torch would put the scale on the device of the first loss, whatever `device` says
         scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
     return scaler
+
+
+def lend_pipeline(plugin: Any, pipeline: Pipeline | None, lightning: Namespace) -> None:
+    """Have a plugin clip and unscale gradients through the engine, which does it while the optimizer reads them.
+
+    Args:
+        plugin: A precision plugin. What a user's own class does by itself is left alone.
+        pipeline: The engine; None takes it back.
+        lightning: The namespace that the plugin belongs to.
+    """
+    loan = Loan(pipeline)
+    scaler = getattr(plugin, "scaler", None)
+    if isinstance(scaler, HostGradScaler):
+        scaler.loan = loan
+    for name, clip in (("clip_grad_by_norm", _clip_by_norm), ("clip_grad_by_value", _clip_by_value)):
+        if getattr(type(plugin), name) is not getattr(lightning.precision, name):
+            continue
+        if pipeline is None:
+            vars(plugin).pop(name, None)
+        else:
+            setattr(plugin, name, partial(clip, plugin, loan))
+
+
+def _clip_by_norm(plugin: Any, loan: Loan, optimizer: Optimizer, clip_val: float) -> None:
+    clip = nn.utils.clip_grad_norm_ if loan.pipeline is None else loan.pipeline.clip_grad_norm
+    clip(plugin.main_params(optimizer), clip_val)
+
+
+def _clip_by_value(plugin: Any, loan: Loan, optimizer: Optimizer, clip_val: float) -> None:
+    clip = nn.utils.clip_grad_value_ if loan.pipeline is None else loan.pipeline.clip_grad_value
+    clip(plugin.main_params(optimizer), clip_val)
 
 
 def host_precision(plugin: Any, lightning: Namespace) -> Any:

@@ -21,12 +21,13 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from sp_lightning._host import fused_kernels, use_all_cores
+from sp_lightning._host import use_all_cores
 from sp_lightning._namespace import Namespace
 from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
 from sp_lightning.materialize import materialize
+from sp_lightning.overlap import OverlapPlan, plan_overlap
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.precision import host_precision
+from sp_lightning.precision import host_precision, lend_pipeline
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -67,6 +68,8 @@ class SuperpipelineMixin(_Base):
         self.num_nodes = 1
         self.pipeline: Pipeline | None = None
         self._threads_before: int | None = None
+        self._overlap: OverlapPlan | None = None
+        self._said: set[str] = set()
 
     # ---------------------------------------------------------------------------------------------- topology
     # One process: neither a launcher (hazard 27: notebooks) nor a process group, and no question to the cluster
@@ -244,6 +247,7 @@ class SuperpipelineMixin(_Base):
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
         else:
             self.pipeline = Pipeline(module, self.root_device, options=self.options)
+        lend_pipeline(self.precision_plugin, self.pipeline, self.lightning)
         # Hazard 1: `self.device`, `self.log` and others rely on it, and nothing was moved that would have set it.
         self.lightning.update_properties(module, device=self.root_device)
 
@@ -279,7 +283,8 @@ class SuperpipelineMixin(_Base):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self._step():
+        overlap = nullcontext() if self._overlap is None else self._overlap.around_backward()
+        with self._step(), overlap:
             if kwargs.get("inputs") is not None and self.pipeline is not None:
                 inputs = kwargs["inputs"]
                 # The weights that a user names are not the tensors that the graph was built with.
@@ -294,13 +299,24 @@ class SuperpipelineMixin(_Base):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        # On the CPU the user's flags stand: the same numbers as plain training, which takes the same kernels.
-        fused = nullcontext(closure) if self.root_device.type == "cpu" else fused_kernels(optimizer, closure)
-        with fused as closure:
+        if self.pipeline is not None:
+            self._overlap = plan_overlap(
+                self.pipeline, self._module, optimizer, closure, self.precision_plugin, self.lightning
+            )
+            self._say_once(self._overlap)
+        try:
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._overlap = None
         if self.pipeline is not None:
             self.pipeline.weights_changed()
         return result
+
+    def _say_once(self, overlap: OverlapPlan) -> None:
+        text = str(overlap)
+        if text not in self._said:
+            self._said.add(text)
+            self.lightning.info(text)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -362,6 +378,7 @@ class SuperpipelineMixin(_Base):
 
     def _detach(self) -> None:
         pipeline, self.pipeline = self.pipeline, None
+        lend_pipeline(self.precision_plugin, None, self.lightning)
         if pipeline is not None:
             pipeline.detach()
 

@@ -520,6 +520,62 @@ def test_unusual_backwards(kind: type[nn.Module]) -> None:
     assert_same_story(story, lambda: Chain(kind() for _ in range(3)), activations="recompute")
 
 
+class Recurrent(Block):
+    """Keeps a second list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.lstm(x)[0]
+
+
+class SometimesTwice(Chain):
+    """Uses its blocks once or twice."""
+
+    uses = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.uses):
+            x = torch.tanh(super().forward(x))
+        return x
+
+
+@pytest.mark.parametrize("kind", [Block, Recurrent])
+def test_weights_that_are_lowered_for_the_first_forward_only(kind: type[nn.Module]) -> None:
+    """A weight that is used once is sent lowered; when it is used twice after all, it is sent as it is in mid-step."""
+
+    def story(run: Run) -> None:
+        for step, uses in enumerate([1, 1, 2, 2, 1]):
+            run.model.uses = uses
+            with run.step():
+                with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                    loss = run.model(run.rows(step)).square().mean()
+                loss.backward()
+            run.note(f"step {step}", loss)
+            for name, parameter in run.model.named_parameters():
+                run.note(f"step {step} / {name}", parameter.grad)
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed > 0
+
+    assert_same_story(story, lambda: SometimesTwice(kind() for _ in range(3)), activations="recompute")
+
+
+def test_under_vmap_everything_is_kept() -> None:
+    """Its tensors are unwrapped when it is over, so no input of theirs is there in backward."""
+
+    def story(run: Run) -> None:
+        with run.step():
+            torch.vmap(run.model)(torch.stack([run.rows(0), run.rows(1)])).square().mean().backward()
+        for name, parameter in run.model.named_parameters():
+            run.note(name, parameter.grad)
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed == 0
+
+    assert_same_story(story, lambda: Chain(Block() for _ in range(3)), activations="recompute")
+
+
 # ---------------------------------------------------------------------------------------------------------- exceptions
 
 bomb: list[type[BaseException]] = []  # a global variable

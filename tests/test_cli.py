@@ -32,7 +32,7 @@ def config(path: Path, trainer: dict[str, Any]) -> str:
     return f"--config={path}"
 
 
-@pytest.mark.parametrize("name", ["superpipeline", "Superpipeline"])
+@pytest.mark.parametrize("name", ["superpipeline", "Superpipeline", "superpipeline_recompute"])
 def test_name(name):
     assert cli(f"--trainer.strategy={name}").options.k == "auto"
 
@@ -63,13 +63,14 @@ def test_yaml(tmp_path):
         "memory_budget": "12GB",
         "units": ["Block", "torch.nn.Linear"],
         "resident": ["head"],
+        "activations": "recompute",
         "pin_memory": False,
         "debug": True,
     }
     strategy = config(tmp_path / "b.yaml", {"strategy": {"class_path": CLASS, "init_args": arguments}})
     options = cli(strategy).options
     assert (options.k, options.k_prime, options.memory_budget, options.resident) == (4, 2, "12GB", ["head"])
-    assert (options.pin_memory, options.debug) == (False, True)
+    assert (options.activations, options.pin_memory, options.debug) == ("recompute", False, True)
     assert list(options.units)[0] == "Block"
     assert cli(strategy, "--trainer.strategy.k=9").options.k == 9
 
@@ -108,6 +109,7 @@ def test_trainer_defaults(defaults, arguments, k):
         ("units", "Block", "Block"),
         ("units", "[Block, Head]", ["Block", "Head"]),
         ("resident", "[head, wte]", ["head", "wte"]),
+        ("activations", "offload", "offload"),
         ("pin_memory", "auto", "auto"),
         ("pin_memory", "true", True),
         ("debug", "true", True),
@@ -119,7 +121,10 @@ def test_arguments(argument, value, expected):
     assert type(getattr(options, argument)) is type(expected)
 
 
-@pytest.mark.parametrize("argument", ["--trainer.strategy.k=many", "--trainer.strategy.prefetch=3"])
+@pytest.mark.parametrize(
+    "argument",
+    ["--trainer.strategy.k=many", "--trainer.strategy.activations=drop", "--trainer.strategy.prefetch=3"],
+)
 def test_bad_arguments_stop_the_parser(argument, capsys):
     with pytest.raises(SystemExit):
         cli(f"--trainer.strategy={CLASS}", argument)
@@ -130,7 +135,8 @@ def test_help_shows_every_argument(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli(f"--trainer.strategy.help={CLASS}")
     text = " ".join(capsys.readouterr().out.split())
-    for name in ("k", "k_prime", "memory_budget", "units", "resident", "pin_memory", "debug", "timeout"):
+    names = ("k", "k_prime", "memory_budget", "units", "resident", "activations", "pin_memory", "debug", "timeout")
+    for name in names:
         assert f"--trainer.strategy.init_args.{name} " in text or f"--trainer.strategy.{name} " in text
     assert "How many units are on the device at once" in text
 

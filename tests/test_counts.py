@@ -130,6 +130,25 @@ def test_bytes_to_the_device_are_those_of_the_units() -> None:
         assert needed <= pipe.stats.bytes_to_device < 1.1 * needed
 
 
+class Skipping(Block):
+    """A block that does nothing (LayerDrop, stochastic depth)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_unit_that_hands_its_input_through_has_no_backward() -> None:
+    """Its forward is noticed, its weights are loaded once, and backward does without them."""
+    kinds = [Block, Block, Skipping, Skipping, Block, Block]
+    with streaming(Chain(kind(WIDTH, HIDDEN) for kind in kinds), 1) as (pipe, optimizer):
+        for step in range(1, 4):
+            forward_backward(pipe)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert pipe.stats.loads == step * (6 + 4 - 1)
+        assert pipe.stats.heals == 0
+
+
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_no_host_synchronisation_inside_of_a_step(k: int) -> None:
     """Forward waits for nothing; backward once, at its end, for the last gradients."""

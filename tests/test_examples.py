@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SMALL = ["--layers=6", "--hidden=32", "--heads=2", "--length=32", "--batch-size=4", "--accelerator=cpu"]
@@ -76,6 +78,45 @@ def test_finetune_lm_refuses(monkeypatch, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("config", "softcap"),
+    [
+        (GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0), None),
+        (
+            Gemma2Config(
+                hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+                num_key_value_heads=1, vocab_size=64, final_logit_softcapping=2.0, pad_token_id=0,
+            ),
+            2.0,
+        ),
+    ],
+    ids=["GPT-2", "Gemma 2"],
+)  # fmt: skip
+def test_finetune_lm_has_the_loss_of_transformers(tmp_path, monkeypatch, config, softcap):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from finetune_lm import CausalLM
+
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    module = CausalLM(str(tmp_path))
+    assert getattr(module.model.config, "final_logit_softcapping", None) == softcap
+    module.log = lambda *_, **__: None  # there is no trainer
+    tokens = torch.randint(64, (2, 9))
+    expected = module.model(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(module.training_step([tokens], 0), expected)
+
+
+def test_finetune_lm_refuses_models_that_scale_their_logits(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from finetune_lm import CausalLM
+
+    config = CohereConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="scales its logits"):
+        CausalLM(str(tmp_path))
+
+
 def test_finetune_lm_refuses_a_short_text(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from finetune_lm import TextData
@@ -115,3 +156,14 @@ def test_the_overhead_benchmark_measures(tmp_path):
     assert results["ratio"] > 0
     assert results["block_ms"] >= 1
     assert f"{results['ratio']:.3f}" in output
+
+
+def test_the_benchmark_of_the_host_step_measures(tmp_path):
+    small = ["--parameters=20000", "--tensors", "2", "20", "--threads", "1", "--rounds=1"]
+    output = run("benchmarks/host_step.py", *small, f"--json={tmp_path / 'out.json'}")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["tensors"], row["work"]) for row in rows] == [
+        (tensors, work) for tensors in (2, 20) for work in ("update", "clip", "mixed")
+    ]
+    assert all(value > 0 for row in rows for value in row["ms"].values())
+    assert f"{rows[0]['fused / by unit, fused']:.2f}" in output

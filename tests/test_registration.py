@@ -147,3 +147,15 @@ def test_public_names():
         _ = sp_lightning.nonsense
     assert issubclass(sp_lightning.SuperpipelineStrategy, SuperpipelineMixin)
     assert sp_lightning.SuperpipelineStrategy is not twin.SuperpipelineStrategy
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_presets(activations):
+    """A name for each policy, for those who choose by name alone."""
+    name = f"superpipeline_{activations}"
+    trainer = lightning.pytorch.Trainer(strategy=name, accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert type(trainer.strategy) is sp_lightning.SuperpipelineStrategy
+    assert trainer.strategy.options.activations == activations
+    other = pytorch_lightning.Trainer(strategy=name, accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert type(other.strategy) is twin.SuperpipelineStrategy
+    assert other.strategy.options.activations == activations

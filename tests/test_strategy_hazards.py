@@ -9,6 +9,8 @@ import copy
 import math
 import pickle
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,14 +24,15 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 import sp_lightning.strategy
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning._host import fused_kernels, use_all_cores
+from sp_lightning._host import use_all_cores
+from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline.stepping import UnitStep
 from sp_lightning.precision import HostGradScaler
 
 from .helpers import assert_same_trace
@@ -403,20 +406,12 @@ def test_hazard_14_the_scale_is_on_the_host():
     assert scaler._growth_tracker.device.type == "cpu"
 
 
-def test_hazard_15_fused_kernels_do_not_forbid_clipping():
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([weight])
-
-    def closure() -> None:
-        weight.grad = torch.ones(3)
-
-    with fused_kernels(optimizer, closure) as fused_closure:
-        fused_closure()
-        assert optimizer.param_groups[0]["fused"] is True
+def test_hazard_15_fused_kernels_do_not_forbid_clipping(module):
+    """The flag that makes Lightning refuse to clip under a loss scaler is never set."""
+    optimizer = torch.optim.AdamW(module.parameters())
+    with stepped_for_a_device(module, optimizer):
         assert not getattr(optimizer, "_step_supports_amp_scaling", False)
         MixedPrecision("16-mixed", "cpu").clip_gradients(optimizer, 1.0)
-        optimizer.step()
-    assert optimizer.param_groups[0]["fused"] is None
 
 
 def test_hazard_16_autocast():
@@ -518,106 +513,55 @@ def test_hazard_21_clipping(algorithm):
 # Hazard 22, the memory that checkpoints take, is in test_checkpoint.py.
 
 
-def sparse_step(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:
-    def closure() -> None:
-        weight.grad = torch.sparse_coo_tensor([[0]], torch.ones(1, 2), (3, 2))
+@contextmanager
+def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
+    """One step as for a GPU, with gradients of ones; yields the settings of the kernels that the optimizer ran."""
+    pipeline = Pipeline(module, "cpu")
+    pipeline._overlap._fused = True
+    settings: list[dict[str, Any]] = []
 
-    with fused_kernels(optimizer, closure) as fused_closure:
-        optimizer.step(fused_closure)
+    def step(self: UnitStep, hyper: dict[str, Any], *args: Any) -> None:
+        settings.append(hyper)
+        plain_step(self, hyper, *args)
+
+    plain_step = UnitStep.step
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        with mock.patch.object(UnitStep, "step", step):
+            yield settings
+            optimizer.step()
+            pipeline.settle()
+    finally:
+        pipeline.detach()
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_hazard_23_fused_kernels_for_the_step_only(cls):
-    weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
-    groups = [
-        {"params": weights[:1]},
-        {"params": weights[1:2], "foreach": True},
-        {"params": weights[2:], "fused": False},
-    ]
-    optimizer = cls(groups, lr=0.1)
-    seen = []
-
-    def closure() -> None:
-        seen.extend(group["fused"] for group in optimizer.param_groups)
-        for weight in weights:
-            weight.grad = torch.ones(3)
-
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        seen.extend(group["fused"] for group in optimizer.param_groups)
-
-    optimizer.register_step_post_hook(look)
-    with fused_kernels(optimizer, closure) as fused_closure:
-        optimizer.step(fused_closure)
-    assert seen == [None, None, False, True, None, False]
-    assert [group["fused"] for group in optimizer.param_groups] == [None, None, False]
-    assert torch.allclose(weights[0], weights[2])
-    assert not torch.equal(weights[0], torch.ones(3))
+@pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"foreach": False}, {"fused": False}])
+def test_hazard_23_fused_kernels_where_the_user_left_the_choice_to_torch(module, cls, flags):
+    optimizer = cls(module.parameters(), lr=0.1, **flags)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with stepped_for_a_device(module, optimizer) as settings:
+        pass
+    assert {group["fused"] for group in settings} == ({True} if not flags else {flags.get("fused")})
+    assert optimizer.param_groups[0]["fused"] is flags.get("fused")  # a checkpoint has what the user chose
+    assert not any(map(torch.equal, before, module.parameters()))
 
 
-def test_hazard_23_fused_kernels_with_a_tensor_as_learning_rate():
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([weight], lr=torch.tensor(0.1))
-
-    def closure() -> None:
-        weight.grad = torch.ones(3)
-
-    with fused_kernels(optimizer, closure) as fused_closure:
-        optimizer.step(fused_closure)
-    assert not torch.equal(weight, torch.ones(3))
+def test_hazard_23_fused_kernels_with_a_tensor_as_learning_rate(module):
+    optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.1))
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with stepped_for_a_device(module, optimizer) as settings:
+        pass
+    assert settings[0]["fused"]
+    assert not any(map(torch.equal, before, module.parameters()))
 
 
-def test_hazard_23_fused_kernels_are_not_forced():
-    weight = nn.Parameter(torch.ones(3, 2))
-    sparse_step(torch.optim.SGD([weight], 0.1), weight)
-    sparse_step(torch.optim.SparseAdam([weight], 0.1), weight)
-
-    class Own(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            closure()
-            assert self.param_groups[0]["fused"] is None
-
-    with fused_kernels(Own([weight], 0.1), lambda: None) as closure:
-        Own([weight], 0.1).step(closure)
-    for flag in ("differentiable", "capturable"):
-        optimizer = torch.optim.Adam([weight], 0.1)
-        optimizer.param_groups[0][flag] = True
-        with fused_kernels(optimizer, lambda: None) as closure:
-            closure()
-            assert optimizer.param_groups[0]["fused"] is None
-    complex_weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    optimizer = torch.optim.Adam([complex_weight], 0.1)
-    with fused_kernels(optimizer, lambda: None) as closure:
-        closure()
-        assert optimizer.param_groups[0]["fused"] is None
-
-
-def test_hazard_23_flags_are_restored_after_an_exception():
-    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))])
-
-    def fail(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        assert optimizer.param_groups[0]["fused"]
-        raise Fault
-
-    optimizer.register_step_post_hook(fail)
-    with fused_kernels(optimizer, lambda: None) as closure, pytest.raises(Fault):
-        optimizer.step(closure)
-    assert optimizer.param_groups[0]["fused"] is None
-
-
-def test_hazard_23_the_strategy_steps_with_fused_kernels_for_a_device(module):
-    strategy = Pretended(module)
-    optimizer = torch.optim.AdamW(module.parameters())
-    seen = []
-    optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["fused"]))
-
-    def closure() -> None:
-        for parameter in module.parameters():
-            parameter.grad = torch.ones_like(parameter)
-
-    with mock.patch.object(ParallelStrategy, "optimizer_step", lambda self, o, c, *_, **__: o.step(c)):
-        strategy.optimizer_step(optimizer, closure)
-    assert seen == [True]
-    assert optimizer.state_dict()["param_groups"][0]["fused"] is None
+def test_hazard_23_optimizers_without_a_fused_kernel(module):
+    optimizer = torch.optim.RMSprop(module.parameters(), lr=0.1)
+    with stepped_for_a_device(module, optimizer) as settings:
+        pass
+    assert not any("fused" in group for group in settings)
 
 
 def test_hazard_23_the_users_flags_stand_on_the_cpu():

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -83,9 +89,40 @@ def pop_saved_tensor_hooks() -> None:
         _seen.stack.pop()
 
 
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs a node of; -1 outside. Reentrant ones have their own."""
+    return int(torch._C._current_graph_task_id())
+
+
 def in_backward() -> bool:
     """Whether this thread runs a node of a backward pass; a checkpoint's recomputation is told from a forward by it."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return graph_task() != -1
+
+
+_ZERO_GRAD = {inspect.unwrap(zero_grad).__code__ for zero_grad in (Optimizer.zero_grad, nn.Module.zero_grad)}
+
+
+def zero_grad_is_calling(levels: int = 8) -> dict[str, Any] | None:
+    """The local variables of torch's `zero_grad`, if it is among the callers; None otherwise.
+
+    `zero_grad` reads each `.grad` only to throw it away. Gradients that are shown on demand must not be made for that.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and levels:
+        if frame.f_code in _ZERO_GRAD:
+            return frame.f_locals
+        frame, levels = frame.f_back, levels - 1
+    return None
+
+
+def others_hook_steps(optimizer: Optimizer, own: int = 1) -> bool:
+    """Whether there are hooks on an optimizer's steps besides the engine's own for all optimizers.
+
+    They may look at the optimizer's parameters or change their gradients; in which order hooks run is torch's choice.
+    """
+    of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    of_this = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any(len(hooks) > own for hooks in of_all) or any(of_this)
 
 
 def is_tracing() -> bool:
@@ -101,6 +138,11 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 def without_torch_function() -> AbstractContextManager[Any]:
     """Let the engine read masters without its own `__torch_function__` guard seeing it."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def sees_torch_functions() -> bool:
+    """Whether this thread is outside of `without_torch_function`; tells the engine's own code from others'."""
+    return bool(torch._C._is_torch_function_enabled())
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -131,3 +173,70 @@ def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], No
     """Hooks of `register_post_accumulate_grad_hook`, called by hand for the same reason."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return list((hooks or {}).values())
+
+
+class StepCode:
+    """The code of an optimizer's class, for parameters and hyperparameters of our choice.
+
+    It is the code below what torch wraps around `step`: it runs many times for parts of a unit, which neither hooks nor
+    the profiler should take for steps of the user's. No public name leads there.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        self._step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+        self._group = group
+        self._optimizer: Optimizer = object.__new__(type(optimizer))
+        attributes = vars(optimizer).copy()
+        for lent in ("grad_scale", "found_inf"):  # a GradScaler lends them to fused kernels, for the user's own call
+            attributes.pop(lent, None)
+        for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+            attributes[check] = _nothing  # asks the driver for its devices at each call, for 0.1 ms
+        vars(self._optimizer).update(attributes, param_groups=[group])
+
+    def run(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """Step the parameters that this is the state of."""
+        self._group["params"] = list(state)
+        self._optimizer.state = state  # type: ignore[assignment]
+        self._step(self._optimizer)
+
+
+def _nothing() -> None:
+    pass
+
+
+def step_is_replaced(optimizer: Optimizer) -> bool:
+    """Whether someone put a `step` of their own in place of torch's, in the class or in this object.
+
+    A scheduler does so, too, in the object, to see whether it was called; below its own there is the class's.
+    """
+    step, own = type(optimizer).step, vars(optimizer).get("step")
+    of_torch = os.path.dirname(inspect.unwrap(step).__code__.co_filename) == os.path.dirname(torch.optim.__file__)
+    of_a_scheduler = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is step
+    return not of_torch or not (own is None or of_a_scheduler)
+
+
+def hide_from_dynamo(modules: Iterable[str]) -> None:
+    """Have `torch.compile` leave the code in these modules alone, while it compiles what that code calls.
+
+    In a model that is compiled as a whole, a gate must break the graph, run as it is, and have the unit's forward
+    compiled below it. `torch.compiler.disable` serves one function: with `recursive` nothing below it is compiled,
+    without, dynamo goes on to trace each function of the engine that it calls. torch hides its own packages like this.
+    """
+    from torch._dynamo import trace_rules  # takes a second: not before there is something to attach to
+
+    for module in modules:
+        trace_rules.add(module)
+
+
+def explain_graph_break(function: Callable[..., Any], reason: str) -> None:
+    """What `torch.compile(..., fullgraph=True)` says when it meets a function of ours; not public for a method."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """The module inside of what `torch.compile(module)` returned, whose class is not public; or else the module."""
+    from torch._dynamo import OptimizedModule
+
+    inner: nn.Module = module._orig_mod if isinstance(module, OptimizedModule) else module
+    return inner

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.threads import Lane, copy_memory
+from sp_lightning.pipeline.threads import Lane, Worker, copy_memory
 from sp_lightning.pipeline.transfer import Backend, Ticket
 
 _CHUNK_BYTES = 32 << 20
@@ -29,6 +29,11 @@ class _StreamTicket(Ticket):
             self.started.join()
         self.event.synchronize()
 
+    @property
+    @override
+    def done(self) -> bool:
+        return (self.started is None or self.started.done) and bool(self.event.query())
+
 
 class AcceleratorBackend(Backend):
     """CUDA and whatever else torch gives streams and events to."""
@@ -43,20 +48,24 @@ class AcceleratorBackend(Backend):
             self._down = self._api.Stream()
         self._upload_staging = _Staging(self, "superpipeline-staged-upload")
         self._download_staging = _Staging(self, "superpipeline-staged-download")
+        self._host = Worker("superpipeline-host")
 
     @override
-    def upload(self, target: Tensor, source: Tensor) -> Ticket:
+    def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         self._up.wait_stream(self._api.current_stream(self.device))
-        if source.is_pinned() and not self._upload_staging.lane.busy:  # a copy must not overtake one before it
+        waits = () if after is None or after.done else (after,)
+        pinned = source.is_pinned()
+        if pinned and not waits and not self._upload_staging.lane.busy:  # else it would overtake a copy before it
             return self._copy(self._up, target, source)
-        return self._copy_staged(self._upload_staging, self._up, target, source)
+        return self._copy_later(self._upload_staging, self._up, target, source, pinned, waits)
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         self._down.wait_stream(self._api.current_stream(self.device))
-        if target.is_pinned() and not self._download_staging.lane.busy:
+        pinned = target.is_pinned()
+        if pinned and not self._download_staging.lane.busy:
             return self._copy(self._down, target, source)
-        return self._copy_staged(self._download_staging, self._down, target, source)
+        return self._copy_later(self._download_staging, self._down, target, source, pinned)
 
     def _copy(self, stream: Any, target: Tensor, source: Tensor) -> _StreamTicket:
         with self._api.stream(stream):
@@ -65,15 +74,38 @@ class AcceleratorBackend(Backend):
             event.record(stream)
         return _StreamTicket(event)
 
-    def _copy_staged(self, staging: _Staging, stream: Any, target: Tensor, source: Tensor) -> _StreamTicket:
+    def _copy_later(
+        self,
+        staging: _Staging,
+        stream: Any,
+        target: Tensor,
+        source: Tensor,
+        pinned: bool,
+        after: Sequence[Ticket] = (),
+    ) -> _StreamTicket:
+        """A copy that a thread starts: it goes through page-locked chunks, or has to wait for work on the host."""
         event = self._api.Event()
 
         def job() -> None:
             with torch.inference_mode(False), self._api.device(self.device):
-                staging.copy(target, source, lambda to, frm: self._copy(stream, to, frm))
+                if pinned:
+                    self._copy(stream, target, source)
+                else:
+                    staging.copy(target, source, lambda to, frm: self._copy(stream, to, frm))
                 event.record(stream)
 
-        return _StreamTicket(event, started=staging.lane.submit(job))
+        return _StreamTicket(event, started=staging.lane.submit(job, after))
+
+    @override
+    def work(
+        self,
+        job: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        nbytes: int = 0,
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> Ticket:
+        return self._host.submit(job, after, cleanup, rank)
 
     @override
     def wait(self, ticket: Ticket) -> None:
@@ -122,14 +154,16 @@ class AcceleratorBackend(Backend):
 
     @override
     def drain(self) -> None:
-        self._upload_staging.lane.drain()
         self._download_staging.lane.drain()
+        self._host.drain()
+        self._upload_staging.lane.drain()
         self._up.synchronize()
         self._down.synchronize()
 
     @override
     def close(self) -> None:
         self.drain()
+        self._host.close()
         self._upload_staging.close()
         self._download_staging.close()
 

@@ -77,7 +77,7 @@ class Activations:
     @property
     def may_offload(self) -> bool:
         """Whether what any call saves may wait on the host."""
-        return self.auto is not None or self._policy == "offload"
+        return self.offloads or self.auto is not None
 
     @property
     def offloads(self) -> bool:

@@ -22,7 +22,9 @@ def superpipeline(
     units: UnitPolicy | None = None,
     resident: Sequence[str] = (),
     activations: ActivationPolicy = "auto",
+    overlap_optimizer: bool | Literal["auto"] = "auto",
     pin_memory: bool | Literal["auto"] = "auto",
+    compile: bool = False,
     debug: bool = False,
 ) -> Pipeline:
     """Train or run a module that is larger than the device, in a plain PyTorch loop.
@@ -37,7 +39,9 @@ def superpipeline(
         resident: Names of modules and parameters that stay on the device.
         activations: `"keep"` what a unit's forward saves for backward on the device, `"recompute"` it in backward
             from the unit's inputs, or `"offload"` it to host memory until then. `"auto"` chooses for each unit.
+        overlap_optimizer: Step units on the host while the device computes.
         pin_memory: Page-locked host memory.
+        compile: Compile the forward of each unit, as `block.compile()` does.
         debug: Delay copies, poison free slots, check accesses.
 
     Returns:
@@ -52,5 +56,7 @@ def superpipeline(
         >>> model(torch.ones(1, 8)).sum().backward()
         >>> pipeline.detach()
     """
-    options = PipelineOptions(k, k_prime, memory_budget, units, resident, activations, pin_memory, debug)
+    options = PipelineOptions(
+        k, k_prime, memory_budget, units, resident, activations, overlap_optimizer, pin_memory, compile, debug
+    )
     return Pipeline(module, device, options=options)

@@ -22,6 +22,7 @@ from sp_lightning.pipeline.host import (
     tensor_in,
     total_host_memory,
 )
+from sp_lightning.pipeline.landing import lay_out_gradients
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.summary import readable_bytes
 from sp_lightning.pipeline.transfer import Backend
@@ -42,6 +43,7 @@ class Learned:
         lowered: Masters that autocast lowers, by identity.
         used_as_is: Masters that are used in their own dtype, by identity.
         assumed: Masters taken for lowered because of the layer they are in, until that layer has been watched.
+        observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
         buffers: Host memory of earlier arrangements, by the identities of the masters in it.
     """
 
@@ -51,6 +53,7 @@ class Learned:
         self.lowered: set[int] = set()
         self.used_as_is: set[int] = set()
         self.assumed: set[int] = set()
+        self.observed: dict[tuple[int, ...], set[bool]] = {}
         self.buffers: dict[tuple[int, ...], HostBuffer] = {}
 
     def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> bool:
@@ -252,6 +255,8 @@ class Arrangement:
         for member in self.members:
             member.twins = self.twins
             member.find_groups()
+            masters = sorted({id(place.weight.master) for place in member.places})
+            member.observed = learned.observed.setdefault((id(member.module), *masters), set())
         for key, buffer in before.items():
             if key not in learned.buffers:
                 buffer.release()
@@ -301,4 +306,6 @@ def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> 
 
 def _sent_bytes(units: Sequence[Unit], trainable: bool = False) -> int:
     weights = [weight for unit in units for weight in unit.weights if weight.master.requires_grad or not trainable]
+    if trainable:
+        return lay_out_gradients(weights, [weight.compute_dtype for weight in weights])[1]
     return lay_out([weight.compute_bytes for weight in weights])[1]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sp_lightning.pipeline._private import in_backward, when_backward_ends
+from sp_lightning.pipeline._private import graph_task, in_backward, when_backward_ends
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import EngineAtWork
@@ -25,10 +25,16 @@ from sp_lightning.pipeline.window import Window
 
 
 class Graph:
-    """Lives as long as autograd holds the nodes of one step; says whether a backward has run through them."""
+    """Lives as long as autograd holds the nodes of one step.
+
+    Attributes:
+        done: Whether a backward has run through it.
+        uncompiled: Members whose calls in it are not compiled, which goes for a checkpoint's recomputation, too.
+    """
 
     def __init__(self) -> None:
         self.done = False
+        self.uncompiled: set[Member] = set()
 
 
 class Graphs:
@@ -68,6 +74,7 @@ class BackwardPass:
 
     Attributes:
         running: Whether a pass is open.
+        task: Autograd's number of the pass.
         in_use: Groups of the unit that backward reached last, and of those around it.
     """
 
@@ -85,6 +92,7 @@ class BackwardPass:
         on_end: Callable[[], None],
     ) -> None:
         self.running = False
+        self.task = -1
         self._window = window
         self._schedule = schedule
         self._returns = returns
@@ -102,6 +110,7 @@ class BackwardPass:
         """Called at every sign of a backward pass; the first one opens it."""
         if not self.running and in_backward():
             self.running = True
+            self.task = graph_task()
             self._on_begin()
             when_backward_ends(self._end)
 
@@ -131,6 +140,10 @@ class BackwardPass:
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 
+    def is_uncompiled(self, member: Member) -> bool:
+        """Whether backward runs through a graph in which the member's calls were not compiled."""
+        return any(member in graph.uncompiled for graph in self._graphs)
+
     def require(self, twin: Twin) -> None:
         """Backward unpacks a weight."""
         if self.running and twin.group.readable and not twin.group.suspect:
@@ -140,6 +153,10 @@ class BackwardPass:
             if not twin.group.loaded:
                 self._stats.heals += 1
             self._window.bring(twin.group)
+
+    def is_nested(self) -> bool:
+        """Whether autograd is in a backward inside of the one that was noticed first, as reentrant checkpoints are."""
+        return graph_task() != self.task
 
     def has_reached(self, unit: Unit | None) -> bool:
         """Whether backward is in a unit, so that its modules hold twins."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline._private import storage_key
@@ -26,10 +27,17 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_paused: Whether the engine itself or an optimizer is at work, which may do both.
     """
 
+    supports_higher_order_operators = True  # `flex_attention` is one operation here
+
     def __init__(self, plan: Callable[[], Arrangement], is_paused: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._plan = plan
         self._is_paused = is_paused
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled, and what it runs is checked. A torch that does not ask runs it uncompiled."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check the operands, then run the operation."""
@@ -37,7 +45,7 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operands = tensors_among(args)
             for operand in operands:
                 self._check_twin(operand, func)
-            if not func._schema.is_mutable:
+            if isinstance(func, HigherOrderOperator) or not func._schema.is_mutable:
                 self._check_masters(operands, func)
         return func(*args, **(kwargs or {}))
 

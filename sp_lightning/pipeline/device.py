@@ -48,6 +48,8 @@ class Group:
         readable: Whether computing waits for the copy, so that what is computed from now on sees the bytes.
         suspect: Whether the masters may have changed since the load.
         last_load: In which step it was loaded last, and the masters' versions then.
+        handles: How many nodes of graphs hold one of its weights for their backward.
+        being_stepped: The work of an optimizer on its masters; None if there is none, or it has been seen to be done.
         state: The masters as they were last looked at; None if they may have changed since.
     """
 
@@ -64,7 +66,9 @@ class Group:
         self.readable = False
         self.suspect = False
         self.state: MasterState | None = None
-        self.last_load: tuple[int, tuple[int, ...]] | None = None
+        self.last_load: tuple[int, tuple[int, ...] | None] | None = None
+        self.handles = 0
+        self.being_stepped: Ticket | None = None
 
     @property
     def loaded(self) -> bool:

@@ -74,6 +74,9 @@ class SideEffects:
         self._modes = [(inner, inner.training) for inner in module.modules()]
         for inner, _ in self._modes:
             self._look_at_module(inner)
+        for inner, _ in self._modes:
+            for hook in (*inner._forward_pre_hooks.values(), *inner._forward_hooks.values()):
+                self._look_at(hook, own=False)
         for value in inputs:
             self._look_at(value, own=False)
         self._seen.clear()
@@ -125,12 +128,9 @@ class SideEffects:
         if isinstance(module, torch.jit.ScriptModule):  # its buffers are in C++, where nothing can stand in for them
             self._has_scripted_buffers |= any(True for _ in module.buffers(recurse=False))
             return
-        if _is_of_a_user(type(module)) or "forward" in vars(module):  # torch's own layers change buffers at most
-            self._look_into(_Attributes(module), own=True)
+        self._look_into(_Attributes(module), own=True)
         if module._buffers:
             self._look_into(module._buffers, own=True)
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            self._look_at(hook, own=False)
 
     def _look_at(self, value: Any, own: bool) -> None:
         """Note what an object contains, and look at that.
@@ -142,10 +142,10 @@ class SideEffects:
         """
         if id(value) in self._seen:
             return
+        self._seen.add(id(value))
         if isinstance(value, Tensor):
             self._hold(value, own)
         elif isinstance(value, nn.Module):  # not of this unit, a hook's for example: only what it has itself
-            self._seen.add(id(value))
             self._look_into(_Attributes(value), own)
         elif isinstance(value, _PLACES):
             self._look_into(value, own)
@@ -153,16 +153,17 @@ class SideEffects:
             for item in value:
                 self._look_at(item, own and not isinstance(item, Tensor))  # a copy could not take its place
         elif isinstance(value, partial):
-            self._look_at((value.func, value.args, value.keywords), own)
+            for part in (value.func, value.args, value.keywords):
+                self._look_at(part, own)
         elif isinstance(value, types.MethodType):
-            self._look_at((value.__self__, value.__func__), own)
+            for half in (value.__self__, value.__func__):
+                self._look_at(half, own)
         elif isinstance(value, types.FunctionType) and _is_of_a_user(value):
             self._look_at(value.__closure__, own)
         elif hasattr(value, "__dict__") and _is_of_a_user(type(value)):
             self._look_into(vars(value), own)
 
     def _look_into(self, place: Any, own: bool) -> None:
-        self._seen.add(id(place))
         content = _read(place)
         self._before.append((place, content))
         for value in _values(content):
@@ -170,7 +171,6 @@ class SideEffects:
                 self._look_at(value, own)
 
     def _hold(self, tensor: Tensor, own: bool) -> None:
-        self._seen.add(id(tensor))
         if isinstance(tensor, nn.Parameter) or tensor.is_inference():
             return
         copy = tensor.detach().clone() if own and tensor.grad_fn is None else None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.threads import Lane, copy_memory
+from sp_lightning.pipeline.threads import Lane, Worker, copy_memory
 from sp_lightning.pipeline.transfer import Backend, Ticket
 
 
@@ -22,7 +23,7 @@ class HostBackend(Backend):
     Args:
         device: The CPU.
         poison: Fill memory that holds nothing with NaN.
-        max_delay: Longest random delay before a copy, in seconds.
+        max_delay: Longest random delay before a copy or work on the host, in seconds.
         seed: Seed of the delays.
     """
 
@@ -34,25 +35,41 @@ class HostBackend(Backend):
         self._random = random.Random(seed)
         self._up = Lane("superpipeline-upload")
         self._down = Lane("superpipeline-download")
+        self._host = Worker("superpipeline-host")
 
     @override
-    def upload(self, target: Tensor, source: Tensor) -> Ticket:
-        return self._copy(self._up, target, source)
+    def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        return self._copy(self._up, target, source, () if after is None else (after,))
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         return self._copy(self._down, target, source)
 
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> Ticket:
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         self.invalidate(target)
-        delay = self._random.uniform(0, self._max_delay) if self._max_delay else 0.0
+        return lane.submit(self._delayed(lambda: copy_memory(target, source)), after)
 
-        def job() -> None:
-            if delay:
-                time.sleep(delay)
-            copy_memory(target, source)
+    @override
+    def work(
+        self,
+        job: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        nbytes: int = 0,
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> Ticket:
+        return self._host.submit(self._delayed(job), after, cleanup, rank)
 
-        return lane.submit(job)
+    def _delayed(self, job: Callable[[], None]) -> Callable[[], None]:
+        if not self._max_delay:
+            return job
+        delay = self._random.uniform(0, self._max_delay)
+
+        def delayed() -> None:
+            time.sleep(delay)
+            job()
+
+        return delayed
 
     @override
     def wait(self, ticket: Ticket) -> None:
@@ -61,10 +78,12 @@ class HostBackend(Backend):
 
     @override
     def drain(self) -> None:
-        self._up.drain()
         self._down.drain()
+        self._host.drain()
+        self._up.drain()
 
     @override
     def close(self) -> None:
-        self._up.close()
         self._down.close()
+        self._host.close()
+        self._up.close()

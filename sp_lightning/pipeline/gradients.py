@@ -1,41 +1,87 @@
 """From the twin's gradient on the device to the master's `.grad` on the host.
 
 A unit's gradients are gathered as autograd finishes them, put together in one piece of device memory, and leave with
-one copy, in the dtype they were computed in. A worker adds them to the host's gradients, so neither the device nor
-the thread that runs backward waits. `.grad` is assigned when backward ends, so nobody sees a gradient whose copy
-has not landed.
+one copy, in the dtype they were computed in.
 
     device                        on its way                  host
-    twin.grad -> staging (ring) ----------------------------> the gradient itself   (first gradient, same dtype)
-                                ------------> staging (ring) -> added by the worker (accumulation, other dtype)
+    twin.grad -> piece (ring) ------------------------------> home: the gradient itself    (first of a step)
+                              -----------> slot (ring) -----> added to the gradient        (accumulation)
+                              -----------> slot (ring) -----> the optimizer                (it steps in backward)
+
+[Note: gradients that nobody has asked for yet]
+When backward ends, its last gradients are still on their way, and the host does not wait for them: optimizer steps
+wait by themselves, and masters are guarded until then, so that whoever touches one makes `settle` run first. A
+gradient that arrived in a lower dtype than its master's stays as it came, at half the memory: the optimizer casts it
+as it reads it. It becomes the master's `.grad` (`show`) only when somebody asks for that.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import (
-    post_accumulate_hooks,
-    tensor_hooks,
-    users_of_storage,
-    without_torch_function,
-)
-from sp_lightning.pipeline.host import HostBuffer, lay_out, tensor_in
+from sp_lightning.pipeline._private import post_accumulate_hooks, tensor_hooks, without_torch_function
+from sp_lightning.pipeline.device import Group
+from sp_lightning.pipeline.landing import Home, Piece, Ring, Slot, cast_and_add, is_only_shown, lay_out_gradients
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.stepping import NO_SCALING, Scaling
 from sp_lightning.pipeline.transfer import Backend, Ticket
 from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Twin, Weight
 
-_RING = 2  # one piece being filled while the other leaves
-_CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
+_PIECES = 2  # one being filled while the other leaves
+_SLOTS_SHARE = 5  # at most one slot for so many units: what the optimizer may be behind
+
+
+@dataclass(eq=False)
+class Shipment:
+    """One copy on its way to the host.
+
+    Attributes:
+        unit: Whose gradients it brings.
+        weights: Which of the unit's weights.
+        arrived: Where they land, a tensor per weight.
+        ticket: The copy.
+        slot: What has to be released when they have been read; None if they have landed where they stay.
+    """
+
+    unit: Unit
+    weights: list[Weight]
+    arrived: list[Tensor]
+    ticket: Ticket
+    slot: Slot | None
+
+
+class Stepper(Protocol):
+    """Who steps units in backward, as far as gradients know it (see overlap.py).
+
+    Attributes:
+        keeps_gradients: Whether gradients that arrive in a lower dtype are kept when the optimizer has used them.
+    """
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """See above."""
+
+    def wants(self, unit: Unit) -> bool:
+        """Whether the unit's complete gradients should go to the optimizer right away."""
+
+    def has_stepped(self, weight: Weight) -> bool:
+        """Whether a gradient of this weight would come too late."""
+
+    def step_in_backward(self, shipment: Shipment) -> None:
+        """Step a unit when its gradients have landed; releases the slot."""
+
+    def end_of_backward(self) -> None:
+        """Give back, by `keep`, what was not stepped after all."""
+
+    def finish_step(self, group: Group) -> None:
+        """Wait until no step reads the gradients of a group any more."""
 
 
 class GradientReturn:
@@ -47,7 +93,14 @@ class GradientReturn:
         stats: Counters.
         pin: Whether to page-lock host memory.
         on_arrival: Called when autograd has finished a gradient.
+
+    Attributes:
+        stepper: Steps units in backward, if an optimizer lets it.
+        measures_norms: Whether the norm of each gradient is wanted with it (see `norms_of`).
     """
+
+    stepper: Stepper
+    measures_norms = False
 
     def __init__(
         self, units: Sequence[Unit], backend: Backend, stats: Stats, pin: bool, on_arrival: Callable[[], None]
@@ -61,15 +114,20 @@ class GradientReturn:
         self._expected: dict[Unit, int] = {}
         self._arrived: dict[Weight, None] = {}
         self._sparse: dict[Weight, list[Tensor]] = {}
-        self._hooked: dict[Weight, list[Tensor]] = {}
+        self._held_back: dict[Weight, list[Tensor]] = {}
         self._shipped: set[Weight] = set()
         self._landed: dict[Weight, Tensor] = {}
-        self._landing: list[Ticket] = []
-        self._outgrown: list[HostBuffer] = []
-        self._homes: dict[Unit, _Home] = {}
-        self._ring: list[_Piece] = []
+        self._must_settle = False
+        self._low: dict[Weight, Tensor] = {}
+        self._norms: dict[Weight, Tensor] = {}
+        self._scaling: dict[Weight, Scaling] = {}
+        self._under_way: dict[Weight, Ticket] = {}
+        self._outgrown: list[Home] = []
+        self._homes: dict[tuple[Unit, bool], Home] = {}
+        self._pieces: list[Piece] = []
         self._turn = 0
-        self._worker = _Worker(self)
+        together = max((unit.group.units for unit in self._units), default=1)
+        self._ring = Ring(backend, pin, max(2, together + 1, -(-len(self._units) // _SLOTS_SHARE)))
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
@@ -97,6 +155,11 @@ class GradientReturn:
         if gradient.layout is not torch.strided:
             self._sparse.setdefault(weight, []).append(gradient)
             return
+        if self.stepper.has_stepped(weight):
+            raise RuntimeError(
+                f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
+                "`overlap_optimizer=False`."
+            )
         unit = weight.unit
         if weight in self._gathered.get(unit, ()):  # reentrant checkpoints accumulate several times in one backward
             self._ship(unit)
@@ -118,256 +181,356 @@ class GradientReturn:
         gathered = self._gathered.pop(unit)
         weights = [weight for weight in unit.weights if weight in gathered]
         gradients = [gathered[weight] for weight in weights]
-        offsets, nbytes = lay_out([gradient.nbytes for gradient in gradients])
+        dtypes = [gradient.dtype for gradient in gradients]
+        _, nbytes, norms_at = lay_out_gradients(weights, dtypes)
         piece = self._next_piece(nbytes)
         if piece.ticket is not None:
             self._backend.wait(piece.ticket)
-        torch._foreach_copy_(piece.tensors("device", weights, gradients, offsets), gradients)
-        self._stats.bytes_to_host += nbytes
-        home = self._home_for(unit, weights)
-        if home.weights == weights and self._are_first(weights, gradients):
-            home.vacate()
-            piece.ticket = self._backend.download(home.memory, piece.device[:nbytes])
-            self._landed.update(zip(weights, home.tensors, strict=True))
-            self._landing.append(piece.ticket)
-        else:
-            piece.free.wait()
-            piece.free.clear()
-            piece.ticket = self._backend.download(piece.host.bytes[:nbytes], piece.device[:nbytes])
-            arrived = piece.tensors("host", weights, gradients, offsets)
-            self._worker.put(_Shipment(piece, weights, arrived))
-        self._shipped.update(weights)
+        gathered_there, norms = piece.tensors(weights, dtypes)
+        torch._foreach_copy_(gathered_there, gradients)
+        measures = self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights)
+        if measures:
+            torch.stack(torch._foreach_norm(gathered_there, 2, torch.float32), out=norms)
+        sent = nbytes if measures else norms_at
+        self._stats.bytes_to_host += sent
+        self.stepper.finish_step(unit.group)
+        for weight in weights:
+            self._norms.pop(weight, None)
+            if weight in self._scaling:  # of what is there, not of what comes
+                self.settle()
+                self.show(weight)
 
-    def _are_first(self, weights: list[Weight], gradients: list[Tensor]) -> bool:
-        """Whether the copy can land in the gradients themselves: nothing to add to, nothing to cast, nobody to ask."""
+        complete, first = len(weights) == self._expected[unit], self._are_first(weights)
+        steps_now = complete and self.stepper.wants(unit)
+        lower = any(dtype != weight.master.dtype for weight, dtype in zip(weights, dtypes, strict=True))
+        home = None
+        passes_through = first and lower and steps_now and not self.stepper.keeps_gradients
+        if passes_through and (unit, True) in self._homes:  # of the time before the optimizer stepped in backward
+            self._let_land(weights)
+            self._homes.pop((unit, True)).buffer.release()
+        if first and not passes_through and (complete or not lower):
+            home = self._home_for(unit, weights, dtypes if lower else None)
+        if home is not None and home.weights == weights:
+            self._let_land(weights)
+            home.vacate()
+            piece.ticket = self._backend.download(home.memory[:sent], piece.memory[:sent])
+            shipment = Shipment(unit, weights, home.tensors, piece.ticket, None)
+            self._landed.update(zip(weights, home.tensors, strict=True))
+            if measures:
+                self._norms.update(zip(weights, home.norms, strict=True))
+        else:
+            slot = self._ring.take(nbytes)
+            piece.ticket = self._backend.download(slot.memory[:sent], piece.memory[:sent])
+            shipment = Shipment(unit, weights, slot.tensors(weights, dtypes)[0], piece.ticket, slot)
+        self._shipped.update(weights)
+        if not first or (shipment.slot is not None and not passes_through):
+            shipment = self._add(shipment)
+        self._under_way.update(dict.fromkeys(weights, shipment.ticket))
+        if steps_now and not any(weight in self._held_back for weight in weights):
+            self.stepper.step_in_backward(shipment)
+
+    def _are_first(self, weights: list[Weight]) -> bool:
+        """Whether there is nothing to add to, and no user's hook to ask."""
         return all(
-            weight.master.grad is None
-            and weight not in self._shipped
-            and gradient.dtype == weight.master.dtype
-            and not tensor_hooks(weight.master)
-            for weight, gradient in zip(weights, gradients, strict=True)
+            self.gradient_of(weight) is None and weight not in self._shipped and not tensor_hooks(weight.master)
+            for weight in weights
         )
 
-    # ------------------------------------------------------------------------------------------------ on the worker
+    def _let_land(self, weights: Sequence[Weight]) -> None:
+        """Wait until nothing is on its way to these gradients; for what nobody waited for, that was dropped."""
+        for weight in weights:
+            if weight in self._under_way:
+                self._under_way.pop(weight).join()
 
-    def land(self, shipment: _Shipment) -> None:
-        """Wait for a copy and add what it brought to the host's gradients."""
-        assert shipment.piece.ticket is not None
-        shipment.piece.ticket.join()
+    # ------------------------------------------------------------------------------------------------- accumulation
+
+    def _add(self, shipment: Shipment) -> Shipment:
+        """Have gradients in a slot added to the sums, on the thread for work on the host; returns the sums."""
+        additions, after = [], [shipment.ticket]
         for weight, arrived in zip(shipment.weights, shipment.arrived, strict=True):
-            if tensor_hooks(weight.master):  # a user's code: not in this thread
-                self._hooked.setdefault(weight, []).append(arrived.clone())
+            after += [self._under_way[weight]] if weight in self._under_way else []
+            if tensor_hooks(weight.master) or _is_sparse(weight.master.grad):  # a user's code: not in that thread
+                self._held_back.setdefault(weight, []).append(torch.empty_like(weight.host))
+                additions.append(_Addition(self._held_back[weight][-1], None, arrived, onto=False))
             else:
-                self._accumulate(weight, arrived)
-        shipment.piece.free.set()
+                additions.append(self._addition(weight, arrived))
 
-    def _accumulate(self, weight: Weight, arrived: Tensor) -> None:
-        sum_so_far = self._landed.get(weight)
-        if sum_so_far is None:
-            sum_so_far = weight.master.grad
-        if sum_so_far is None:
-            self._landed[weight] = self._home_for(weight.unit, [weight]).room_for(weight).copy_(arrived)
-        elif sum_so_far.layout is not torch.strided:
-            self._landed[weight] = arrived + sum_so_far
-        elif sum_so_far.dtype == arrived.dtype or sum_so_far.stride() != arrived.stride():
-            sum_so_far.add_(arrived)
-        else:
-            _cast_and_add(sum_so_far, arrived)
+        measured = [w for w in shipment.weights if self.measures_norms and w.master.dtype == torch.float32]
+        norms = {weight: torch.empty(()) for weight in measured}
+        self._norms.update(norms)
+
+        def job() -> None:
+            with without_torch_function(), torch.no_grad():
+                for addition in additions:
+                    addition.run()
+                for weight, addition in zip(shipment.weights, additions, strict=True):
+                    if weight in norms:
+                        norms[weight].copy_(torch.linalg.vector_norm(addition.target, dtype=torch.float32))
+
+        moved = sum(addition.target.nbytes for addition in additions)
+        assert shipment.slot is not None
+        ticket = self._backend.work(job, after, 2 * moved, shipment.slot.release)
+        return Shipment(shipment.unit, shipment.weights, [addition.target for addition in additions], ticket, None)
+
+    def keep(self, shipment: Shipment) -> None:
+        """Gradients that went to the optimizer were not needed there: they stay."""
+        if shipment.slot is not None:
+            self._under_way.update(dict.fromkeys(shipment.weights, self._add(shipment).ticket))
+
+    def _addition(self, weight: Weight, arrived: Tensor) -> _Addition:
+        total = self._landed.get(weight)
+        if total is None:
+            total = self.gradient_of(weight)
+        if total is not None and total.dtype == weight.master.dtype:
+            if not is_only_shown(self._home_for(weight.unit, [weight]).tensors, total):
+                self._must_settle = True
+            self._landed[weight] = total
+            return _Addition(total, None, arrived, onto=True)
+        self._low.pop(weight, None)
+        room = self._home_for(weight.unit, [weight]).room_for(weight)
+        self._landed[weight] = room
+        return _Addition(room, total, arrived, onto=total is not None)
 
     # ------------------------------------------------------------------------------------------------ when it ends
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what is left, wait until everything has landed, and show it as `.grad`."""
+        """Send what is left. Gradients are known from now on, though some may still have to land."""
         self.ship_all_but([])
-        if self._shipped:
-            self._stats.host_syncs += 1
-            for ticket in self._landing:
-                self._backend.synchronize(ticket)
-            self._worker.join()
+        self.stepper.end_of_backward()
+        hooks = any(post_accumulate_hooks(weight.master) for weight in self._arrived)
+        if self._held_back or self._sparse or self._must_settle or hooks:
+            self.settle()
+        for weight in [*self._held_back, *self._sparse]:  # what a hook makes of them is not what was measured
+            self._norms.pop(weight, None)
         for weight in self._arrived:  # in autograd's order, in which a user's hooks expect to be called
-            for gradient in self._hooked.get(weight, ()):
-                self._accumulate(weight, _through_hooks(weight, gradient))
+            for gradient in self._held_back.get(weight, ()):
+                self._add_now(weight, _through_hooks(weight, gradient))
             for gradient in self._sparse.get(weight, ()):
                 self._add_sparse(weight, _through_hooks(weight, gradient))
             if weight in self._landed:
-                weight.master.grad = self._landed[weight]
+                self._keep(weight, self._landed[weight])
             for post_hook in post_accumulate_hooks(weight.master):
+                self.show(weight)
                 post_hook(weight.master)
         self._forget()
 
+    def _keep(self, weight: Weight, gradient: Tensor) -> None:
+        if gradient.dtype == weight.master.dtype:
+            weight.master.grad = gradient
+        else:
+            self._low[weight] = gradient
+
+    def _add_now(self, weight: Weight, gradient: Tensor) -> None:
+        total = self._landed.get(weight, weight.master.grad)
+        if total is not None and _is_sparse(total):
+            self._landed[weight] = gradient + total
+        else:
+            self._addition(weight, gradient).run()
+
+    def _add_sparse(self, weight: Weight, gradient: Tensor) -> None:
+        arrived = gradient.to("cpu")
+        self._stats.bytes_to_host += arrived._values().nbytes + arrived._indices().nbytes
+        if weight in self._landed:
+            self._keep(weight, self._landed.pop(weight))
+        self.show(weight)
+        if weight.master.grad is None:
+            self._landed[weight] = arrived
+        else:
+            self._landed[weight] = weight.master.grad.add_(arrived)
+
+    def settle(self) -> None:
+        """Wait until every gradient has landed and been added."""
+        if self._under_way:
+            self._stats.host_syncs += 1
+            for ticket in dict.fromkeys(self._under_way.values()):
+                self._backend.synchronize(ticket)
+            self._under_way.clear()
+
+    @property
+    def settled(self) -> bool:
+        """Whether `.grad` of all masters is plain training's, and it makes no difference who reads or changes it."""
+        return not (self._under_way or self._low or self._scaling or self._norms)
+
     def abandon(self) -> None:
         """After an exception: forget what has not landed."""
-        for join in [self._worker.join, *(ticket.join for ticket in self._landing)]:
+        for ticket in self._under_way.values():
             with contextlib.suppress(Exception):  # a copy that failed has been told of, or belongs to what failed
-                join()
-        for piece in self._ring:
+                ticket.join()
+        self._under_way.clear()
+        self._ring.release_all()
+        for piece in self._pieces:
             piece.ticket = None
         self._forget()
 
     def close(self) -> None:
-        """Stop the worker and undo page-locks; gradients stay where they are."""
+        """Show all gradients and undo page-locks; the gradients themselves stay where they are."""
         self.abandon()
-        self._worker.close()
-        for buffer in [*(home.buffer for home in self._homes.values()), *(piece.host for piece in self._ring)]:
-            buffer.release()
+        self.show_all()
+        for home in self._homes.values():
+            home.buffer.release()
+        self._ring.close()
 
     def device_bytes(self) -> int:
         """Device memory held for gradients on their way."""
-        return sum(piece.device.nbytes for piece in self._ring)
+        return sum(piece.memory.nbytes for piece in self._pieces)
+
+    def host_bytes(self) -> int:
+        """Host memory held for gradients."""
+        return sum(home.memory.nbytes for home in self._homes.values()) + self._ring.nbytes()
 
     def _forget(self) -> None:
         self._gathered.clear()
         self._arrived.clear()
         self._sparse.clear()
-        self._hooked.clear()
+        self._held_back.clear()
         self._shipped.clear()
-        self._landing.clear()
-        while self._outgrown:
-            self._outgrown.pop().release()
         self._landed.clear()
+        self._must_settle = False
+        while self._outgrown:
+            self._outgrown.pop().buffer.release()
 
-    def _add_sparse(self, weight: Weight, gradient: Tensor) -> None:
-        arrived = gradient.to("cpu")
-        self._stats.bytes_to_host += arrived._values().nbytes + arrived._indices().nbytes
-        sum_so_far = self._landed.get(weight, weight.master.grad)
-        if sum_so_far is None:
-            self._landed[weight] = arrived
-        else:
-            sum_so_far.add_(arrived)
+    # ------------------------------------------------------------------------------------------- for who reads them
 
-    def _next_piece(self, nbytes: int) -> _Piece:
-        if len(self._ring) < _RING:
-            self._ring.append(_Piece(max(self._largest(), nbytes), self._backend, self._pin))
-            return self._ring[-1]
-        self._turn = (self._turn + 1) % _RING
-        piece = self._ring[self._turn]
-        if piece.device.nbytes < nbytes:  # weights that were frozen, or lowered, when the ring was made
-            self._worker.join()
-            piece.host.release()
-            self._ring[self._turn] = _Piece(nbytes, self._backend, self._pin)
-        return self._ring[self._turn]
+    def gradient_of(self, weight: Weight) -> Tensor | None:
+        """The gradient in the dtype in which it came, or the sum in the master's; it may still have to land."""
+        return self._low.get(weight, weight.master.grad)
+
+    def on_its_way(self, weights: Sequence[Weight]) -> list[Ticket]:
+        """What has to be waited for before the gradients of these weights may be read."""
+        return list(dict.fromkeys(self._under_way[weight] for weight in weights if weight in self._under_way))
+
+    def show(self, weight: Weight) -> None:
+        """Make the gradient the master's `.grad`, in the master's dtype, with all that was to be done to it."""
+        self._norms.pop(weight, None)
+        low = self._low.pop(weight, None)
+        with torch.inference_mode(False), torch.no_grad():
+            if low is not None:
+                weight.master.grad = self._home_for(weight.unit, [weight]).room_for(weight).copy_(low)
+            scaling = self._scaling.pop(weight, None)
+            if scaling is not None and weight.master.grad is not None:
+                scaling.apply_(weight.master.grad)
+
+    def show_all(self) -> None:
+        """Wait for all gradients and show them."""
+        self.settle()
+        for weight in {**self._low, **self._scaling}:
+            self.show(weight)
+
+    def drop(self, weight: Weight) -> None:
+        """Forget a gradient: somebody sets `.grad`."""
+        self._low.pop(weight, None)
+        self._norms.pop(weight, None)
+        self._scaling.pop(weight, None)
+
+    # ----------------------------------------------------------------------------- what is to be done to gradients
+
+    def norms_of(self, weights: Sequence[Weight]) -> list[Tensor] | None:
+        """The norms of gradients as they came, to be read when these have landed; None if one is not known."""
+        norms = [self._norms.get(weight) for weight in weights]
+        known = [norm for norm in norms if norm is not None]
+        return known if len(known) == len(norms) else None
+
+    def multiply(self, weights: Sequence[Weight], factor: Tensor) -> None:
+        """Have gradients multiplied by a number, when the optimizer reads them or somebody else does."""
+        self._rescale(weights, lambda scaling: scaling.times(factor))
+
+    def clamp(self, weights: Sequence[Weight], limit: float) -> None:
+        """Have gradients clipped to plus and minus a limit, when they are read."""
+        self._rescale(weights, lambda scaling: scaling.clamped(limit))
+
+    def _rescale(self, weights: Sequence[Weight], change: Callable[[Scaling], Scaling]) -> None:
+        changed: dict[int, Scaling] = {}  # weights that are treated alike share an object
+        for weight in weights:
+            if self.scaling_of(weight).clamp is not None:  # a scaling clips last
+                self.settle()
+                self.show(weight)
+            before = self.scaling_of(weight)
+            self._scaling[weight] = changed.setdefault(id(before), change(before))
+
+    def scaling_of(self, weight: Weight) -> Scaling:
+        """What is still to be done to a gradient."""
+        return self._scaling.get(weight, NO_SCALING)
+
+    def wait_also(self, weights: Sequence[Weight], ticket: Ticket) -> None:
+        """Whoever reads these gradients has to wait for this work, too, which comes after all that is on its way."""
+        self._under_way.update(dict.fromkeys(weights, ticket))
+
+    def take(self, weight: Weight) -> tuple[Tensor, Scaling]:
+        """A gradient for the optimizer, which writes what is to be done to it back if it is in the master's dtype."""
+        gradient = self.gradient_of(weight)
+        assert gradient is not None
+        self._norms.pop(weight, None)
+        scaling = self.scaling_of(weight)
+        if weight not in self._low:
+            self._scaling.pop(weight, None)
+        return gradient, scaling
+
+    # ----------------------------------------------------------------------------------------------------- memory
+
+    def _next_piece(self, nbytes: int) -> Piece:
+        if len(self._pieces) < _PIECES:
+            self._pieces.append(Piece(max(self._largest(), nbytes), self._backend))
+            return self._pieces[-1]
+        self._turn = (self._turn + 1) % _PIECES
+        if self._pieces[self._turn].memory.nbytes < nbytes:  # weights that were frozen, or lowered, when it was made
+            ticket = self._pieces[self._turn].ticket
+            if ticket is not None:
+                ticket.join()
+            self._pieces[self._turn] = Piece(nbytes, self._backend)
+        return self._pieces[self._turn]
 
     def _largest(self) -> int:
         trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in self._units)
-        return max(lay_out([weight.compute_bytes for weight in weights])[1] for weights in trainable)
+        return max(lay_out_gradients(weights, [weight.compute_dtype for weight in weights])[1] for weights in trainable)
 
-    def _home_for(self, unit: Unit, weights: list[Weight]) -> _Home:
-        home = self._homes.get(unit)
-        if home is None or not set(weights) <= set(home.weights):
-            if home is not None:
-                self._outgrown.append(home.buffer)  # a copy into it may still be on its way
+    def _home_for(self, unit: Unit, weights: list[Weight], lower: Sequence[torch.dtype] | None = None) -> Home:
+        """The home of a unit's gradients: in the masters' dtypes, or in lower ones for exactly these weights."""
+        key = (unit, lower is not None)
+        home = self._homes.get(key)
+        if lower is not None:
+            fits = home is not None and home.weights == weights and home.dtypes == list(lower)
+        else:
+            fits = home is not None and set(weights) <= set(home.weights)
+        if home is not None and fits:
+            return home
+        if home is not None:
+            self._outgrown.append(home)  # a copy into it may still be on its way
+        members = weights
+        if lower is None:
             members = [weight for weight in unit.weights if weight.master.requires_grad or weight in weights]
-            home = self._homes[unit] = _Home(members, self._backend, self._pin)
-        return home
+            lower = [weight.master.dtype for weight in members]
+        self._homes[key] = Home(members, lower, self._backend, self._pin)
+        return self._homes[key]
 
 
-class _Piece:
-    """A piece of the ring: room for one unit's gradients on the device, and on the host where they must be added."""
+class _Addition(NamedTuple):
+    """What a gradient that arrived does to a sum.
 
-    def __init__(self, nbytes: int, backend: Backend, pin: bool) -> None:
-        self.device = backend.allocate(nbytes)
-        self.host = HostBuffer(nbytes, backend, pin)
-        self.ticket: Ticket | None = None
-        self.free = threading.Event()
-        self.free.set()
-        self._tensors: dict[tuple[Any, ...], list[Tensor]] = {}
-
-    def tensors(
-        self, side: Literal["device", "host"], weights: list[Weight], gradients: list[Tensor], offsets: list[int]
-    ) -> list[Tensor]:
-        """Its memory as one tensor per gradient; made once for each set of weights."""
-        key = (side, *weights, *(gradient.dtype for gradient in gradients))
-        if key not in self._tensors:
-            memory = self.device if side == "device" else self.host.bytes
-            self._tensors[key] = [
-                tensor_in(memory, offset, weight.host, gradient.dtype)
-                for weight, gradient, offset in zip(weights, gradients, offsets, strict=True)
-            ]
-        return self._tensors[key]
-
-
-class _Shipment(NamedTuple):
-    """One copy on its way, and what it brings for the worker to add."""
-
-    piece: _Piece
-    weights: list[Weight]
-    arrived: list[Tensor]
-
-
-class _Home:
-    """Where the gradients of a unit's trainable weights live on the host: one buffer, a tensor per weight.
-
-    It is used again every step, unless the user kept a gradient (PCGrad and the like do): then that one stays theirs.
+    Attributes:
+        target: The sum.
+        low: A part of the sum that has only landed in a lower dtype, and not been written to the target.
+        arrived: The gradient.
+        onto: Whether there is a sum to add to.
     """
 
-    def __init__(self, weights: Sequence[Weight], backend: Backend, pin: bool) -> None:
-        self.weights = list(weights)
-        self._backend = backend
-        self._pin = pin
-        self._build()
+    target: Tensor
+    low: Tensor | None
+    arrived: Tensor
+    onto: bool
 
-    def _build(self) -> None:
-        offsets, nbytes = lay_out([weight.master.nbytes for weight in self.weights])
-        self.buffer = HostBuffer(nbytes, self._backend, self._pin)
-        self.memory = self.buffer.bytes
-        self.tensors = [
-            tensor_in(self.memory, offset, weight.host, weight.host.dtype)
-            for weight, offset in zip(self.weights, offsets, strict=True)
-        ]
-
-    def vacate(self) -> None:
-        """Make sure that nobody else holds any of it."""
-        if not all(_is_free(tensor) for tensor in self.tensors):
-            self.buffer.release()
-            self._build()
-
-    def room_for(self, weight: Weight) -> Tensor:
-        """Memory for one weight's gradient that nobody else holds."""
-        tensor = self.tensors[self.weights.index(weight)]
-        return tensor if _is_free(tensor) else torch.empty_like(weight.host)
+    def run(self) -> None:
+        """Do it."""
+        if self.low is not None:
+            self.target.copy_(self.low)
+        if self.onto:
+            cast_and_add(self.target, self.arrived)
+        else:
+            self.target.copy_(self.arrived)
 
 
-class _Worker:
-    """The thread that waits for gradients and adds them."""
-
-    def __init__(self, returns: GradientReturn) -> None:
-        self._returns = returns
-        self._jobs: queue.Queue[_Shipment | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def put(self, shipment: _Shipment) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="superpipeline-gradients", daemon=True)
-            self._thread.start()
-        self._jobs.put(shipment)
-
-    def join(self) -> None:
-        """Wait until everything has been added."""
-        self._jobs.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
-
-    @torch.no_grad()
-    def _run(self) -> None:
-        while (shipment := self._jobs.get()) is not None:
-            try:
-                with without_torch_function():
-                    self._returns.land(shipment)
-            except BaseException as error:
-                self._error = error
-                shipment.piece.free.set()
-            finally:
-                self._jobs.task_done()
-        self._jobs.task_done()
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided
 
 
 def _through_hooks(weight: Weight, gradient: Tensor) -> Tensor:
@@ -376,25 +539,3 @@ def _through_hooks(weight: Weight, gradient: Tensor) -> Tensor:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
-
-
-def _references(tensor: Tensor) -> int:
-    return sys.getrefcount(tensor)
-
-
-# what a tensor in a list, in a local variable and in an argument of a function counts
-_OWN_REFERENCES = max(_references(tensor) for tensor in [torch.empty(0)])
-
-
-def _is_free(tensor: Tensor) -> bool:
-    """Whether only its home holds a gradient: not the user, not a view of it, not `.grad`."""
-    return sys.getrefcount(tensor) <= _OWN_REFERENCES and users_of_storage(tensor) <= 1
-
-
-def _cast_and_add(sum_so_far: Tensor, arrived: Tensor) -> None:
-    count = arrived.numel()
-    flat_sum = sum_so_far.as_strided((count,), (1,))
-    flat_arrived = arrived.as_strided((count,), (1,))
-    for start in range(0, count, _CHUNK):
-        end = min(start + _CHUNK, count)
-        flat_sum[start:end].add_(flat_arrived[start:end].to(sum_so_far.dtype))

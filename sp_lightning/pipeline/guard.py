@@ -5,6 +5,11 @@
 the host. While a step runs, masters therefore have a class with `__torch_function__`: an operation on one is redirected
 to the weight on the device, which the pipeline makes resident from then on. Reading attributes and writing in place
 (`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master. Outside of steps masters are ordinary Parameters.
+
+[Note: masters that are not finished]
+After a backward or an optimizer step, gradients may still be on their way and weights being stepped. Until that is
+done masters keep the guarded class, now only to notice who looks: the first one to touch a master waits, and from
+then on all of them are ordinary. So nobody sees half a step, and nobody waits who does not look.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import without_torch_function
+from sp_lightning.pipeline._private import sees_torch_functions, without_torch_function, zero_grad_is_calling
 from sp_lightning.pipeline.weights import Weight
 
 _DEVICE_PROPERTIES = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
@@ -34,10 +39,29 @@ _ABOUT_THE_MASTER = {
 }  # fmt: skip
 
 
+_ACCESSORS = ("__get__", "__set__", "__delete__")
+_METADATA = {
+    "shape", "dtype", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "names", "is_sparse", "is_meta",
+    "is_quantized", "is_nested", "is_mkldnn", "nbytes", "itemsize", "output_nr", "retains_grad", "_base",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "size", "dim", "ndimension", "numel", "nelement", "stride",
+    "storage_offset", "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_signed", "is_inference",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "__hash__", *_DEVICE_PROPERTIES,
+}  # fmt: skip
+
+
 class Owner(Protocol):
     """The pipeline, as far as the guard knows it."""
 
     device: torch.device
+
+    def touched(self, weight: Weight) -> None:
+        """Somebody outside of the engine looks at a master: it must be finished."""
+
+    def asked_for_gradient(self, weight: Weight) -> None:
+        """Somebody reads a master's `.grad`."""
+
+    def gradient_is_dropped(self, weight: Weight) -> None:
+        """Somebody gives a master another `.grad`, or none."""
 
     def serve(self, weight: Weight) -> nn.Parameter:
         """The weight on the device, for an operation outside of its unit."""
@@ -52,6 +76,10 @@ class Owner(Protocol):
 class Guard:
     """Turns masters into guarded Parameters and back.
 
+    Attributes:
+        armed: Whether masters are guarded.
+        redirects: Whether operations on them are redirected; else it is only noticed who touches them.
+
     Args:
         owner: Whom to ask for the weight on the device.
         weights: All weights.
@@ -61,9 +89,19 @@ class Guard:
         self.owner = owner
         self._weights = list(weights)
         self.armed = False
+        self.redirects = False
 
     def arm(self) -> None:
         """From now on operations on masters are redirected."""
+        self.redirects = True
+        self._guard_masters()
+
+    def watch(self) -> None:
+        """From now on operations on masters are what they seem to be, but noticed."""
+        self.redirects = False
+        self._guard_masters()
+
+    def _guard_masters(self) -> None:
         if not self.armed:
             self.armed = True
             for weight in self._weights:
@@ -72,6 +110,7 @@ class Guard:
 
     def disarm(self) -> None:
         """Masters are ordinary Parameters again."""
+        self.redirects = False
         if self.armed:
             self.armed = False
             for weight in self._weights:
@@ -81,6 +120,8 @@ class Guard:
     def redirect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that one of the masters is an argument of."""
         name = getattr(func, "__name__", "")
+        if not self.redirects or guards_suspended():
+            return self._on_the_host(func, args, kwargs, writes=False)
         if name == "__get__":
             return self._read_property(func, args)
         if name in _DEVICE_PROPERTIES:
@@ -113,11 +154,25 @@ class Guard:
         return func(probe, *args[1:])
 
     def _on_the_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool) -> Any:
-        if writes:
-            for master in _masters_in((args, kwargs)):
-                self.owner.note_write(_weight_of(master))
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in _ACCESSORS else ""
+        for master in _masters_in((args, kwargs)):
+            weight = _weight_of(master)
+            if attribute == "grad":
+                self._tell_of_gradient(weight, reads=name == "__get__")
+            elif (attribute or name) not in _METADATA:
+                self.owner.touched(weight)
+            if writes:
+                self.owner.note_write(weight)
         with without_torch_function():
             return func(*args, **kwargs)
+
+    def _tell_of_gradient(self, weight: Weight, reads: bool) -> None:
+        zero_grad = zero_grad_is_calling()
+        if not reads or (zero_grad is not None and zero_grad.get("set_to_none", True)):
+            self.owner.gradient_is_dropped(weight)
+        else:
+            self.owner.asked_for_gradient(weight)
 
     def _is_about_host_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether other operands lie on the host, as those of a hand-made EMA do."""
@@ -173,7 +228,7 @@ class HostParameter(nn.Parameter):
         """Hand the operation to the guard of the first master among its arguments."""
         master = next(_masters_in((args, kwargs or {})), None)
         found = _guarded.get(id(master))
-        if found is None or guards_suspended():
+        if found is None:
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
         return found[0].redirect(func, args, kwargs or {})
@@ -186,12 +241,23 @@ class HostParameter(nn.Parameter):
         """A pickle is of an ordinary Parameter."""
         return self._as_ordinary(lambda: self.__reduce_ex__(protocol))
 
+    def __hash__(self) -> int:
+        """As ever; but who looks a master up in an optimizer's state will read what the step writes."""
+        found = _guarded.get(id(self))
+        if found is not None and not found[0].redirects and sees_torch_functions() and zero_grad_is_calling() is None:
+            found[0].owner.touched(found[1])
+        return id(self)
+
     def _as_ordinary(self, action: Callable[[], Any]) -> Any:
+        found = _guarded.get(id(self))
+        if found is not None:
+            found[0].owner.touched(found[1])
+        guarded = type(self)
         self.__class__ = nn.Parameter  # type: ignore[assignment]
         try:
             return action()
         finally:
-            self.__class__ = HostParameter
+            self.__class__ = guarded
 
 
 _stepping: list[tuple[int, FrameType]] = []  # thread and frame of the optimizer steps that are running

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from sp_lightning.pipeline._private import explain_graph_break
 from sp_lightning.pipeline.units import Member
 
 
@@ -33,6 +34,8 @@ class Gatekeeper(Protocol):
     def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's call with its weights on the device."""
 
+
+_WATCHED_AT = "superpipeline"  # the key in a node's metadata
 
 _gates: dict[int, tuple[Gatekeeper, Member]] = {}
 _gate_classes: dict[type, type] = {}
@@ -91,6 +94,7 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
                 return (plain.__new__, *reduced[1:])  # `__newobj__` insists on the object's own class, the gate
             return reduced
 
+        explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
         methods: dict[str, Any] = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_superpipeline_plain": plain}
         if hasattr(plain, "__deepcopy__"):
 
@@ -159,8 +163,18 @@ def replace_tensors(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     return pytree.tree_map(visit, output)
 
 
-def before_backward(outputs: list[Tensor], action: Callable[[], None]) -> None:
-    """Run `action` before backward reaches what computed these tensors."""
+def before_backward(outputs: list[Tensor], action: Callable[[], None], since: int, now: int) -> None:
+    """Run `action` before backward reaches what computed these tensors in a call.
+
+    A call that hands through what it was given has not computed it. The node belongs to an earlier call, whose weights
+    would have to make room for this call's at the very moment at which they are needed.
+
+    Args:
+        outputs: What the call returned.
+        action: What to run.
+        since: The number of calls when this one began.
+        now: The number of calls now.
+    """
     nodes = set()
     for output in outputs:
         made_by = output._base if output._is_view() else output
@@ -171,4 +185,6 @@ def before_backward(outputs: list[Tensor], action: Callable[[], None]) -> None:
         action()
 
     for node in nodes:
-        node.register_prehook(run)
+        metadata: Any = node.metadata  # a dict, whatever torch's annotation says
+        if metadata.setdefault(_WATCHED_AT, now) >= since:
+            node.register_prehook(run)

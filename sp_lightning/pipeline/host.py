@@ -8,7 +8,7 @@ holds the lowered copy, written once per change of the masters.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -168,6 +168,29 @@ class GroupHost:
                 target.copy_(weight.host)
             self._sent = state
         return self.source.bytes
+
+    def copies(self) -> Sequence[Tensor | None]:
+        """For each weight the lowered copy that is sent, as a tensor to write; None where the master itself is sent."""
+        return self._lowered or [None] * len(self.weights)
+
+    def copies_are_those_of(self, state: MasterState | None) -> bool:
+        """Whether the lowered copies are of masters that were in this state, and still are."""
+        return state is not None and self._sent is state and not self.has_changed(state)
+
+    def stepped(self, copied: Collection[Weight]) -> MasterState:
+        """Masters were stepped.
+
+        Args:
+            copied: Weights whose lowered copies are right.
+
+        Returns:
+            What the masters are now.
+        """
+        for weight, target in zip(self.weights, self._lowered, strict=False):
+            if weight not in copied:
+                target.copy_(weight.host)
+        self._sent = self.state()
+        return self._sent
 
     def _versions(self) -> tuple[int, ...]:
         for weight in self.weights:

@@ -15,11 +15,13 @@ region where autocast is off) stays as it is, and so does one that is cast where
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,6 +85,8 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             them anew for each use and this is not the first.
     """
 
+    supports_higher_order_operators = True  # `flex_attention` is one operation here
+
     def __init__(
         self,
         twins: dict[int, Twin],
@@ -109,11 +113,16 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, always_call=True),
         ]
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        # what `torch.compile(module)` returns warns that the hooks see it, too, which does no harm here
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exc_info: Any) -> None:
         """Stop watching."""
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        self._warnings.__exit__(*exc_info)
         for hook in self._hooks:
             hook.remove()
 
@@ -172,6 +181,8 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def is_view(func: Any) -> bool:
     """Whether an operation only makes an alias of its operand."""
+    if isinstance(func, HigherOrderOperator):
+        return False
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 

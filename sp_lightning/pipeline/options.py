@@ -42,7 +42,9 @@ class PipelineOptions:
             `"recompute"` keeps the unit's inputs alone and runs its forward again in backward, `"offload"` lets it wait
             in host memory. `"auto"` measures and chooses for each unit, so that everything fits into `memory_budget`,
             or into what is free; where no limit is known, everything is kept.
+        overlap_optimizer: Step units on the host while the device computes; `"auto"` does where it is exact.
         pin_memory: Page-locked host memory; `"auto"` pins where the device gains by it.
+        compile: Compile the forward of each unit with `torch.compile`, as `block.compile()` does.
         debug: Poison free slots, delay copies, and check every access to a weight.
 
     Raises:
@@ -55,7 +57,9 @@ class PipelineOptions:
     units: UnitPolicy | None = None
     resident: Sequence[str] = ()
     activations: ActivationPolicy = "auto"
+    overlap_optimizer: bool | Literal["auto"] = "auto"
     pin_memory: bool | Literal["auto"] = "auto"
+    compile: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -79,10 +83,11 @@ class PipelineOptions:
         if self.activations not in get_args(ActivationPolicy):
             allowed = ", ".join(map(repr, get_args(ActivationPolicy)))
             raise ValueError(f"`activations={self.activations!r}` must be one of {allowed}.")
-        for name in ("pin_memory", "debug"):
+        for name in ("overlap_optimizer", "pin_memory", "compile", "debug"):
             value = getattr(self, name)
-            if not (isinstance(value, bool) or (name == "pin_memory" and value == "auto")):
-                allowed = "True, False or 'auto'" if name == "pin_memory" else "True or False"
+            has_auto = name in ("overlap_optimizer", "pin_memory")
+            if not (isinstance(value, bool) or (has_auto and value == "auto")):
+                allowed = "True, False or 'auto'" if has_auto else "True or False"
                 raise ValueError(f"`{name}={value!r}` must be {allowed}.")
 
 

@@ -12,13 +12,15 @@ next and copies are started for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
@@ -26,6 +28,7 @@ from sp_lightning.pipeline.activations import Activations
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
 from sp_lightning.pipeline.auto import AutoPolicy
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
+from sp_lightning.pipeline.compiled import compiled_call, keep_out_of_graphs, run_uncompiled
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.emulated import HostBackend
@@ -38,6 +41,7 @@ from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.offload import STAYING, Bundle, Offloader
 from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.overlap import KnownOptimizers, Overlap
 from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.saved import SavedTensors
 from sp_lightning.pipeline.schedule import Pass, Schedule
@@ -90,12 +94,16 @@ class Pipeline:
         self.stats = Stats()
         _check_not_attached(module)
         self._backend = backend or _make_backend(self.device, self.options.debug)
+        keep_out_of_graphs()
         self._learned = Learned()
         self._at_work = EngineAtWork()
         self._depth = 0
         self._touched_outside: list[Weight] = []
         self._rearrange = False
         self._untouched = True
+        self._spent: set[int] = set()
+        self._optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
+        self._calls = 0
         self._pool = HostPool(self._backend)
         meter = self._meter = Meter(self.device, self.stats)
         self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
@@ -129,9 +137,93 @@ class Pipeline:
         with guards_resumed(), self._scope(look_for_new_parameters=True):
             yield
 
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to update its parameters (see optimizer.py)."""
+        if self.options.overlap_optimizer is True and (reason := self.why_not_overlapped(optimizer)) is not None:
+            raise ValueError(f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to step this one as it is.")
+        with self._at_work:
+            self._overlap.before_step(optimizer)
+
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has updated what it was left with."""
+        with self._at_work:
+            self._overlap.after_step()
+            self._window.suspect_all()
+            self._close()
+
     def weights_changed(self) -> None:
         """Weights on the host were written to: what lies on the device is checked before it is used again."""
         self._window.suspect_all()
+
+    def why_not_overlapped(self, optimizer: Optimizer) -> str | None:
+        """Why an optimizer steps all of its weights at once, as in plain training; None if it steps unit by unit."""
+        with self._at_work:
+            return self._overlap.why_not(optimizer)
+
+    def stepping_in_backward(
+        self, optimizer: Optimizer, *, clamp: float | None = None, keep_gradients: bool = False
+    ) -> AbstractContextManager[None]:
+        """Scope around a backward pass whose gradients are final: each unit is stepped as soon as its own have landed.
+
+        `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. Nobody may
+        look at gradients in between.
+
+        Args:
+            optimizer: The optimizer.
+            clamp: Clip gradients to plus and minus this value, as `torch.nn.utils.clip_grad_value_` does.
+            keep_gradients: Keep gradients that arrive in a lower dtype until `zero_grad`. If they are not kept, it is
+                an error to read them after the step.
+        """
+        return self._overlap.in_backward(optimizer, clamp, keep_gradients)
+
+    @contextmanager
+    def measuring_norms(self) -> Iterator[None]:
+        """Scope around a backward pass whose gradients bring their norms: `clip_grad_norm` and `unscale` need them."""
+        self._returns.measures_norms = True
+        try:
+            yield
+        finally:
+            self._returns.measures_norms = False
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+        """`torch.nn.utils.clip_grad_norm_`, done while the optimizer reads the gradients where that is possible."""
+        parameters = list(parameters)
+        with self._at_work:
+            done = self._overlap.clip_norm(parameters, max_norm)
+            self._close()
+        if not done:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
+        """`torch.nn.utils.clip_grad_value_`, done while the optimizer reads the gradients where that is possible."""
+        parameters = list(parameters)
+        with self._at_work:
+            done = self._overlap.clip_value(parameters, limit)
+            self._close()
+        if not done:
+            nn.utils.clip_grad_value_(parameters, limit)
+
+    def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
+        """What `GradScaler.unscale_` does, while the optimizer reads the gradients.
+
+        Args:
+            optimizer: Whose gradients.
+            inverse_scale: What to multiply them with, on the host.
+
+        Returns:
+            Whether a gradient is not finite; None if nothing was done, because the norms did not come with them.
+        """
+        with self._at_work:
+            overflow = self._overlap.unscale(optimizer, inverse_scale)
+            self._close()
+            return overflow
+
+    def settle(self) -> None:
+        """Wait until gradients have landed and optimizer steps are done, as reading any weight does by itself."""
+        with self._at_work:
+            self._overlap.settle()
+            self._returns.settle()
+            self._close()
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What `backward(inputs=...)` needs in place of these tensors: for a master, the leaf that is in the graph."""
@@ -147,6 +239,7 @@ class Pipeline:
                 member.held.clear()
                 swap_out(member)
             self._inside.clear()
+            self._overlap.abandon()
             self._backward.abandon()
             self._saved.pop_all()
             self._backend.drain()
@@ -174,18 +267,27 @@ class Pipeline:
         """Give the module back: plain, on the CPU, without a trace. Calling it again does nothing."""
         if not self._attached:
             return
-        if self._depth or self._backward.running:
+        failed = None
+        try:
+            self.settle()
+        except Exception as error:  # of a step that nobody has asked for: the module is given back all the same
+            failed = error
+        if self._depth or self._backward.running or failed is not None:
             self.reset()
         self._attached = False
         _attached_masters.difference_update(map(id, self._masters))
         stop_listening(self)
         self._dismantle()
+        for steps in self._optimizers.values():
+            steps.forget()
         self._offloader.close()
         for buffer in self._learned.buffers.values():
             buffer.release()
         move_buffers(self.module, torch.device("cpu"))
         move_unmanaged(self._plan.unmanaged.values(), torch.device("cpu"))
         self._backend.close()
+        if failed is not None:
+            raise failed
 
     def summary(self) -> Summary:
         """What was planned, in numbers; `str()` of it is a table."""
@@ -201,6 +303,9 @@ class Pipeline:
             resident=tuple(weight.name for weight in plan.resident.weights),
             resident_bytes=sum(weight.compute_bytes for weight in plan.resident.weights),
             host_bytes=sum(group.host.host_bytes() for group in plan.groups if group.units),
+            host_gradient_bytes=self._returns.host_bytes(),
+            optimizer_bytes=self._overlap.optimizer_bytes(),
+            parameters=sum(weight.host.numel() for weight in plan.weights),
             unit_names=tuple(unit.name for unit in plan.units),
             unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.weights) for unit in plan.units),
             lowered=sum(weight.lowered for weight in plan.weights),
@@ -219,6 +324,19 @@ class Pipeline:
         self._guard = Guard(self, plan.weights)
         groups = [member.unit.group for member in plan.streamed_members if member.unit is not None]
         self._window = Window(plan.groups, groups, self._schedule, self._backend, self.stats, self._evict)
+        self._overlap = Overlap(
+            plan.weights,
+            self._window,
+            self._backend,
+            self._returns,
+            self.stats,
+            self._optimizers,
+            self._spent,
+            overlaps=self.options.overlap_optimizer is not False,
+            fused=self.device.type != "cpu",  # on the CPU the user's choice stands: the same numbers as plain training
+            is_nested=lambda: self._backward.is_nested(),
+            settle=self.settle,
+        )
         self._backward = BackwardPass(
             window=self._window,
             schedule=self._schedule,
@@ -235,18 +353,23 @@ class Pipeline:
         self._meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._follow_requires_grad(twin)
+        for member in plan.streamed_members if self.options.compile else ():
+            member.compiled = compiled_call(member.module)
         self._activations.auto = self._auto_policy()  # units have changed: measured anew
         for member in plan.members:
             install_gate(member, self)
 
     def _dismantle(self) -> None:
         """Take the arrangement off the module; masters keep their identity, their values and their memory."""
+        self._overlap.put_back()
+        self._overlap.settle()
         for member in self._plan.members:
             remove_gate(member)
         for twin in self._plan.twins.values():
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
                 twin.gradient_hook.remove()
         self._returns.close()
+        self._guard.disarm()
         self._backend.drain()
         for group in self._plan.groups:
             group.host.release_copies()
@@ -315,6 +438,7 @@ class Pipeline:
             self.reset()  # an exception came out of a backward that nothing surrounded
         if look_for_new_parameters and self._has_new_parameters():
             self.rebuild()
+        self._overlap.put_back()
         self._take_in_what_was_learned()
         self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
         if not self._graphs.waiting():
@@ -335,14 +459,18 @@ class Pipeline:
         )
 
     def _activate(self) -> None:
-        if not self._guard.armed:
+        if not self._guard.redirects:
             if not (in_backward() and self._graphs.waiting()):  # the backward of the step before
                 self._window.suspect_all()
             self._guard.arm()
 
     def _close(self) -> None:
-        if self._depth == 0 and not self._backward.running:
+        if self._depth or self._backward.running:
+            return
+        if self._overlap.settled and self._returns.settled:
             self._guard.disarm()
+        else:
+            self._guard.watch()
 
     # ------------------------------------------------------------------------------------------- calls of modules
 
@@ -359,6 +487,8 @@ class Pipeline:
         if self._depth == 0:
             with self._scope():
                 return self.call(member, forward, args, kwargs)
+        if member.compiled is not None and member.module._compiled_call_impl is None:
+            forward = member.compiled
         if member.unit is None:
             return self._call_around_units(member, forward, args, kwargs)
         autocast = self._autocast_dtype()
@@ -366,14 +496,16 @@ class Pipeline:
             return member.module(*args, **kwargs)  # as a member of the new arrangement
         if self._activations.manages(member):
             return self._activations.run(member, args, kwargs)  # which calls the module, and so comes here once more
-        self._enter(member)
+        number = self._enter(member)
         pushed = self._saved.push()
         try:
             if autocast is not None and torch.is_grad_enabled() not in member.observed:
                 output = self._run_watched(member, forward, args, kwargs)
+            elif member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
+                output = run_uncompiled(forward, *args, **kwargs)
             else:
                 output = forward(*args, **kwargs)
-            return self._watch(member, output)
+            return self._watch(member, output, number)
         finally:
             if pushed:
                 self._saved.pop()
@@ -430,14 +562,18 @@ class Pipeline:
                     place.parameters[place.key] = self.serve(place.weight)
 
         spy = LoweringSpy(self._plan.twins, self._learned.assumed, self.device.type, keep_as_is)
-        with spy:
-            output = forward(*args, **kwargs)
+        with spy:  # which does not see into compiled code
+            output = run_uncompiled(forward, *args, **kwargs)
         member.observed.add(spy.builds_graph)
+        if spy.builds_graph:
+            self._graphs.current.uncompiled.add(member)
         self._rearrange |= self._learned.take_in(spy.lowered, spy.used_as_is, [p.weight for p in member.places])
         return output
 
-    def _enter(self, member: Member) -> None:
+    def _enter(self, member: Member) -> int:
+        """A call begins; returns its number."""
         with self._at_work:
+            number = self._calls = self._calls + 1
             self._untouched = False
             member.entered += 1
             direction = _direction()
@@ -460,6 +596,7 @@ class Pipeline:
             self._window.prefetch(self._backward.in_use)
             if self._activations.may_offload and member.index >= 0:
                 self._offloader.enter(member, self._activations.offloads)
+            return number
 
     def _units_ahead(self, member: Member) -> int:
         """How many other units forward is expected to use before backward begins, as far as the offloader asks."""
@@ -523,7 +660,7 @@ class Pipeline:
         group = weight.twin.group
         group.state = group.host.state()
 
-    def _watch(self, member: Member, output: Any) -> Any:
+    def _watch(self, member: Member, output: Any, number: int) -> Any:
         """Have backward announce itself, and let nothing that leaves a unit lie in its slot."""
         tensors = tensors_in(output)
         if any(storage_key(tensor) in self._plan.twins for tensor in tensors):
@@ -535,7 +672,9 @@ class Pipeline:
                 graph = self._graphs.watch_current()
                 groups, around = member.held[-1], [group for held in self._inside[:-1] for group in held]
                 plan, bundle = self._plan, self._offloader.current
-                before_backward(watched, lambda: self._reach(plan, member, graph, groups, around, bundle))
+                before_backward(
+                    watched, lambda: self._reach(plan, member, graph, groups, around, bundle), number, self._calls
+                )
         return output
 
     # --------------------------------------------------------------------------------------------------- backward
@@ -577,6 +716,7 @@ class Pipeline:
     def serve(self, weight: Weight) -> nn.Parameter:
         """The weight on the device, for an operation outside of its unit (see guard.py)."""
         with self._at_work:
+            self._overlap.finish_step(weight.unit.group)
             self._untouched = False
             if weight.lowered:  # who uses it here may not want it cast
                 self._keep_as_is(weight)
@@ -589,6 +729,31 @@ class Pipeline:
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 self._follow_requires_grad(twin)
             return twin.parameter
+
+    def touched(self, weight: Weight) -> None:
+        """Somebody outside of the engine looks at a master: its step must be done."""
+        if self._guard.redirects:
+            with self._at_work:
+                self._overlap.finish_step(weight.unit.group)
+        else:
+            self.settle()
+
+    def asked_for_gradient(self, weight: Weight) -> None:
+        """Somebody reads a master's `.grad`."""
+        if self._overlap.has_spent(weight):
+            raise RuntimeError(
+                f"The gradient of weight {weight.name!r} was used by the optimizer as it arrived, and not kept. Read "
+                "it before the step, in `on_before_optimizer_step`, or train with `overlap_optimizer=False`."
+            )
+        with self._at_work:
+            self._overlap.finish_step(weight.unit.group)
+            self._returns.settle()
+            self._returns.show(weight)
+
+    def gradient_is_dropped(self, weight: Weight) -> None:
+        """Somebody gives a master another `.grad`, or none."""
+        self._returns.drop(weight)
+        self._overlap.forget_spent(weight)
 
     def note_write(self, weight: Weight) -> None:
         """A master may be written to."""

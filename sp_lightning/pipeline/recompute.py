@@ -100,6 +100,7 @@ class UnitCall:
     ) -> None:
         self.member = member
         self._checks = checks
+        self._saved = saved
         self._meter = saved.meter
         self._on_repeat = on_repeat
         self._bytes_before = self._meter.bytes
@@ -133,7 +134,10 @@ class UnitCall:
         is_worth_it = any(storage_key(tensor) not in known for tensor in tensors)
         # what was changed after it was saved must raise in backward, as it does in plain training
         is_wrong = any(kept.is_changed for kept in alive)
-        is_possible = not is_wrong and not self._checkpoints_itself and self._inputs.outlive_the_call
+        has_changed_weights = any(twin.weight.twin is not twin for twin, _ in self._weights)  # was lowered, say
+        is_possible = self._inputs.outlive_the_call and not (
+            is_wrong or has_changed_weights or self._checkpoints_itself
+        )
         repeatable = obstacle is None and is_worth_it and is_possible
         self.footprint = self._take_stock(tensors, repeatable)
         if repeatable:
@@ -157,7 +161,7 @@ class UnitCall:
 
     def _what_weight_changed(self) -> str | None:
         with without_torch_function():
-            changed = any(twin.weight.twin is twin and twin.version() != version for twin, version in self._weights)
+            changed = any(twin.version() != version for twin, version in self._weights)
         return "changes a weight in place" if changed else None
 
     def _alive(self) -> Iterator[tuple[int, Kept]]:
@@ -183,15 +187,35 @@ class UnitCall:
             self._on_repeat(self),
             self._surroundings.restored(),
             self._effects.undone(),
+            self._with_its_weights(),
             torch.enable_grad(),
             saved_tensors_hooks(refill.pack, lambda tensor: tensor),
             suppress(_NothingMissing),
         ):
             self.member.module(*args, **kwargs)
-        if refill.missing or (
-            self._checks and any(_checksum(kept.get()) != self._sums[i] for i, kept in self._alive())
-        ):
+        if refill.missing or (self._checks and self._differs()):
             raise RuntimeError(_computed_something_else(self.member.name))
+
+    @contextmanager
+    def _with_its_weights(self) -> Iterator[None]:
+        """The leaves that the first forward computed with: a weight that was lowered may be sent as it is by now."""
+        others = {
+            id(twin.weight): twin for twin, _ in self._weights if twin.parameter is not twin.weight.twin.parameter
+        }
+        places = [place for place in self.member.places if id(place.weight) in others]
+        now = [place.parameters[place.key] for place in places]
+        for place in places:
+            twin = others[id(place.weight)]
+            self._saved.require(twin)
+            place.parameters[place.key] = twin.parameter
+        try:
+            yield
+        finally:
+            for place, parameter in zip(places, now, strict=True):
+                place.parameters[place.key] = parameter
+
+    def _differs(self) -> bool:
+        return any(_checksum(kept.get()) != self._sums[index] for index, kept in self._alive())
 
 
 class _NothingMissing(Exception):

@@ -30,12 +30,20 @@ from sp_lightning.pipeline.offload import Offloader
 from sp_lightning.pipeline.weights import Twin
 
 
-class _Handle(NamedTuple):
+class _Handle:
     """A weight (or a view of one): an alias of its fixed place, good whenever the weight is there."""
 
-    twin: Twin
-    alias: Tensor
-    version: int
+    __slots__ = ("_group", "alias", "twin", "version")
+
+    def __init__(self, twin: Twin, alias: Tensor, version: int) -> None:
+        self.twin = twin
+        self.alias = alias
+        self.version = version
+        self._group = twin.group
+        self._group.handles += 1
+
+    def __del__(self) -> None:
+        self._group.handles -= 1
 
 
 class Kept:
@@ -100,18 +108,19 @@ class SavedTensors:
     """Pushes and pops the pair of hooks.
 
     Args:
-        require: Called with a twin before backward reads it.
+        require: See below.
         meter: Counts what is held.
         offloader: Takes what may wait on the host.
 
     Attributes:
         twins: Twins by the identity of their memory.
+        require: Called with a twin before backward reads it.
     """
 
     def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
         self.twins: dict[int, Twin] = {}
-        self._require = require
+        self.require = require
         self._offloader = offloader
         self._pushed = 0
 
@@ -186,7 +195,7 @@ class SavedTensors:
         with without_torch_function():
             if twin.version() != packed.version:
                 raise RuntimeError(_changed_in_place(f"weight {twin.weight.name!r}"))
-            self._require(twin)
+            self.require(twin)
         return packed.alias
 
 

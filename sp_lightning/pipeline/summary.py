@@ -19,7 +19,10 @@ class Summary:
         gradient_bytes: Device memory for gradients on their way to the host.
         resident: Names of resident weights.
         resident_bytes: Their bytes on the device.
-        host_bytes: Host memory for weights and for what is sent of them, without gradients and optimizer state.
+        host_bytes: Host memory for weights and for what is sent of them.
+        host_gradient_bytes: Host memory for gradients, as far as they have needed any.
+        optimizer_bytes: Host memory for what optimizers keep about the weights, as far as they have stepped them.
+        parameters: How many numbers the weights have.
         unit_names: Names of the units.
         unit_bytes: Bytes that each unit sends.
         lowered: How many weights are sent in autocast's dtype.
@@ -36,10 +39,19 @@ class Summary:
     resident: tuple[str, ...]
     resident_bytes: int
     host_bytes: int
+    host_gradient_bytes: int
+    optimizer_bytes: int
+    parameters: int
     unit_names: tuple[str, ...]
     unit_bytes: tuple[int, ...]
     lowered: int
     pinned: bool
+
+    @property
+    def host_bytes_per_parameter(self) -> float:
+        """Host memory for weights, gradients and optimizer state, for each number in the weights."""
+        in_all = self.host_bytes + self.host_gradient_bytes + self.optimizer_bytes
+        return in_all / self.parameters if self.parameters else 0.0
 
     @property
     def saved(self) -> float:

@@ -5,8 +5,12 @@ Nothing here knows what is copied or when: the pipeline decides, the backend kee
 [Note: ordering of copies]
 A copy to the device starts after all work that was given to the device before it (the slot's last reader is among
 it), and computing waits for the copy's ticket before it reads the slot. A copy to the host starts after all work
-given before it (the gradients are among it). Those are the only two orders the engine needs, and both are kept on
-the device: `upload`, `download` and `wait` never make the host wait. `synchronize` does; whoever calls it counts it.
+given before it (the gradients are among it). Both orders are kept on the device: `upload`, `download` and `wait`
+never make the host wait. `synchronize` does; whoever calls it counts it.
+
+Work on host memory (adding gradients up, stepping the optimizer) is done by one thread, what is needed soonest first,
+each piece after the copies that it needs. A copy to the device can be told to start after such work: so the thread
+that computes waits for neither.
 
 The emulated device keeps the same two orders with threads, so that a missing wait or a slot given away too early
 shows as a wrong number on a laptop, not only on a GPU.
@@ -15,6 +19,7 @@ shows as a wrong number on a laptop, not only on a GPU.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,11 +28,16 @@ _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -
 
 
 class Ticket(ABC):
-    """One copy on its way."""
+    """One copy on its way, or one piece of work on the host."""
 
     @abstractmethod
     def join(self) -> None:
-        """Block the calling thread until the copy is done; for worker threads."""
+        """Block the calling thread until it is done; raises what went wrong in it."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `join` would return at once."""
 
 
 class Backend(ABC):
@@ -52,12 +62,31 @@ class Backend(ABC):
             return memory
 
     @abstractmethod
-    def upload(self, target: Tensor, source: Tensor) -> Ticket:
-        """Copy bytes to the device, after everything computed so far."""
+    def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        """Copy bytes to the device, after everything computed so far, and after some work on the host."""
 
     @abstractmethod
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         """Copy bytes to the host, after everything computed so far."""
+
+    @abstractmethod
+    def work(
+        self,
+        job: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        nbytes: int = 0,
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> Ticket:
+        """Run a job on the thread for work on host memory, after these tickets.
+
+        Args:
+            job: What to do.
+            after: What has to be done before.
+            nbytes: Bytes of host memory that it reads and writes; a device whose time is simulated asks for it.
+            cleanup: What to do then in any case, also if something before it has failed.
+            rank: Of jobs that can be done, those of a lower rank come first, and of the same rank those given first.
+        """
 
     @abstractmethod
     def wait(self, ticket: Ticket) -> None:
@@ -95,7 +124,7 @@ class Backend(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until no copy is on its way."""
+        """Block until no copy is on its way and no work is left."""
 
     def close(self) -> None:
         """Give back threads and streams."""

@@ -8,6 +8,8 @@ modules whose calls enter it. Units are found in any tree:
 3. neighbours are joined while the sum stays below the size of a typical unit, so sizes are balanced (VGG, ResNet),
 4. what is left (small leaves, parameters that a module with units in it owns itself) is resident.
 
+What `torch.compile(module)` returns is looked through, and is the member in place of its module: it is what is called.
+
 Parameters that several modules share are found by identity and belong to one place.
 """
 
@@ -17,11 +19,12 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from sp_lightning.pipeline._private import without_compile
 from sp_lightning.pipeline.host import is_dense
 from sp_lightning.pipeline.options import UnitPolicy
 from sp_lightning.pipeline.weights import Twin, Weight
@@ -56,6 +59,7 @@ class Member:
         held: For each call that is inside of it, the groups that must not be evicted meanwhile.
         entered: How many times it was called since it was attached.
         observed: Whether its forward has been watched under autocast: without a graph (False), with one (True).
+        compiled: What compiles its call, if it is not the user who did.
         looks_into: A member whose weights its forward looks at to choose a fast path (`nn.TransformerEncoder`).
     """
 
@@ -71,6 +75,7 @@ class Member:
         self.held: list[list[Group]] = []
         self.entered = 0
         self.observed: set[bool] = set()
+        self.compiled: Callable[..., Any] | None = None
         self.looks_into: Member | None = None
 
     @property
@@ -189,8 +194,9 @@ class _Finder:
             self._find_recurrent(member)
         by_module = {id(member.module): member for member in [*members, *resident.members]}
         for member in callers:
-            if isinstance(member.module, nn.TransformerEncoder) and len(member.module.layers):
-                member.looks_into = by_module.get(id(member.module.layers[0]))
+            encoder = without_compile(member.module)
+            if isinstance(encoder, nn.TransformerEncoder) and len(encoder.layers):
+                member.looks_into = by_module.get(id(encoder.layers[0]))
         return Plan(units, resident, callers, self.unmanaged)
 
     # ---------------------------------------------------------------------------------------------- what there is
@@ -229,7 +235,9 @@ class _Finder:
 
     def _parts(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """Children that have something to stream."""
-        return [(name, child) for name, child in module.named_children() if self.sizes[id(child)]]
+        inner = without_compile(module)
+        prefix = "" if inner is module else "_orig_mod."
+        return [(prefix + name, child) for name, child in inner.named_children() if self.sizes[id(child)]]
 
     # ------------------------------------------------------------------------------------------------- what moves
 
@@ -246,17 +254,17 @@ class _Finder:
     def _descend(
         self, name: str, module: nn.Module, is_block: bool, small: int, seen: set[int]
     ) -> list[tuple[str, nn.Module]]:
-        nbytes = self.sizes[id(module)]
-        if nbytes == 0 or id(module) in self.resident_modules or id(module) in seen:
+        nbytes, inner = self.sizes[id(module)], without_compile(module)
+        if nbytes == 0 or id(module) in self.resident_modules or id(inner) in seen:
             return []
-        seen.add(id(module))
+        seen.add(id(inner))
         parts = self._parts(module)
         if not parts:
             whole = _is_called(module) and (is_block or nbytes >= max(small, 1))
             return [(name, module)] if whole and id(module) not in self.split else []
         if self._stays_whole(module, is_block, nbytes):
             return [(name, module)]
-        children_are_blocks = isinstance(module, _LISTS) and len(parts) > 1
+        children_are_blocks = isinstance(inner, _LISTS) and len(parts) > 1
         atoms: list[tuple[str, nn.Module]] = []
         for child_name, child in parts:
             full_name = f"{name}.{child_name}" if name else child_name
@@ -264,7 +272,7 @@ class _Finder:
         return atoms
 
     def _stays_whole(self, module: nn.Module, is_block: bool, nbytes: int) -> bool:
-        if isinstance(module, _READS_ITS_CHILDREN):
+        if isinstance(without_compile(module), _READS_ITS_CHILDREN):
             return True
         if module is self.root or not _is_called(module) or id(module) in self.split:
             return False
@@ -279,7 +287,7 @@ class _Finder:
         return any(
             isinstance(inner, _LISTS)
             and len(parts) > 1
-            and (inner is module or any(self._parts(part) for _, part in parts))
+            and (inner is without_compile(module) or any(self._parts(part) for _, part in parts))
             for inner in module.modules()
             for parts in [self._parts(inner)]
         )
@@ -288,9 +296,11 @@ class _Finder:
         atoms: list[tuple[str, nn.Module]] = []
         covered: set[int] = set()
         for name, module in self.root.named_modules():
-            if id(module) in covered or module is self.root or not matches(name, module):
+            inner = without_compile(module)
+            is_root = inner is without_compile(self.root)
+            if id(inner) in covered or is_root or not matches(name, inner):
                 continue
-            covered |= {id(inner) for inner in module.modules()}
+            covered |= {id(part) for part in module.modules()}
             if self.sizes[id(module)] and _is_called(module) and id(module) not in self.split:
                 atoms.append((name, module))
         if not atoms and self.total:
@@ -392,21 +402,22 @@ class _Finder:
         callers: list[Member] = []
 
         def visit(name: str, module: nn.Module) -> None:
-            if id(module) in inside:
-                unit = unit_around.get(id(module))
+            inner = without_compile(module)
+            if id(module) in inside or id(inner) in unit_around:
+                unit = unit_around.get(id(inner))
                 if id(module) not in streamed and unit is not None and _is_called(module):
                     streamed.add(id(module))  # part of a unit, and called from outside of it, too
                     member = Member(name, module, unit)
                     self._add_places(member, module.modules())
                     unit.members.append(member)
                 return
-            around = any(id(inner) in streamed for inner in module.modules())
+            around = any(id(part) in unit_around for part in module.modules())
             member = Member(name, module, resident)
             callable_ = _is_called(module) and not isinstance(module, torch.jit.ScriptModule)
             if callable_:
                 whole = not around and module is not self.root and id(module) not in self.split
-                self._add_places(member, module.modules() if whole else [module])
-                inside.update(id(inner) for inner in (module.modules() if whole else [module]))
+                self._add_places(member, module.modules() if whole else [inner])
+                inside.update(id(part) for part in (module.modules() if whole else [module]))
                 if member.places:
                     resident.members.append(member)
                 elif around or module is self.root:

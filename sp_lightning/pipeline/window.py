@@ -5,6 +5,10 @@ A place is given to another group when no call is inside of the group that has i
 group is not expected to be used before the one that wants the place. In backward, "no call is inside" means that
 backward has reached another unit: autograd runs nodes in the reverse order of their making, so a later unit's nodes
 have run by then. What that does not cover is healed by the handles in `saved.py`.
+
+[Note: while masters are being stepped]
+An optimizer's step may still be at work on a group's masters when the group is wanted again. Its copy to the device
+is then started all the same, to run after that work, and nothing looks at the masters before it is done.
 """
 
 from __future__ import annotations
@@ -103,9 +107,30 @@ class Window:
                 self._load(group)
             soon.append(group)
 
+    def outdate(self, group: Group) -> None:
+        """An optimizer is going to step the group's masters: what is on the device is worthless."""
+        group.suspect, group.state, group.last_load = False, None, None
+        group.residency, group.readable = Residency.ABSENT, False
+
+    def finish_step(self, group: Group) -> None:
+        """Make sure that an optimizer is done with the group's masters.
+
+        Raises:
+            Exception: Whatever went wrong in the optimizer.
+        """
+        if group.being_stepped is not None:
+            work, group.being_stepped = group.being_stepped, None
+            self._stats.optimizer_waits += not work.done
+            work.join()
+
+    def _is_being_stepped(self, group: Group) -> bool:
+        if group.being_stepped is not None and group.being_stepped.done:
+            self.finish_step(group)
+        return group.being_stepped is not None
+
     def _verify(self, group: Group) -> None:
         """If masters may have changed since the last look, look again; if they have, what was copied is worthless."""
-        if not group.suspect:
+        if not group.suspect or self._is_being_stepped(group):
             return
         group.suspect = False
         worth_a_look = group.loaded or group.host.keeps_lowered_copies
@@ -117,17 +142,21 @@ class Window:
         for other in group.conflicts:
             if other.loaded:
                 self._evict(other)
-        if group.state is None:
-            group.state = group.host.state()
-        source = group.host.prepare(group.state)
-        group.ticket = self._backend.upload(group.place, source)
+        if self._is_being_stepped(group):
+            source = group.host.source.bytes
+        else:
+            if group.state is None:
+                group.state = group.host.state()
+            source = group.host.prepare(group.state)
+        group.ticket = self._backend.upload(group.place, source, group.being_stepped)
         group.residency, group.readable = Residency.LOADED, False
         self._stats.bytes_to_device += source.nbytes
         if group.resident:
             self._stats.resident_loads += 1
         else:
             self._stats.loads += group.units
-        loaded, group.last_load = group.last_load, (self._step, group.state.versions)
+        versions = None if group.state is None else group.state.versions
+        loaded, group.last_load = group.last_load, (self._step, versions)
         changed_in_this_step = loaded is not None and loaded[0] == self._step and loaded != group.last_load
         if changed_in_this_step and torch.is_autocast_enabled(self._backend.device.type):
             # autocast keeps casts by Parameter object: without this it would go on with the old values

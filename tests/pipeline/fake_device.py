@@ -37,6 +37,9 @@ class FakeStream:
                 self._done += 1
                 work()
 
+    def has_done(self, until: int) -> bool:
+        return self._done >= until
+
     def position(self) -> int:
         return len(self._work)
 
@@ -67,6 +70,9 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         self.stream, self.until = stream, stream.position()
         self._api.log.append(("record", stream.name))
+
+    def query(self) -> bool:
+        return self.until < 0 or self.stream.has_done(self.until)  # a real event says so before it is recorded
 
     def must_be_recorded(self) -> None:
         # a real event that was not recorded is not waited for at all
@@ -114,6 +120,12 @@ class FakeDeviceModule:
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return 3 << 20, 7 << 20
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 5 << 10
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 1 << 10
 
     def compute(self, work: Callable[[], None]) -> None:
         """Launch a kernel."""

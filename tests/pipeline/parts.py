@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.device import Group
+from sp_lightning.pipeline.gradients import GradientReturn, Shipment
 from sp_lightning.pipeline.host import GroupHost, tensor_in
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer import Ticket
 from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Twin, Weight
@@ -30,6 +33,34 @@ class DoneTicket(Ticket):
         if self.error is not None:
             raise self.error
 
+    @property
+    @override
+    def done(self) -> bool:
+        return True
+
+
+class PendingTicket(Ticket):
+    """Work that is done when a test says so."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._done.set()
+
+    @override
+    def join(self) -> None:
+        assert self._done.wait(10), "nobody will finish this"
+        if self.error is not None:
+            raise self.error
+
+    @property
+    @override
+    def done(self) -> bool:
+        return self._done.is_set()
+
 
 class RecordingBackend(Backend):
     """Copies at once, in the calling thread, and writes down what it was asked for as `(what, target, source)`."""
@@ -42,8 +73,31 @@ class RecordingBackend(Backend):
         self.pinned: set[int] = set()
 
     @override
-    def upload(self, target: Tensor, source: Tensor) -> Ticket:
+    def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        if after is not None:
+            self.calls.append(("after", after))
         return self._copy("upload", target, source)
+
+    @override
+    def work(
+        self,
+        job: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        nbytes: int = 0,
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> Ticket:
+        self.calls.append(("work", nbytes))
+        try:
+            for ticket in after:
+                ticket.join()
+            job()
+        except BaseException as error:
+            return DoneTicket(error)
+        finally:
+            if cleanup is not None:
+                cleanup()
+        return DoneTicket()
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
@@ -181,6 +235,93 @@ def place(
         weight.twin = Twin(weight, group, data)
         weight.twin.parameter.requires_grad_(weight.master.requires_grad)
     return Placed(unit, unit.weights, group, backend)
+
+
+class FakeStepper:
+    """Steps units in backward as far as a test wants it to: it writes down what it was given."""
+
+    def __init__(self) -> None:
+        self.keeps_gradients = False
+        self.wanted: set[Unit] = set()
+        self.stepped: set[Weight] = set()
+        self.shipments: list[Shipment] = []
+        self.calls: list[str] = []
+
+    def wants(self, unit: Unit) -> bool:
+        return unit in self.wanted
+
+    def has_stepped(self, weight: Weight) -> bool:
+        return weight in self.stepped
+
+    def step_in_backward(self, shipment: Shipment) -> None:
+        self.shipments.append(shipment)
+
+    def end_of_backward(self) -> None:
+        self.calls.append("end of backward")
+
+    def finish_step(self, group: Group) -> None:
+        self.calls.append("finish step")
+
+
+class GradientScene:
+    """One unit of weights of ones whose gradients come home."""
+
+    def __init__(self, backend: Backend, *shapes: tuple[int, ...], lowered: torch.dtype | None = None) -> None:
+        self.backend = backend
+        self.placed: Placed = place([torch.ones(shape) for shape in shapes], backend, lowered)
+        self.weights = self.placed.weights
+        self.masters = [weight.master for weight in self.weights]
+        self.stats = Stats()
+        self.arrivals = 0
+        self.stepper = FakeStepper()
+        self.returns = GradientReturn([self.placed.unit], backend, self.stats, False, self._count)
+        self.returns.stepper = self.stepper
+        for twin in self.placed.twins:
+            self.returns.watch(twin)
+        if isinstance(backend, RecordingBackend):
+            backend.calls.clear()
+
+    def _count(self) -> None:
+        self.arrivals += 1
+
+    def arrive(self, *values: float | Tensor | None) -> None:
+        """Autograd finishes gradients of these values; none for None."""
+        pairs = zip(self.placed.twins, values, strict=True)
+        loss = sum((twin.parameter * value).sum() for twin, value in pairs if value is not None)
+        loss.backward()
+
+    def backward(self, *values: float | Tensor | None) -> None:
+        self.arrive(*values)
+        self.returns.finish()
+
+    def clear(self) -> None:
+        """What `zero_grad` does."""
+        for weight in self.weights:
+            self.returns.drop(weight)
+            weight.master.grad = None
+
+    def gradients(self) -> list[list[float] | None]:
+        """The values in each `.grad`, for somebody who asks for all of them."""
+        self.returns.show_all()
+        return [None if master.grad is None else sorted(set(master.grad.flatten().tolist())) for master in self.masters]
+
+
+@contextmanager
+def gradient_scene(
+    *shapes: tuple[int, ...],
+    lowered: torch.dtype | None = None,
+    backend: Backend | None = None,
+    delay: float | None = None,
+) -> Iterator[GradientScene]:
+    """A scene over a backend that copies at once; with `delay`, over one with threads that take their time."""
+    threads = HostBackend(poison=True, max_delay=delay) if delay is not None else None
+    made = GradientScene(backend or threads or RecordingBackend(), *shapes, lowered=lowered)
+    try:
+        yield made
+    finally:
+        made.returns.close()
+        if threads is not None:
+            threads.close()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions, accelerator
 
 from .fake_device import DeviceTensor, FakeDeviceModule
+from .parts import DoneTicket, PendingTicket
 
 CHUNK = 16
 
@@ -159,6 +161,117 @@ def test_a_page_locked_copy_does_not_overtake_a_staged_one(scene: Scene) -> None
     direct.join()
     opener.join()
     assert slot.plain.tolist() == [2]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_an_upload_after_work_brings_what_the_work_wrote(scene: Scene, pinned: bool) -> None:
+    """The thread that asks does not wait; computing does."""
+    scene.pinned = pinned
+    slot, source, step, read = scene.on_device(1, 1), scene.on_host(2, 2), PendingTicket(), list[list[int]]()
+    ticket = scene.backend.upload(slot, source, step)
+    assert not ticket.done
+    source.fill_(5)
+    threading.Timer(0.03, step.finish).start()
+    scene.backend.wait(ticket)
+    assert step.done, "an event that was not recorded yet would not be waited for"
+    scene.api.compute(lambda: read.append(slot.plain.tolist()))
+    scene.api.finish_computing()
+    assert read == [[5, 5]]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_an_upload_after_work_waits_for_the_slots_last_reader_too(scene: Scene, pinned: bool) -> None:
+    """For kernels launched before it was asked for, and for no later ones."""
+    scene.pinned = pinned
+    slot, step, read = scene.on_device(1, 1), PendingTicket(), list[list[int]]()
+    scene.api.compute(lambda: read.append(slot.plain.tolist()))
+    ticket = scene.backend.upload(slot, scene.on_host(2, 2), step)
+    step.finish()
+    ticket.join()
+    assert read == [[1, 1]]
+    assert slot.plain.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("first_pinned", [True, False])
+@pytest.mark.parametrize("second_pinned", [True, False])
+@pytest.mark.parametrize("second_waits", [True, False])
+def test_uploads_keep_their_order_when_one_waits_for_work(
+    scene: Scene, first_pinned: bool, second_pinned: bool, second_waits: bool
+) -> None:
+    """A place that is given away twice holds what came last, even if that could have been copied first."""
+    slot, step = scene.on_device(0), PendingTicket()
+    scene.pinned = first_pinned
+    first = scene.backend.upload(slot, scene.on_host(1), step)
+    scene.pinned = second_pinned
+    second = scene.backend.upload(slot, scene.on_host(2), DoneTicket() if second_waits else None)
+    assert not second.done
+    step.finish()
+    second.join()
+    assert first.done
+    assert slot.plain.tolist() == [2]
+
+
+def test_an_upload_after_work_that_is_done_is_started_at_once(scene: Scene) -> None:
+    """No thread between: the copy is on its stream before the next kernel is launched."""
+    scene.backend.upload(scene.on_device(1), scene.on_host(2), DoneTicket())
+    assert scene.events() == ["up: wait for compute", "up: copy", "up: record"]
+    assert not scene.backend._upload_staging.lane.busy
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_download_is_not_held_up_by_an_upload_that_waits(scene: Scene, pinned: bool) -> None:
+    """The step that the upload waits for may itself wait for these gradients."""
+    scene.pinned = pinned
+    slot, target = scene.on_device(0), scene.on_host(0)
+    weights = scene.on_host(0)
+    arrived = scene.backend.download(target, scene.on_device(3))
+    step = scene.backend.work(lambda: (weights.add_(target), None)[1], [arrived])
+    sent = scene.backend.upload(slot, weights, step)
+    more = scene.backend.download(scene.on_host(0), scene.on_device(4))
+    more.join()
+    sent.join()
+    assert slot.plain.tolist() == [3]
+
+
+def test_only_the_thread_for_work_waits_for_what_work_needs(scene: Scene) -> None:
+    target, done = scene.on_host(0), list[int]()
+    arrived = scene.backend.download(target, scene.on_device(3))
+    scene.backend.work(lambda: done.extend(target.tolist()), [arrived]).join()
+    assert done == [3]
+    assert set(scene.api.synchronized_by) == {"superpipeline-host"}
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_an_error_of_work_surfaces_where_its_upload_is_waited_for(scene: Scene, pinned: bool) -> None:
+    """And the next upload goes on."""
+    scene.pinned = pinned
+    step = PendingTicket()
+    slot = scene.on_device(1)
+    ticket = scene.backend.upload(slot, scene.on_host(2), step)
+    step.finish(ArithmeticError("the optimizer is lost"))
+    with pytest.raises(ArithmeticError, match="the optimizer is lost"):
+        scene.backend.wait(ticket)
+    assert slot.plain.tolist() == [1]
+    scene.backend.upload(slot, scene.on_host(4)).join()
+    assert slot.plain.tolist() == [4]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_drain_waits_for_chains_of_copies_and_work(scene: Scene, pinned: bool) -> None:
+    scene.pinned = pinned
+    gradient, weight, slot = scene.on_host(0), scene.on_host(1), scene.on_device(0)
+    arrived = scene.backend.download(gradient, scene.on_device(3))
+    step = scene.backend.work(lambda: (weight.add_(gradient), None)[1], [arrived])
+    scene.backend.upload(slot, weight, step)
+    scene.backend.drain()
+    assert slot.plain.tolist() == [4]
+
+
+def test_drain_waits_for_work_that_nothing_comes_after(scene: Scene) -> None:
+    done: list[int] = []
+    scene.backend.work(lambda: (time.sleep(0.03), done.append(1))[1])
+    scene.backend.drain()
+    assert done == [1]
 
 
 def test_only_the_staging_threads_wait_for_chunks(scene: Scene) -> None:

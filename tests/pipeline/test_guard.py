@@ -40,6 +40,17 @@ class Owner:
         self.served: list[str] = []
         self.written: list[str] = []
         self.asked_for_leaves: list[str] = []
+        self.looked_at: list[str] = []
+        self.gradients: list[str] = []
+
+    def touched(self, weight: Weight) -> None:
+        self.looked_at.append(weight.name)
+
+    def asked_for_gradient(self, weight: Weight) -> None:
+        self.gradients.append(f"{weight.name} read")
+
+    def gradient_is_dropped(self, weight: Weight) -> None:
+        self.gradients.append(f"{weight.name} dropped")
 
     def serve(self, weight: Weight) -> nn.Parameter:
         self.served.append(weight.name)
@@ -337,3 +348,223 @@ def test_a_copy_made_in_a_step_keeps_what_a_plain_one_keeps(scene: Scene, duplic
     plain = duplicate(tagged(nn.Parameter(torch.ones(2))))
     guarded = duplicate(tagged(scene.b))
     assert vars(guarded) == vars(plain)
+
+
+# ---------------------------------------------------------------------------------------- masters that are not finished
+
+
+@pytest.fixture
+def watched(scene: Scene) -> Scene:
+    """Between steps: operations on masters are what they seem to be, but who looks at one is noticed."""
+    scene.guard.disarm()
+    scene.guard.watch()
+    return scene
+
+
+METADATA: dict[str, Callable[[Scene], Any]] = {
+    "shape": lambda s: s.w.shape,
+    "size": lambda s: s.w.size(0),
+    "dtype": lambda s: s.w.dtype,
+    "numel": lambda s: s.w.numel(),
+    "dim": lambda s: (s.w.dim(), s.w.ndim, s.w.ndimension()),
+    "len": lambda s: len(s.w),
+    "stride": lambda s: s.w.stride(),
+    "bytes": lambda s: (s.w.nbytes, s.w.itemsize, s.w.element_size()),
+    "layout": lambda s: (s.w.layout, s.w.is_contiguous(), s.w.is_sparse),
+    "requires_grad": lambda s: s.w.requires_grad,
+    "set requires_grad": lambda s: setattr(s.w, "requires_grad", True),
+    "requires_grad_": lambda s: s.w.requires_grad_(True),
+    "is_leaf": lambda s: s.w.is_leaf,
+    "grad_fn": lambda s: s.w.grad_fn,
+    "device": lambda s: (s.w.device, s.w.is_cpu, s.w.is_cuda),
+    "is_floating_point": lambda s: (s.w.is_floating_point(), torch.is_floating_point(s.w), s.w.is_complex()),
+    "register_hook": lambda s: s.w.register_hook(print).remove(),
+    "hook after accumulation": lambda s: s.w.register_post_accumulate_grad_hook(print).remove(),
+    "isinstance": lambda s: isinstance(s.w, nn.Parameter),
+    "identity": lambda s: s.w is s.b,
+    "in a list": lambda s: id(s.w) in [id(s.b), id(s.w)],
+    "an attribute of one's own": lambda s: setattr(s.w, "no_decay", True),
+}
+
+LOOKS: dict[str, Callable[[Scene], Any]] = {
+    "data": lambda s: s.w.data,
+    "set data": lambda s: setattr(s.w, "data", torch.zeros(3, 3)),
+    "detach": lambda s: s.w.detach(),
+    "detach_": lambda s: s.w.detach_(),
+    "data_ptr": lambda s: s.w.data_ptr(),
+    "storage": lambda s: s.w.untyped_storage(),
+    "version": lambda s: s.w._version,
+    "hash": lambda s: hash(s.w),
+    "key of a state": lambda s: {s.w: 1}.get(s.w),
+    "item": lambda s: s.b[0].item(),
+    "tolist": lambda s: s.w.tolist(),
+    "numpy": lambda s: torch.no_grad()(lambda: s.w.detach().numpy())(),
+    "repr": lambda s: repr(s.w),
+    "format": lambda s: f"{s.w}",
+    "clone": lambda s: s.w.clone(),
+    "add": lambda s: s.w + 1,
+    "add, reversed": lambda s: 1 + s.w,
+    "norm": lambda s: s.w.norm(),
+    "other's argument": lambda s: torch.ones(3, 3).add_(s.w.detach()),
+    "in place": lambda s: torch.no_grad()(lambda: s.w.add_(1))(),
+    "out": lambda s: torch.no_grad()(lambda: torch.add(torch.zeros(3, 3), 5, out=s.w))(),
+    "in a list": lambda s: torch._foreach_norm([torch.ones(2), s.w]),
+    "by name": lambda s: torch.add(torch.ones(3, 3), other=s.w),
+    "cast": lambda s: s.w.to(torch.float64),
+    "cpu": lambda s: s.w.cpu(),
+    "equal": lambda s: torch.equal(s.w, s.w),
+    "deepcopy": lambda s: copy.deepcopy(s.w),
+    "pickle": lambda s: pickle.dumps(s.w),
+    "save": lambda s: torch.save({"w": s.w}, io.BytesIO()),
+    "share_memory_": lambda s: s.w.share_memory_(),
+    "iteration": lambda s: list(s.w),
+    "linear": lambda s: F.linear(torch.ones(1, 3), s.w),
+}
+
+
+@pytest.mark.parametrize("look", METADATA.values(), ids=METADATA)
+def test_metadata_waits_for_nothing(watched: Scene, look: Callable[[Scene], Any]) -> None:
+    """An unfinished step does not change it: loggers and schedulers ask for it between steps."""
+    guarded = look(watched)
+    owner = watched.owner
+    assert (owner.looked_at, owner.gradients, owner.served) == ([], [], [])
+    watched.guard.disarm()
+    plain = look(watched)
+    assert plain is guarded or plain == guarded
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_whoever_looks_at_a_master_is_noticed_first(watched: Scene, look: Callable[[Scene], Any]) -> None:
+    """Before it sees anything, and it sees the master."""
+    seen_before: list[float] = []
+
+    def finish(weight: Weight) -> None:
+        if not watched.owner.looked_at:
+            seen_before.append(weight.host.sum().item())
+            weight.host.fill_(7)  # the step ends
+        watched.owner.looked_at.append(weight.name)
+
+    watched.owner.touched = finish  # type: ignore[method-assign]
+    look(watched)
+    assert watched.owner.looked_at
+    assert seen_before in ([9.0], [3.0])
+    assert watched.owner.served == []
+
+
+@pytest.mark.parametrize("look", [lambda s: s.w.clone(), lambda s: s.w + 0, lambda s: s.w.detach(), lambda s: s.w.data])
+def test_between_steps_operations_mean_the_master(watched: Scene, look: Callable[[Scene], Tensor]) -> None:
+    """With the values of the host, and a graph to the master where plain training would have one."""
+    result = look(watched)
+    assert result.eq(1).all()
+    assert type(result) is Tensor
+    if result.requires_grad:
+        result.sum().backward()
+        watched.guard.disarm()
+        assert watched.w.grad.eq(1).all()
+
+
+def test_looking_at_one_master_says_which(watched: Scene) -> None:
+    watched.b.tolist()
+    assert set(watched.owner.looked_at) == {"unit.1"}
+    watched.owner.looked_at.clear()
+    torch.cat([watched.w.view(-1), watched.b])
+    assert set(watched.owner.looked_at) == {"unit.0", "unit.1"}
+
+
+@pytest.mark.parametrize("armed", [True, False], ids=["in-a-step", "between-steps"])
+def test_gradients_are_asked_for(scene: Scene, armed: bool) -> None:
+    """Only that one, and whether it is read or replaced."""
+    if not armed:
+        scene.guard.disarm()
+        scene.guard.watch()
+    scene.b.grad = torch.ones(3)
+    assert scene.owner.gradients == ["unit.1 dropped"]
+    assert scene.b.grad.tolist() == [1, 1, 1]
+    assert scene.owner.gradients[1:] == ["unit.1 read"]
+    scene.b.grad = None
+    del scene.b.grad
+    assert scene.owner.gradients[2:] == ["unit.1 dropped"] * 2
+    assert scene.owner.looked_at == []
+
+
+@pytest.mark.parametrize("armed", [True, False], ids=["in-a-step", "between-steps"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("whose", ["optimizer", "module"])
+def test_zero_grad_does_not_make_gradients(scene: Scene, armed: bool, set_to_none: bool, whose: str) -> None:
+    """It reads them to throw them away; only where it writes zeros there must be something to write to."""
+    module = nn.Module()
+    module.w, module.b = scene.w, scene.b
+    optimizer = SGD([scene.w, scene.b], lr=0.1)
+    if not armed:
+        scene.guard.disarm()
+        scene.guard.watch()
+    scene.w.grad = torch.ones(3, 3)
+    scene.owner.gradients.clear()
+    (optimizer if whose == "optimizer" else module).zero_grad(set_to_none=set_to_none)
+    if set_to_none:
+        assert set(scene.owner.gradients) == {"unit.0 dropped", "unit.1 dropped"}
+    else:
+        assert {"unit.0 read", "unit.1 read"} <= set(scene.owner.gradients)
+    if whose == "optimizer" or armed:  # `module.parameters()` keeps them in a set, which asks for their hashes
+        assert scene.owner.looked_at == []
+    scene.guard.disarm()
+    assert scene.w.grad is None if set_to_none else scene.w.grad.eq(0).all()
+
+
+def test_optimizers_that_are_made_between_steps_look_at_no_values(watched: Scene) -> None:
+    """They ask what their parameters are, and in which groups."""
+    SGD([{"params": [watched.w]}, {"params": [watched.b], "lr": 1.0}], lr=0.1)
+    assert watched.owner.gradients == []
+
+
+@pytest.mark.parametrize(
+    "reads", [lambda s, o: o.state[s.w], lambda s, o: s.w in o.state, lambda s, o: o.state.get(s.w)]
+)
+def test_who_looks_up_an_optimizers_state_is_noticed(watched: Scene, reads: Callable[[Scene, Any], Any]) -> None:
+    """The step that is under way writes it."""
+    optimizer = SGD([watched.w], lr=0.1, momentum=0.9)
+    watched.owner.looked_at.clear()
+    reads(watched, optimizer)
+    assert set(watched.owner.looked_at) == {"unit.0"}
+
+
+def test_the_engine_is_not_noticed(watched: Scene) -> None:
+    """Its own thread reads masters, and state by master, while they are being stepped."""
+    with EngineAtWork():
+        watched.w.sum()
+        hash(watched.w)
+        assert watched.w.grad is None
+    owner = watched.owner
+    assert (owner.looked_at, owner.gradients) == ([], [])
+
+
+def test_an_optimizer_is_noticed_too(scene: Scene) -> None:
+    """One that is left with masters must not step them while others do."""
+    suspend_guards(sys._getframe())
+    scene.w.add(1)
+    assert scene.w.grad is None
+    resume_guards()
+    assert scene.owner.looked_at == ["unit.0"]
+    assert scene.owner.gradients == ["unit.0 read"]
+    assert scene.owner.served == []
+
+
+def test_watching_turns_into_guarding_and_back(watched: Scene) -> None:
+    """A step begins while the last one's work is under way, and ends before it."""
+    watched.guard.arm()
+    assert (watched.w + 1).eq(3).all()
+    assert watched.owner.served == ["unit.0"]
+    watched.guard.watch()
+    assert (watched.w + 1).eq(2).all()
+    assert watched.owner.served == ["unit.0"]
+    watched.guard.disarm()
+    assert type(watched.w) is nn.Parameter
+    assert not watched.guard.armed
+    assert not watched.guard.redirects
+
+
+def test_in_a_step_a_hash_is_a_hash(scene: Scene) -> None:
+    """User code keeps modules' parameters in sets; that reads no values."""
+    assert hash(scene.w) == id(scene.w)
+    assert len({scene.w, scene.b, scene.w}) == 2
+    assert scene.owner.looked_at == []

@@ -359,7 +359,7 @@ def test_backward_announces_itself_before_it_runs() -> None:
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda _: order.append("input"))
     y = x.exp()
-    before_backward([y], lambda: order.append("announced"))
+    before_backward([y], lambda: order.append("announced"), since=1, now=1)
     z = y.square()
     z.register_hook(lambda _: order.append("later"))
     z.sum().backward()
@@ -386,13 +386,13 @@ def test_a_view_changed_in_place_still_announces(
     x = torch.ones(2, 2, requires_grad=True)
     x.register_hook(lambda _: order.append("input"))
     output = view(x * 3)
-    before_backward([output], lambda: order.append("announced"))
+    before_backward([output], lambda: order.append("announced"), since=1, now=1)
     change(output).square().sum().backward()
     assert order == ["announced", "input"]
 
 
 def test_leaves_and_constants_announce_nothing() -> None:
-    before_backward([torch.ones(1), torch.ones(1, requires_grad=True)], pytest.fail)
+    before_backward([torch.ones(1), torch.ones(1, requires_grad=True)], pytest.fail, since=1, now=1)
 
 
 def test_outputs_of_one_node_announce_once() -> None:
@@ -400,6 +400,17 @@ def test_outputs_of_one_node_announce_once() -> None:
     count: list[int] = []
     x = torch.ones(4, requires_grad=True)
     parts = (2 * x).chunk(2)
-    before_backward(list(parts), lambda: count.append(1))
+    before_backward(list(parts), lambda: count.append(1), since=1, now=1)
     (parts[0].sum() + parts[1].sum()).backward()
     assert count == [1]
+
+
+def test_a_node_belongs_to_the_call_that_made_it() -> None:
+    """A call around that one announces itself, too; one that hands its input through does not."""
+    order: list[str] = []
+    y = torch.ones(2, requires_grad=True).exp()
+    before_backward([y], lambda: order.append("inner"), since=2, now=2)
+    before_backward([y], lambda: order.append("around"), since=1, now=2)
+    before_backward([y], lambda: order.append("hands through"), since=3, now=3)
+    y.sum().backward()
+    assert order == ["inner", "around"]

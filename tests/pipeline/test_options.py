@@ -35,6 +35,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("memory_budget", value) for value in ("1,5GB", "1e9", [1], 1j, nn.Linear)],
     *[("units", value) for value in (5, [], (), [5], ["Block", 3], {"Block"}, 1.5, b"Block")],
     *[("resident", value) for value in ("head", [3], [nn.Linear], [None], None, 7)],
+    *[("activations", value) for value in ("drop", "Keep", None, True, ["keep"])],
     *[("pin_memory", value) for value in (1, 0, "yes", None, "Auto")],
     *[("debug", value) for value in (1, 0, "auto", None)],
 ]
@@ -45,6 +46,7 @@ RIGHT: list[tuple[str, Any]] = [
     *[("memory_budget", value) for value in (None, 1, 1.0, 0.25, "12GB", " 1.5 gib ", "7", "100 B")],
     *[("units", value) for value in (None, "Block", nn.Linear, [nn.Linear, "Block"], lambda name, module: True)],
     *[("resident", value) for value in ((), [], ["head", "norm.weight"])],
+    *[("activations", value) for value in ("keep", "recompute", "offload", "auto")],
     *[("pin_memory", value) for value in ("auto", True, False)],
     *[("debug", value) for value in (True, False)],
 ]

@@ -9,15 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import _private
 from sp_lightning.pipeline._private import (
+    StepCode,
+    graph_task,
     in_backward,
     is_tracing,
+    others_hook_steps,
     pop_saved_tensor_hooks,
     post_accumulate_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_allowed,
+    sees_torch_functions,
+    step_is_replaced,
     storage_key,
     tensor_hooks,
     top_saved_tensor_hooks,
@@ -25,6 +34,7 @@ from sp_lightning.pipeline._private import (
     weak_storage,
     when_backward_ends,
     without_torch_function,
+    zero_grad_is_calling,
 )
 
 
@@ -98,6 +108,28 @@ def test_backward_is_told_from_forward() -> None:
     assert not in_backward()
 
 
+def test_backward_passes_are_told_apart() -> None:
+    """One number for all nodes of a pass; the reentrant backward of a checkpoint inside of it has another."""
+    seen: list[tuple[str, int]] = []
+
+    def note(name: str, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: seen.append((name, graph_task())))
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y = note("below", x.exp())
+        y = checkpoint(lambda y: note("inside", y.sin()).cos(), y, use_reentrant=True)
+        note("above", y.exp()).sum().backward()
+    names, numbers = zip(*seen, strict=True)
+    assert names == ("above", "inside", "below") * 2
+    assert numbers[0] == numbers[2] != numbers[1]
+    assert len(set(numbers)) == 4, "the second pass has numbers of its own"
+    assert -1 not in numbers
+    assert graph_task() == -1
+
+
 def test_the_callback_runs_after_the_last_node() -> None:
     """Once, after all gradients, before `backward` returns."""
     order: list[str] = []
@@ -145,6 +177,60 @@ def test_torch_function_is_switched_off() -> None:
         assert (loud + 1).tolist() == [2, 2]
     with pytest.raises(AssertionError):
         loud + 1
+
+
+def test_whether_torch_functions_are_seen() -> None:
+    """What is done inside of `without_torch_function` is the engine's own doing."""
+    assert sees_torch_functions()
+    with without_torch_function():
+        assert not sees_torch_functions()
+        with without_torch_function():
+            assert not sees_torch_functions()
+        assert not sees_torch_functions()
+    assert sees_torch_functions()
+
+
+class Watched(nn.Parameter):
+    """A parameter that writes down who reads its `.grad`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        caller = zero_grad_is_calling()
+        callers.append(None if caller is None else caller.get("set_to_none"))
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+callers: list[bool | None] = []
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "module"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_is_told_from_other_readers(zero: str, set_to_none: bool) -> None:
+    """It reads each gradient only to throw it away."""
+    module = nn.Module()
+    module.weight = Watched(torch.ones(2))
+    optimizer = SGD([module.weight], lr=0.1)
+    callers.clear()
+    module.weight.grad = torch.ones(2)
+    assert module.weight.grad is not None
+    assert set(callers) == {None}
+    callers.clear()
+    (optimizer if zero == "optimizer" else module).zero_grad(set_to_none=set_to_none)
+    assert set(callers) == {set_to_none}
+    callers.clear()
+    optimizer.step()
+    assert set(callers) <= {None}
+
+
+def test_zero_grad_is_looked_for_near_by() -> None:
+    """A user's code that `zero_grad` happens to run inside of is not it."""
+
+    class Own(SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            assert zero_grad_is_calling() is None
+
+    Own([nn.Parameter(torch.ones(1))], lr=0.1).zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -226,3 +312,70 @@ def test_tracing_is_noticed() -> None:
     torch.jit.trace(function, torch.ones(1), check_trace=False)
     assert seen == [True]
     assert not is_tracing()
+
+
+def test_others_hook_steps() -> None:
+    """Hooks of torch's optimizers are in these four places, in the order in which torch runs them."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not others_hook_steps(optimizer)
+    register_for_all = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        handle = register(lambda *_: None)
+        assert others_hook_steps(optimizer)
+        handle.remove()
+    for register in register_for_all:
+        handle = register(lambda *_: None)
+        assert others_hook_steps(optimizer, own=0)
+        assert not others_hook_steps(optimizer, own=1)
+        handle.remove()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_the_code_of_an_optimizer_steps_what_it_is_given(cls: type[torch.optim.Optimizer]) -> None:
+    """With the hyperparameters that it is given; the optimizer, its hooks and its parameters do not notice."""
+    own, other = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    own.grad, other.grad = torch.ones(2, 2), torch.ones(2, 2)
+    optimizer = cls([own], lr=0.5)
+    group = {**optimizer.param_groups[0], "lr": 0.25}
+    handles = [
+        optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook of the user's ran")),
+        register_optimizer_step_pre_hook(lambda *_: pytest.fail("a hook for all optimizers ran")),
+    ]
+    state: dict[str, Any] = {}
+    with torch.no_grad():
+        StepCode(optimizer, group).run({other: state})
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(own, torch.ones(2, 2))
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    reference = nn.Parameter(torch.ones(2, 2))
+    reference.grad = torch.ones(2, 2)
+    plain = cls([reference], lr=0.25)
+    plain.step()
+    assert torch.equal(other, reference)
+    assert state.keys() == plain.state.get(reference, {}).keys()
+
+
+def test_the_code_of_an_optimizer_does_not_ask_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's check whether a graph is being captured looks for the driver's library every time."""
+    weight = torch.ones(2)
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for devices"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: pytest.fail("asked for devices"))
+    with torch.no_grad():
+        StepCode(optimizer, optimizer.param_groups[0]).run({weight: {}})
+
+
+def test_a_step_that_is_not_torchs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not step_is_replaced(optimizer)
+    LambdaLR(optimizer, lambda step: 1.0)
+    LambdaLR(optimizer, lambda step: 1.0)
+    assert not step_is_replaced(optimizer)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    other.step = lambda closure=None: None  # type: ignore[method-assign]
+    assert step_is_replaced(other)
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
+    assert step_is_replaced(optimizer)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.threads import Lane, copy_memory
+from sp_lightning.pipeline.threads import Lane, ThreadTicket, copy_memory
 
-from .parts import DoneTicket, RecordingBackend, host_backend
+from .parts import DoneTicket, PendingTicket, RecordingBackend, host_backend
 
 
 def filled(value: int, count: int = 64) -> Tensor:
@@ -40,7 +42,7 @@ def test_copies_of_one_direction_keep_their_order(direction: str) -> None:
         tickets = [getattr(backend, direction)(target, filled(value)) for value in range(6)]
         backend.synchronize(tickets[-1])
         assert set(target.tolist()) == {5}
-        assert all(ticket.done.is_set() for ticket in tickets)
+        assert all(ticket.done for ticket in tickets)
 
 
 def test_a_copy_in_one_direction_does_not_hold_up_the_other() -> None:
@@ -51,7 +53,7 @@ def test_a_copy_in_one_direction_does_not_hold_up_the_other() -> None:
         late = backend.upload(filled(0), filled(1))
         early = backend.download(filled(0), filled(1))
         early.join()
-        assert not late.done.is_set()
+        assert not late.done
         gate.set()
         late.join()
 
@@ -104,11 +106,12 @@ def test_memory_made_under_inference_mode_can_train() -> None:
         assert not backend.allocate(8).is_inference()
 
 
-def test_drain_waits_for_both_directions() -> None:
+def test_drain_waits_for_both_directions_and_for_work() -> None:
     with host_backend(max_delay=0.01) as backend:
         tickets = [backend.upload(filled(0), filled(1)), backend.download(filled(0), filled(1))]
+        tickets.append(backend.work(lambda: None))
         backend.drain()
-        assert all(ticket.done.is_set() for ticket in tickets)
+        assert all(ticket.done for ticket in tickets)
 
 
 def test_close_does_what_is_left_and_ends_the_threads() -> None:
@@ -117,10 +120,13 @@ def test_close_does_what_is_left_and_ends_the_threads() -> None:
         for value in range(1, 4):
             backend.upload(target, filled(value))
         backend.download(filled(0), filled(1))
-        assert names() == {"superpipeline-upload", "superpipeline-download"}
+        worked: list[int] = []
+        backend.work(lambda: worked.append(1))
+        assert names() == {"superpipeline-upload", "superpipeline-download", "superpipeline-host"}
         backend.close()
         assert names() == set()
         assert set(target.tolist()) == {3}
+        assert worked == [1]
         backend.close()
 
 
@@ -187,3 +193,138 @@ def test_what_a_backend_does_by_default() -> None:
             backend.unpin(filled(0))
     with pytest.raises(OSError, match="lost"):
         RecordingBackend().synchronize(DoneTicket(OSError("lost")))
+
+
+# ------------------------------------------------------------------------------------------------ after other work
+
+
+def test_a_job_waits_for_its_tickets() -> None:
+    """And jobs after it in the lane wait for it, although they could run."""
+    lane, ticket, seen = Lane("test-lane"), PendingTicket(), list[str]()
+    first = lane.submit(lambda: seen.append("after the ticket"), [DoneTicket(), ticket])
+    second = lane.submit(lambda: seen.append("after the first"))
+    assert not is_done_within(second, 0.03)
+    assert seen == []
+    assert lane.busy
+    ticket.finish()
+    second.join()
+    assert first.done
+    assert seen == ["after the ticket", "after the first"]
+    assert not lane.busy
+    lane.close()
+
+
+def is_done_within(ticket: ThreadTicket, seconds: float) -> bool:
+    time.sleep(seconds)
+    return ticket.done
+
+
+def test_a_job_whose_predecessor_failed_is_not_run() -> None:
+    """It would read what was never written; whoever waits for it is told why. The lane goes on."""
+    lane, seen = Lane("test-lane"), list[int]()
+    failed = lane.submit(lambda: seen.append(1), [DoneTicket(OSError("the bus is gone"))])
+    third = lane.submit(lambda: seen.append(2), [failed])
+    last = lane.submit(lambda: seen.append(3))
+    for ticket in (failed, third):
+        with pytest.raises(OSError, match="the bus is gone"):
+            ticket.join()
+    last.join()
+    lane.close()
+    assert seen == [3]
+
+
+@pytest.mark.parametrize("outcome", ["done", "failed", "not run"])
+def test_what_a_job_held_on_to_is_free_before_its_ticket_is_done(outcome: str) -> None:
+    """Whether a gradient is held by somebody else is seen from the references to it."""
+
+    class Held:
+        pass
+
+    def job(held: Held) -> None:
+        if outcome == "failed":
+            raise OSError
+
+    lane = Lane("test-lane")
+    for _ in range(50):
+        held = Held()
+        reference = weakref.ref(held)
+        after = [DoneTicket(OSError())] if outcome == "not run" else []
+        ticket = lane.submit(lambda held=held: job(held), after)  # type: ignore[misc]
+        del held
+        while not ticket.done:
+            pass
+        if outcome == "failed":  # the traceback has the frames
+            assert ticket.error is not None
+            ticket.error = ticket.error.with_traceback(None)
+        assert reference() is None
+    gc.collect()
+    lane.close()
+
+
+def test_a_copy_to_the_device_starts_after_work_on_the_host() -> None:
+    """It brings what the work has written; another one behind it does not overtake it."""
+    with host_backend(poison=True, max_delay=0.003) as backend:
+        gate = threading.Event()
+        source, slot, other = filled(0), filled(0), filled(0)
+        step = backend.work(lambda: (gate.wait(10), source.fill_(7))[1])  # type: ignore[arg-type,return-value]
+        after_step = backend.upload(slot, source, step)
+        behind = backend.upload(slot, filled(9))
+        down = backend.download(other, filled(5))
+        down.join()
+        assert not after_step.done
+        assert set(slot.tolist()) == {255}
+        gate.set()
+        after_step.join()
+        behind.join()
+        assert set(slot.tolist()) == {9}
+
+
+def test_a_copy_after_failed_work_fails() -> None:
+    """The masters may be half stepped."""
+
+    def fail() -> None:
+        raise ArithmeticError("the optimizer is lost")
+
+    with host_backend() as backend:
+        slot = filled(0)
+        ticket = backend.upload(slot, filled(1), backend.work(fail))
+        with pytest.raises(ArithmeticError, match="the optimizer is lost"):
+            backend.wait(ticket)
+        assert set(slot.tolist()) == {0}
+        backend.upload(slot, filled(2)).join()
+        assert set(slot.tolist()) == {2}
+
+
+def test_work_waits_for_copies_and_is_done_in_order() -> None:
+    """Gradients land, are added, and step: in one thread, which is not the one that computes."""
+    with host_backend(poison=True, max_delay=0.003) as backend:
+        total, threads = filled(0), set[str]()
+        for value in range(1, 6):
+            arrived = filled(0)
+            ticket = backend.download(arrived, filled(value))
+
+            def add(arrived: Tensor = arrived) -> None:
+                threads.add(threading.current_thread().name)
+                total.mul_(2).add_(arrived)
+
+            last = backend.work(add, [ticket])
+        last.join()
+        expected = 0
+        for value in range(1, 6):
+            expected = 2 * expected + value
+        assert set(total.tolist()) == {expected}
+        assert threads == {"superpipeline-host"}
+
+
+def test_drain_waits_for_chains_of_copies_and_work() -> None:
+    """A copy to the host, work with it, a copy of that to the device."""
+    with host_backend(poison=True, max_delay=0.01) as backend:
+        gradient, weight, slot = filled(0), filled(1), filled(0)
+        arrived = backend.download(gradient, filled(3))
+        step = backend.work(lambda: (weight.add_(gradient), None)[1], [arrived])
+        sent = backend.upload(slot, weight, step)
+        backend.drain()
+        assert arrived.done
+        assert step.done
+        assert sent.done
+        assert set(slot.tolist()) == {4}

@@ -11,7 +11,7 @@ from sp_lightning.pipeline.schedule import Pass, Schedule
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.window import Window
 
-from .parts import RecordingBackend, slots
+from .parts import PendingTicket, RecordingBackend, slots
 
 
 class Scene:
@@ -91,7 +91,7 @@ def test_a_place_is_taken_from_its_owner_before_the_copy() -> None:
     order: list[str] = []
     scene.window._on_evict = lambda group: order.append(f"evict {group.index}")
     upload = scene.backend.upload
-    scene.backend.upload = lambda to, frm: (order.append("upload"), upload(to, frm))[1]  # type: ignore[method-assign]
+    scene.backend.upload = lambda *args: (order.append("upload"), upload(*args))[1]  # type: ignore[method-assign]
     scene.window.bring(scene.groups[2])
     assert order == ["evict 0", "upload"]
     assert not scene.groups[0].loaded
@@ -276,3 +276,110 @@ def test_autocast_casts_changed_weights_again(changed: bool) -> None:
         scene.window.suspect_all()
         scene.window.bring(scene.groups[0])
         assert nn.functional.linear(x, weight).tolist() == ([[4, 4]] if changed else [[2, 2]])
+
+
+# ------------------------------------------------------------------------------------------- while masters are stepped
+
+
+def stepping(scene: Scene, index: int) -> PendingTicket:
+    """An optimizer starts to step the masters of a group."""
+    ticket = PendingTicket()
+    scene.window.outdate(scene.groups[index])
+    scene.groups[index].being_stepped = ticket
+    return ticket
+
+
+def test_what_is_being_stepped_is_worthless_on_the_device() -> None:
+    """At once, although masters change later: nothing may be computed with the old weights any more."""
+    scene = Scene(2, 2)
+    scene.window.bring(scene.groups[0])
+    stepping(scene, 0)
+    group = scene.groups[0]
+    assert (group.loaded, group.readable, group.suspect, group.state) == (False, False, False, None)
+
+
+@pytest.mark.parametrize("by", ["bring", "prefetch", "begin_step"])
+def test_masters_that_are_being_stepped_are_sent_after_that(by: str) -> None:
+    """Nobody looks at them before, and the host does not wait."""
+    scene = Scene(2, 2)
+    ticket = stepping(scene, 0)
+    scene.window.suspect_all()
+    scene.groups[0].resident = by == "begin_step"
+    scene.backend.calls.clear()
+    {
+        "bring": lambda: scene.window.bring(scene.groups[0]),
+        "prefetch": scene.window.prefetch,
+        "begin_step": scene.window.begin_step,
+    }[by]()
+    assert scene.backend.calls[0] == ("after", ticket)
+    assert scene.groups[0].loaded
+    assert scene.groups[0].host.looks == 0  # type: ignore[attr-defined]
+    assert scene.groups[0].state is None
+    assert not ticket.done
+
+
+def test_what_is_not_being_stepped_waits_for_nobody() -> None:
+    scene = Scene(2, 2)
+    stepping(scene, 0)
+    scene.window.bring(scene.groups[1])
+    assert scene.backend.said("after") == []
+
+
+def test_masters_that_were_stepped_are_looked_at_again() -> None:
+    """What was sent after the step is right as long as nobody has written to masters since."""
+    scene = Scene(2, 2)
+    group = scene.groups[0]
+    ticket = stepping(scene, 0)
+    scene.window.bring(group)
+    group.state = group.host.state()  # the step's own work notes what it left
+    ticket.finish()
+    scene.window.suspect_all()
+    scene.window.bring(group)
+    assert scene.stats.loads == 1
+    assert group.being_stepped is None
+    assert group.host.looks == 1  # type: ignore[attr-defined]
+    scene.change(0)
+    scene.window.suspect_all()
+    scene.window.bring(group)
+    assert scene.stats.loads == 2
+    assert scene.backend.said("after") == ["after"]
+
+
+def test_what_is_looked_at_too_early_is_looked_at_later() -> None:
+    """Somebody wrote to masters before the step was given to the thread: the suspicion stays until it is done."""
+    scene = Scene(2, 2)
+    group = scene.groups[0]
+    ticket = stepping(scene, 0)
+    scene.window.bring(group)
+    scene.window.suspect_all()
+    scene.window.bring(group)
+    assert group.suspect
+    group.state = group.host.state()
+    scene.change(0)
+    ticket.finish()
+    scene.window.bring(group)
+    assert scene.stats.loads == 2
+
+
+def test_a_step_is_waited_for_once() -> None:
+    scene = Scene(2, 2)
+    ticket = stepping(scene, 0)
+    ticket.finish()
+    for _ in range(2):
+        scene.window.finish_step(scene.groups[0])
+        assert scene.groups[0].being_stepped is None
+
+
+@pytest.mark.parametrize("by", ["finish_step", "bring", "prefetch"])
+def test_an_error_of_a_step_surfaces_once(by: str) -> None:
+    """Where the group is next wanted; after that there is nothing more to be told."""
+    scene = Scene(2, 2)
+    stepping(scene, 0).finish(ArithmeticError("the optimizer is lost"))
+    use = {
+        "finish_step": lambda: scene.window.finish_step(scene.groups[0]),
+        "bring": lambda: scene.window.bring(scene.groups[0]),
+        "prefetch": scene.window.prefetch,
+    }[by]
+    with pytest.raises(ArithmeticError, match="the optimizer is lost"):
+        use()
+    use()

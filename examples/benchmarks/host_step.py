@@ -1,0 +1,155 @@
+"""The optimizer's step on the host: a unit at a time, in one pass, against torch's own step for each tensor.
+
+    python examples/benchmarks/host_step.py
+    python examples/benchmarks/host_step.py --parameters 50e6 --tensors 50 5000 --threads 1 2 --json out.json
+
+Three kinds of work: the update alone; clipping by norm before it; and what mixed precision needs, a gradient that comes
+in bf16 and is cast, clipped, and a bf16 copy of the new weight for the device. Plain training does these as passes of
+their own over memory. All variants take turns, and the best time of each counts, because others may use the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.stepping import Scaling, UnitStep
+
+FACTOR = 0.5  # what clipping multiplies with; as large as one likes, it is not the time of a step that depends on it
+
+
+def neighbours(tensors: int, elements: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Tensors that lie side by side, as those of a unit do."""
+    return list(torch.randn(tensors, elements).to(dtype).unbind())
+
+
+@dataclass
+class Unit:
+    """Weights, and their gradients and copies in both dtypes."""
+
+    masters: list[nn.Parameter]
+    gradients: list[Tensor]
+    arrived: list[Tensor]
+    copies: list[Tensor]
+
+    @classmethod
+    def make(cls, tensors: int, elements: int) -> Unit:
+        """Random numbers."""
+        masters = [nn.Parameter(memory) for memory in neighbours(tensors, elements)]
+        gradients = neighbours(tensors, elements)
+        return cls(masters, gradients, *(neighbours(tensors, elements, torch.bfloat16) for _ in range(2)))
+
+
+def plain_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
+    """Torch's own step, with what goes before and after it as passes of their own."""
+    optimizer = torch.optim.AdamW(unit.masters, lr=1e-4, **options)
+    factor = torch.tensor(FACTOR)
+
+    def step() -> None:
+        with torch.no_grad():
+            if work == "mixed":
+                for gradient, arrived in zip(unit.gradients, unit.arrived, strict=True):
+                    gradient.copy_(arrived)
+            if work != "update":
+                torch._foreach_mul_(unit.gradients, factor)  # as clip_grad_norm_ does
+            for master, gradient in zip(unit.masters, unit.gradients, strict=True):
+                master.grad = gradient
+            optimizer.step()
+            if work == "mixed":
+                for copy, master in zip(unit.copies, unit.masters, strict=True):
+                    copy.copy_(master)
+
+    return step
+
+
+def unit_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
+    """The same by units."""
+    optimizer = torch.optim.AdamW(unit.masters, lr=1e-4, **options)
+    hyper = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    gradients = unit.arrived if work == "mixed" else unit.gradients
+    copies: Sequence[Tensor | None] = unit.copies if work == "mixed" else [None] * len(unit.masters)
+    scaling = Scaling() if work == "update" else Scaling((torch.tensor(FACTOR),))
+    stepper = UnitStep(optimizer, unit.masters)
+    return lambda: stepper.step(hyper, gradients, scaling, copies)
+
+
+VARIANTS: dict[str, Callable[[Unit, str], Callable[[], None]]] = {
+    "default": lambda unit, work: plain_step(unit, work),
+    "fused": lambda unit, work: plain_step(unit, work, fused=True),
+    "by unit": lambda unit, work: unit_step(unit, work),
+    "by unit, fused": lambda unit, work: unit_step(unit, work, fused=True),
+}
+
+
+def best_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """The least milliseconds that each takes, of so many rounds in which they take turns."""
+    best = dict.fromkeys(steps, float("inf"))
+    for turn in range(rounds + 2):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if turn >= 2:  # the first steps make the state, and find out what lies where
+                best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+    return best
+
+
+def measure(tensors: int, elements: int, threads: int, rounds: int) -> list[dict[str, Any]]:
+    """Every variant of every kind of work."""
+    torch.set_num_threads(threads)
+    unit = Unit.make(tensors, elements)
+    rows = []
+    for work in ("update", "clip", "mixed"):
+        times = best_times({name: variant(unit, work) for name, variant in VARIANTS.items()}, rounds)
+        ratios = {
+            "default / by unit": times["default"] / times["by unit"],
+            "default / by unit, fused": times["default"] / times["by unit, fused"],
+            "fused / by unit, fused": times["fused"] / times["by unit, fused"],
+        }
+        rows.append({"threads": threads, "tensors": tensors, "elements": elements, "work": work, "ms": times, **ratios})
+        print(
+            f"{threads:>7} {tensors:>7}  {work:<7}"
+            + "".join(f"{milliseconds:>15.1f}" for milliseconds in times.values())
+            + "".join(f"{ratio:>14.2f}" for ratio in ratios.values())
+        )
+    return rows
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=50e6, help="elements in all, about")
+    parser.add_argument("--tensors", type=int, nargs="+", default=[50, 5000], help="in how many tensors they are")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads that torch computes with")
+    parser.add_argument("--rounds", type=int, default=7, help="how often each variant is measured")
+    parser.add_argument("--json", help="file to write the results to")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parse_arguments()
+    print("AdamW, milliseconds; ratios above 1 say how many times faster a unit's step is")
+    print(
+        "threads tensors  work   "
+        + "".join(f"{name:>15}" for name in VARIANTS)
+        + "".join(f"{name:>14}" for name in ("default/unit", "default/fused", "fused/fused"))
+    )
+    rows = []
+    for threads in arguments.threads:
+        for tensors in arguments.tensors:
+            elements = max(1, round(arguments.parameters / tensors / 128)) * 128
+            rows += measure(tensors, elements, threads, arguments.rounds)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"torch": torch.__version__, "rows": rows}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

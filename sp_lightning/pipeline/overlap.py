@@ -1,0 +1,522 @@
+"""Stepping the optimizer on the host while the device computes, with the numbers of a plain step.
+
+The user's optimizer stays the owner of all state and settings. What of it can be stepped weight by weight
+(stepping.py knows) is taken out of its `param_groups` for the time of its `step()`, so that torch's own code steps
+the rest and nothing else, and is then stepped unit by unit on the thread for work on the host.
+
+[Note: when a unit is stepped]
+*After backward*, by default: `step()` returns at once, and each unit is sent to the device when it is done. Everything
+that decides about a step (clipping, a loss scaler, a user's hook that looks at gradients) has happened by then.
+*In backward*, where somebody vouches that nothing will (`in_backward`): as soon as all of a group's gradients have
+landed, and no node of the graph holds one of its weights any more.
+Of what can be stepped, that comes first which the next forward will need first. So the units that gave their gradients
+last are stepped first when backward ends, and those that gave them first may still wait while forward has begun.
+
+[Note: nobody sees an unfinished step]
+Masters are guarded (guard.py) for as long as a step is under way: whoever touches one waits for it. Weights whose
+memory somebody else holds an alias of cannot be guarded, and are stepped in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning.pipeline._private import others_hook_steps, users_of_storage, without_torch_function
+from sp_lightning.pipeline.device import Group
+from sp_lightning.pipeline.gradients import GradientReturn, Shipment
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.stepping import (
+    HAVE_FUSED_KERNELS,
+    Scaling,
+    UnitStep,
+    fused_kernel_works,
+    why_not_by_unit,
+)
+from sp_lightning.pipeline.transfer import Backend, Ticket
+from sp_lightning.pipeline.units import Unit
+from sp_lightning.pipeline.weights import Weight
+from sp_lightning.pipeline.window import Window
+
+
+class OptimizerSteps:
+    """What is known of an optimizer; outlives an arrangement, as the optimizer's state does.
+
+    Args:
+        optimizer: The optimizer.
+        settle: Finishes all steps; called before the optimizer's state is read or replaced as a whole.
+
+    Attributes:
+        units: How it steps the weights of a group, by their identities.
+        begun: Weights that it has stepped, by identity.
+    """
+
+    def __init__(self, optimizer: Optimizer, settle: Callable[[], None]) -> None:
+        self.units: dict[tuple[int, ...], UnitStep] = {}
+        self.begun: set[int] = set()
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(lambda _: settle()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: settle()),
+        ]
+
+    def forget(self) -> None:
+        """Leave no trace on the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+KnownOptimizers = weakref.WeakKeyDictionary[Optimizer, OptimizerSteps]
+
+
+@dataclass(eq=False)
+class _Share:
+    """What one param group has of the weights of one group.
+
+    Attributes:
+        settings: The param group as it was when the step was decided, without its parameters.
+        scaling: What is to be done to the gradients first.
+        gradients: The weights, with the gradients that they are stepped by.
+    """
+
+    optimizer: Optimizer
+    settings: dict[str, Any]
+    scaling: Scaling
+    gradients: dict[Weight, Tensor]
+
+
+@dataclass(eq=False)
+class _InBackward:
+    """An optimizer that steps while backward runs."""
+
+    optimizer: Optimizer
+    settings: list[dict[str, Any]]
+    param_group_of: dict[Weight, int]
+    clamp: float | None
+    keep: bool
+
+
+class Overlap:
+    """Decides what is stepped when, and gives it to the thread for work on the host.
+
+    Args:
+        weights: All weights.
+        window: Is told that what is on the device is outdated.
+        backend: Has the thread.
+        returns: Has the gradients.
+        stats: Counters.
+        known: Optimizers, kept from one arrangement to the next.
+        spent: Weights whose gradients were not kept, by identity, kept as well.
+        overlaps: Whether anything is to be overlapped; else steps are done when `step()` returns.
+        fused: Whether to take torch's fused CPU kernels where the user left the choice to torch.
+        is_nested: Whether the gradient that autograd has just finished may not be the last one for its weight.
+        settle: Finishes all that is under way.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        window: Window,
+        backend: Backend,
+        returns: GradientReturn,
+        stats: Stats,
+        known: KnownOptimizers,
+        spent: set[int],
+        overlaps: bool,
+        fused: bool,
+        is_nested: Callable[[], bool],
+        settle: Callable[[], None],
+    ) -> None:
+        self._weights = {id(weight.master): weight for weight in weights}
+        self._window = window
+        self._backend = backend
+        self._returns = returns
+        self._stats = stats
+        self._known = known
+        self._overlaps = overlaps
+        self._fused = fused
+        self._is_nested = is_nested
+        self._settle_all = settle
+        self._own_users = {weight: users_of_storage(weight.host) for weight in weights}
+        self._checked: set[int] = set()
+        self._under_way: list[Group] = []
+        self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self._to_step: dict[Group, list[_Share]] = {}
+        self._now: _InBackward | None = None
+        self._shipped: dict[Group, list[Shipment]] = {}
+        self._stepped: set[Weight] = set()
+        self._spent = spent
+        returns.stepper = self
+
+    # ------------------------------------------------------------------------------------- around an optimizer's step
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to update its parameters: take out what will be stepped unit by unit."""
+        self.put_back()
+        self._to_step.clear()  # of a step that ended with an exception
+        if not any(id(p) in self._weights for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self.why_not(optimizer) is not None:
+            self.settle()
+            self._returns.show_all()
+            return
+        for group in optimizer.param_groups:
+            weights = [self._weights[id(p)] for p in group["params"] if id(p) in self._weights]
+            ours = [weight for weight in weights if self._may_step(weight)]
+            left = [weight for weight in ours if weight not in self._stepped]
+            self._share_out(optimizer, self._settings(optimizer, group), left)
+            taken = {id(weight.master) for weight in ours}
+            rest = [p for p in group["params"] if id(p) not in taken]
+            self._taken_out.append((group, group["params"]))
+            group["params"] = rest
+            for weight in weights:
+                if id(weight.master) not in taken:
+                    self._let_plain_code_step(weight)
+        self._stepped.clear()
+
+    def after_step(self) -> None:
+        """The optimizer has stepped what it was left with: now the rest."""
+        self.put_back()
+        for group in sorted(self._to_step, key=lambda group: (not group.resident, group.index)):
+            shares = self._to_step[group]
+            self._step(group, shares, [t for share in shares for t in self._returns.on_its_way([*share.gradients])])
+        for group, shares in self._to_step.items():
+            for share in shares:
+                # state that is made in a first step depends on settings of the process, as torch's default dtype
+                begins = not self._has_begun(share.optimizer, share.gradients)
+                self._known[share.optimizer].begun.update(id(weight.master) for weight in share.gradients)
+                if begins or not self._overlaps or any(map(self._is_aliased, share.gradients)):
+                    self.finish_step(group)
+        self._to_step.clear()
+
+    def _has_begun(self, optimizer: Optimizer, weights: Iterable[Weight]) -> bool:
+        known = self._known.get(optimizer)
+        return known is not None and all(id(weight.master) in known.begun for weight in weights)
+
+    def abandon(self) -> None:
+        """After an exception in the middle of a step: what was given to the thread is finished, nothing else is."""
+        self.put_back()
+        with contextlib.suppress(Exception):  # it has been told of, or belongs to what failed
+            self.settle()
+        left = sum(weight.master.requires_grad for weight in self._weights.values()) - len(self._stepped)
+        if self._stepped and left > 0:
+            warnings.warn(
+                f"The exception came while the optimizer was stepping in backward: {len(self._stepped)} weights have "
+                f"taken this step, {left} have not. Go on from a checkpoint, or train with `overlap_optimizer=False`.",
+                stacklevel=2,
+            )
+        self._now = None
+        self._to_step.clear()
+        self._shipped.clear()
+        self._stepped.clear()
+        self._spent.clear()
+
+    def put_back(self) -> None:
+        """Param groups are whole again."""
+        while self._taken_out:
+            group, parameters = self._taken_out.pop()
+            group["params"] = parameters
+
+    def _settings(self, optimizer: Optimizer, param_group: dict[str, Any]) -> dict[str, Any]:
+        """A param group as it is now, without its parameters: a scheduler may change it before it is used."""
+        settings = {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in param_group.items()
+            if key != "params"
+        }
+        undecided = settings.get("fused", False) is None and settings.get("foreach") is None
+        if self._fused and undecided and type(optimizer) in HAVE_FUSED_KERNELS:
+            dtypes = {p.dtype for p in param_group["params"]}
+            # on the CPU torch chooses its slowest path by default (pytorch#74588)
+            settings["fused"] = all(fused_kernel_works(type(optimizer).__name__, dtype) for dtype in dtypes) or None
+        return settings
+
+    def _may_step(self, weight: Weight) -> bool:
+        if weight in self._stepped:
+            return True
+        weight.readopt()
+        gradient = self._returns.gradient_of(weight)
+        return gradient is not None and gradient.layout is torch.strided
+
+    def _is_aliased(self, weight: Weight) -> bool:
+        return users_of_storage(weight.host) > self._own_users[weight]
+
+    def why_not(self, optimizer: Optimizer) -> str | None:
+        """Why an optimizer cannot step weights unit by unit; None if it can."""
+        if getattr(optimizer, "found_inf", None) is not None:
+            return "a GradScaler has left it to the optimizer's own kernel to skip steps"
+        if others_hook_steps(optimizer):
+            return f"a hook on steps may look at all that {type(optimizer).__name__} steps"
+        for group in optimizer.param_groups:
+            unknown = [p for p in group["params"] if id(p) in self._weights and id(p) not in self._checked]
+            reason = why_not_by_unit(optimizer, group, unknown)
+            if reason is not None:
+                return reason
+            self._checked.update(map(id, unknown))
+        return None
+
+    def _let_plain_code_step(self, weight: Weight) -> None:
+        self.finish_step(weight.unit.group)
+        for ticket in self._returns.on_its_way([weight]):
+            self._backend.synchronize(ticket)
+        self._returns.show(weight)
+
+    def _share_out(self, optimizer: Optimizer, settings: dict[str, Any], weights: list[Weight]) -> None:
+        shares: dict[tuple[Group, int], _Share] = {}
+        for weight in weights:
+            gradient, scaling = self._returns.take(weight)
+            key = (weight.unit.group, id(scaling))
+            if key not in shares:
+                shares[key] = _Share(optimizer, settings, scaling, {})
+                self._to_step.setdefault(weight.unit.group, []).append(shares[key])
+            shares[key].gradients[weight] = gradient
+
+    # ------------------------------------------------------------------------------------------------- in backward
+
+    @contextmanager
+    def in_backward(self, optimizer: Optimizer, clamp: float | None = None, keep: bool = False) -> Iterator[None]:
+        """Let an optimizer step units while the backward in here runs.
+
+        Its `step()` must follow without a change of its settings, and nobody may ask for a gradient in between.
+
+        Args:
+            optimizer: The optimizer.
+            clamp: Clip gradients to plus and minus this value.
+            keep: Whether somebody may ask for gradients after the step.
+        """
+        if self._overlaps and self.why_not(optimizer) is None:
+            groups = optimizer.param_groups
+            weights = [(self._weights.get(id(p)), i) for i, group in enumerate(groups) for p in group["params"]]
+            param_group_of = {weight: index for weight, index in weights if weight is not None}
+            settings = [self._settings(optimizer, group) for group in groups]
+            self._now = _InBackward(optimizer, settings, param_group_of, clamp, keep)
+        try:
+            yield
+        finally:
+            self._now = None
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients that arrive in a lower dtype are kept when the optimizer has used them."""
+        return self._now is not None and self._now.keep
+
+    def wants(self, unit: Unit) -> bool:
+        """Whether the unit's complete gradients should go to the optimizer right away."""
+        if self._now is None or unit.resident or self._is_nested():
+            return False
+        trainable = _trainable(unit.group)
+        return self._has_begun(self._now.optimizer, trainable) and all(
+            weight in self._now.param_group_of and not self._is_aliased(weight) for weight in trainable
+        )
+
+    def has_stepped(self, weight: Weight) -> bool:
+        """Whether a gradient of this weight would come too late."""
+        return weight in self._stepped or self.has_spent(weight)
+
+    def has_spent(self, weight: Weight) -> bool:
+        """Whether a weight's gradient was used as it arrived, and not kept."""
+        return id(weight.master) in self._spent
+
+    def forget_spent(self, weight: Weight) -> None:
+        """Nobody misses a weight's gradient any more: `.grad` was set, as `zero_grad` does."""
+        self._spent.discard(id(weight.master))
+
+    def step_in_backward(self, shipment: Shipment) -> None:
+        """Gradients of a unit are on their way; step its group if they are the last ones."""
+        group = shipment.unit.group
+        for other in [other for other in self._shipped if other is not group]:
+            self._keep(other)  # backward has moved on, and there are few slots
+        shipments = self._shipped.setdefault(group, [])
+        shipments.append(shipment)
+        gradients = {w: g for s in shipments for w, g in zip(s.weights, s.arrived, strict=True)}
+        if len(gradients) < len(_trainable(group)):
+            return
+        if group.handles:
+            self._keep(group)
+            return
+        assert self._now is not None
+        del self._shipped[group]
+        self._stepped.update(gradients)
+        scaling = Scaling(clamp=self._now.clamp)
+        shares = []
+        for index, settings in enumerate(self._now.settings):
+            own = {w: gradient for w, gradient in gradients.items() if self._now.param_group_of[w] == index}
+            if own:
+                shares.append(_Share(self._now.optimizer, settings, scaling, own))
+        self._step(group, shares, [s.ticket for s in shipments], shipments)
+        self._spent.update(id(w.master) for s in shipments if s.slot is not None for w in s.weights)
+        self._stats.steps_in_backward += group.units
+
+    def end_of_backward(self) -> None:
+        """Groups that could not be stepped in backward keep their gradients."""
+        for group in list(self._shipped):
+            self._keep(group)
+
+    def _keep(self, group: Group) -> None:
+        for shipment in self._shipped.pop(group):
+            self._returns.keep(shipment)
+
+    # ------------------------------------------------------------------- what comes between backward and the step
+
+    def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> bool:
+        """Clip gradients by their total norm, when they are read, as `clip_grad_norm_` would now.
+
+        Returns:
+            Whether that is possible: the norms came with the gradients, and nobody has changed these since.
+        """
+        weights = self._with_gradients(parameters)
+        norms = None if weights is None else self._returns.norms_of(weights)
+        if not weights or norms is None or any(weight.master.dtype != torch.float32 for weight in weights):
+            return False
+        scalings = {id(scaling): scaling for scaling in map(self._returns.scaling_of, weights)}
+        scaling = next(iter(scalings.values()))
+        # the norm of what a power of two was multiplied with is the norm times that, to the last bit
+        if len(scalings) > 1 or scaling.clamp is not None or not all(map(_is_power_of_two, scaling.factors)):
+            return False
+        with torch.inference_mode(False):
+            factor = torch.empty(())
+
+        def job() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                every = torch.stack(norms)
+                for earlier in scaling.factors:
+                    every.mul_(earlier)
+                total = torch.linalg.vector_norm(every)
+                torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
+
+        ticket = self._backend.work(job, self._returns.on_its_way(weights))
+        self._returns.multiply(weights, factor)
+        self._returns.wait_also(weights, ticket)
+        return True
+
+    def clip_value(self, parameters: Iterable[nn.Parameter], limit: float) -> bool:
+        """Clip gradients by value, when they are read; those that were clipped and stepped in backward are left."""
+        weights = self._with_gradients(parameters)
+        if weights is None:
+            return False
+        self._returns.clamp([weight for weight in weights if weight not in self._stepped], limit)
+        return True
+
+    def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
+        """Multiply gradients with the inverse of a loss scale, when they are read.
+
+        Returns:
+            Whether one of them is not finite; None if that is not known without reading them all.
+        """
+        weights = self._with_gradients(p for group in optimizer.param_groups for p in group["params"])
+        norms = None if weights is None else self._returns.norms_of(weights)
+        if weights is None or norms is None:
+            return None
+        self._returns.settle()
+        suspects = [weight for weight, norm in zip(weights, norms, strict=True) if not norm.isfinite()]
+        gradients = [self._returns.gradient_of(weight) for weight in suspects]  # the square may have been too large
+        self._returns.multiply(weights, inverse_scale.clone())
+        return not all(gradient is None or bool(gradient.isfinite().all()) for gradient in gradients)
+
+    def _with_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Weight] | None:
+        """Those that have a gradient, in this order; None if one of them is not ours, or its gradient not dense."""
+        weights = []
+        for parameter in parameters:
+            weight = self._weights.get(id(parameter))
+            if weight is None:
+                if parameter.grad is not None:
+                    return None
+                continue
+            gradient = self._returns.gradient_of(weight)
+            if gradient is not None and gradient.layout is not torch.strided:
+                return None
+            if gradient is not None:
+                weights.append(weight)
+        return weights
+
+    # ------------------------------------------------------------------------------------------------------ stepping
+
+    def _step(
+        self, group: Group, shares: list[_Share], after: Sequence[Ticket], shipments: Sequence[Shipment] = ()
+    ) -> None:
+        """Have the thread for work on the host step what is in a group."""
+        before, weights = group.state, group.host.weights
+        calls = [(self._unit_step(share.optimizer, group), share) for share in shares]
+        written = [weight for share in shares for weight in share.gradients]
+
+        def job() -> None:
+            with without_torch_function(), torch.no_grad():
+                current = group.host.copies_are_those_of(before)
+                for unit_step, share in calls:
+                    gradients = [share.gradients.get(weight) for weight in weights]
+                    unit_step.step(share.settings, gradients, share.scaling, group.host.copies())
+                group.state = group.host.stepped(weights if current else written)
+
+        def release_slots() -> None:
+            for shipment in shipments:
+                if shipment.slot is not None:
+                    shipment.slot.release()
+
+        self._window.finish_step(group)
+        self._window.outdate(group)
+        moved = sum(2 * w.master.nbytes + gradient.nbytes for s in shares for w, gradient in s.gradients.items())
+        group.being_stepped = self._backend.work(
+            job, after, moved, release_slots, rank=group.index + 1 if not group.resident else 0
+        )
+        self._under_way.append(group)
+        self._stats.overlapped_steps += group.units * self._overlaps
+
+    def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:
+        if optimizer not in self._known:
+            self._known[optimizer] = OptimizerSteps(optimizer, self._settle_all)
+        units = self._known[optimizer].units
+        key = tuple(id(weight.master) for weight in group.host.weights)
+        if key not in units:
+            units[key] = UnitStep(optimizer, [weight.master for weight in group.host.weights])
+        return units[key]
+
+    def finish_step(self, group: Group) -> None:
+        """Wait until no step reads or writes what belongs to a group any more."""
+        self._window.finish_step(group)
+
+    def settle(self) -> None:
+        """Wait until every step is done.
+
+        Raises:
+            Exception: The first error of a step.
+        """
+        errors = []
+        while self._under_way:
+            try:
+                self._window.finish_step(self._under_way.pop(0))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def optimizer_bytes(self) -> int:
+        """Host memory for what optimizers keep about weights."""
+        with without_torch_function():
+            kept = [state for optimizer in self._known for state in optimizer.state.values()]
+        return sum(value.nbytes for state in kept for value in state.values() if isinstance(value, Tensor))
+
+    @property
+    def settled(self) -> bool:
+        """Whether all masters are what plain training would have there."""
+        for group in self._under_way:
+            if group.being_stepped is not None and group.being_stepped.done:
+                self._window.finish_step(group)
+        self._under_way = [group for group in self._under_way if group.being_stepped is not None]
+        return not (self._under_way or self._spent)
+
+
+def _is_power_of_two(factor: float | Tensor) -> bool:
+    return math.frexp(float(factor))[0] == 0.5
+
+
+def _trainable(group: Group) -> list[Weight]:
+    return [weight for weight in group.host.weights if weight.master.requires_grad]

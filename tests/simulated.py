@@ -1,0 +1,210 @@
+"""A device on which nothing takes time but what is said to: four virtual clocks, no real one.
+
+    compute   what was launched on the device runs in order, as long as `compute(seconds)` says
+    up, down  the two copy engines, each with its bandwidth
+    host      work that reads and writes host memory: adding gradients, stepping an optimizer
+
+The main thread is the host that launches; launching takes no time. Memory is really copied and jobs are really run, at
+once, when they are asked for: numbers are right, and times are the same in every run, on any machine.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.threads import copy_memory
+from sp_lightning.pipeline.transfer import Backend, Ticket
+
+
+class Lane(enum.Enum):
+    """What works beside the others."""
+
+    COMPUTE = "compute"
+    UP = "H2D"
+    DOWN = "D2H"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work, from when to when."""
+
+    lane: Lane
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class SimulatedTicket(Ticket):
+    """Done at a virtual time."""
+
+    def __init__(self, backend: SimulatedBackend, end: float | None) -> None:
+        self._backend = backend
+        self._end = end
+
+    @property
+    def end(self) -> float:
+        """When it is done; what waits on the host is put in order as soon as somebody wants to know."""
+        if self._end is None:
+            self._backend.put_work_in_order()
+        assert self._end is not None
+        return self._end
+
+    @end.setter
+    def end(self, end: float) -> None:
+        self._end = end
+
+    def join(self) -> None:
+        """The main thread waits."""
+        self._backend.synchronize(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether the main thread would not have to wait."""
+        return self.end <= self._backend.main
+
+
+@dataclass
+class Work:
+    """A job for the host's worker thread, which has run, and has still to take its time."""
+
+    ticket: SimulatedTicket
+    rank: int
+    ready: float
+    seconds: float
+
+
+class SimulatedBackend(Backend):
+    """A device with given bandwidths, on virtual clocks.
+
+    Args:
+        up: Bytes per second to the device.
+        down: Bytes per second to the host.
+        host: Bytes of weights per second that work on the host gets done.
+        overlap: False for a machine that does one thing at a time: the sum of all work.
+    """
+
+    def __init__(self, up: float, down: float, host: float, overlap: bool = True) -> None:
+        super().__init__(torch.device("cpu"))
+        self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.HOST: host}
+        self._overlap = overlap
+        self._free = dict.fromkeys(Lane, 0.0)  # when what was given to each lane will be done
+        self.main = 0.0  # when the main thread is here
+        self._work: list[Work] = []
+        self.spans: list[Span] = []
+
+    @property
+    def now(self) -> float:
+        """When the device will have computed what it was given so far, and the main thread has come here."""
+        return max(self.main, self._free[Lane.COMPUTE])
+
+    def compute(self, seconds: float) -> None:
+        """Launch something on the device."""
+        self._run(Lane.COMPUTE, seconds)
+
+    def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        copy_memory(target, source)
+        return self._transfer(Lane.UP, source.nbytes, [] if after is None else [after])
+
+    def download(self, target: Tensor, source: Tensor) -> Ticket:
+        copy_memory(target, source)
+        return self._transfer(Lane.DOWN, source.nbytes, [])
+
+    def work(
+        self,
+        job: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        nbytes: int = 0,
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> Ticket:
+        """Run a job at once; its time on the host's worker thread comes when it is its turn."""
+        job()
+        if cleanup is not None:
+            cleanup()
+        seconds = nbytes / self._rates[Lane.HOST]
+        if not self._overlap:
+            return self._run(Lane.HOST, seconds, ends(after))
+        ticket = SimulatedTicket(self, None)
+        self._work.append(Work(ticket, rank, max([self.main, *ends(after)]), seconds))
+        return ticket
+
+    def put_work_in_order(self) -> None:
+        """Give all work its time: of what is ready the lowest rank first."""
+        while self._work:
+            now = max(self._free[Lane.HOST], min(work.ready for work in self._work))
+            work = min((work for work in self._work if work.ready <= now), key=lambda work: (work.rank, work.ready))
+            self._work.remove(work)
+            self._free[Lane.HOST] = work.ticket.end = now + work.seconds
+            self.spans.append(Span(Lane.HOST, now, now + work.seconds))
+
+    def wait(self, ticket: Ticket) -> None:
+        self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))
+
+    def synchronize(self, ticket: Ticket) -> None:
+        self.main = max(self.main, *ends([ticket]))
+
+    def drain(self) -> None:
+        self.put_work_in_order()
+        self.main = max(self.main, *self._free.values())
+
+    def busy(self, lane: Lane, since: float, until: float) -> float:
+        """Seconds of work in a lane that began between two moments."""
+        return sum(span.seconds for span in self.spans if span.lane is lane and since <= span.start < until)
+
+    def _transfer(self, lane: Lane, nbytes: int, after: Sequence[Ticket]) -> SimulatedTicket:
+        return self._run(lane, nbytes / self._rates[lane], [self._free[Lane.COMPUTE], *ends(after)])
+
+    def _run(self, lane: Lane, seconds: float, not_before: Iterable[float] = ()) -> SimulatedTicket:
+        start = max(self.main, self._free[lane], *not_before)
+        if not self._overlap:
+            start = max(start, *self._free.values())
+        self._free[lane] = start + seconds
+        self.spans.append(Span(lane, start, start + seconds))
+        return SimulatedTicket(self, start + seconds)
+
+
+def ends(tickets: Iterable[Ticket]) -> list[float]:
+    return [ticket.end for ticket in tickets if isinstance(ticket, SimulatedTicket)]
+
+
+class _Timed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backend: SimulatedBackend, forward: float, backward: float) -> Tensor:
+        backend.compute(forward)
+        ctx.backend, ctx.seconds = backend, backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.backend.compute(ctx.seconds)
+        return gradient, None, None, None
+
+
+class TimedBlock(nn.Module):
+    """A unit that takes so many seconds in forward and in backward.
+
+    Args:
+        width: Of its one weight, which is square.
+        backend: Whose compute clock it moves.
+        forward: Seconds of its forward.
+        backward: Seconds of its backward.
+    """
+
+    def __init__(self, width: int, backend: SimulatedBackend, forward: float, backward: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+        self.backend, self.seconds = backend, (forward, backward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # the output's node is the first that backward runs, so the time passes before the gradient is there
+        return _Timed.apply(self.linear(x), self.backend, *self.seconds)

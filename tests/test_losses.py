@@ -1,0 +1,586 @@
+"""chunked_cross_entropy: the numbers of F.cross_entropy, never all logits, under the engine as without it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from sp_lightning import chunked_cross_entropy
+from sp_lightning.losses import _automatic_chunk_size
+
+from .helpers import Run, assert_same_story, attached, note_gradients, note_state
+from .lightning_modules import WIDTH as MODULE_WIDTH
+from .lightning_modules import Base, assert_same_training
+from .zoo.blocks import WIDTH, Block
+
+IGNORED = -100
+
+
+def plain(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    shift: bool = False,
+    **choices: Any,
+) -> Tensor:
+    """The textbook form, all logits at once."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if shift:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    loss = F.cross_entropy(logits.reshape(-1, len(weight)), labels.reshape(-1), **choices)
+    return loss.view(labels.shape) if loss.dim() else loss
+
+
+def inputs(
+    shape: tuple[int, ...], width: int = 8, vocabulary: int = 50, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, a head with a bias, and labels of which a third is ignored."""
+    hidden = torch.randn(*shape, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
+    bias = torch.randn(vocabulary, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, vocabulary, shape)
+    return hidden, weight, bias, labels.masked_fill(torch.rand(shape) < 1 / 3, IGNORED)
+
+
+def gradients(loss: Tensor, wanted: list[Tensor], outer: Tensor | float = 1.0) -> list[Tensor]:
+    """Gradients of a loss that is multiplied with something, as a GradScaler does."""
+    return list(torch.autograd.grad((loss * outer).sum(), wanted))
+
+
+def distance(actual: Tensor, truth: Tensor) -> float:
+    """The largest error, relative to the largest element."""
+    return float((actual.detach().double() - truth).abs().max() / truth.abs().max())
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), max_size=3).map(tuple),
+    vocabulary=st.integers(1, 40),
+    chunk_size=st.none() | st.integers(1, 50),
+    label_smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    softcap=st.sampled_from([None, 3.0]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@example((2, 3), 32, 8, 0.1, "mean", 3.0, True, 0)
+@example((7,), 33, 8, 0.0, "sum", None, False, 0)
+def test_loss_and_gradients(shape, vocabulary, chunk_size, label_smoothing, reduction, softcap, with_bias, seed):
+    torch.manual_seed(seed)
+    hidden, weight, bias, labels = inputs(shape, vocabulary=vocabulary)
+    wanted = [hidden, weight, bias] if with_bias else [hidden, weight]
+    choices = {"label_smoothing": label_smoothing, "reduction": reduction, "softcap": softcap}
+    choices["bias"] = bias if with_bias else None
+    expected = plain(hidden, weight, labels, **choices)
+    actual = chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, **choices)
+    assert actual.shape == expected.shape
+    outer = torch.randn(expected.shape, dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    for ours, theirs in zip(gradients(actual, wanted, outer), gradients(expected, wanted, outer), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_gradcheck():
+    hidden, weight, bias, labels = inputs((4,), width=3, vocabulary=9)
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return chunked_cross_entropy(
+            hidden, weight, labels, bias=bias, label_smoothing=0.2, softcap=2.0, chunk_size=4, reduction="none"
+        )
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("chunk_size", [None, 16, 1000])
+@pytest.mark.parametrize(
+    ("stored", "autocast"),
+    [
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, None),
+        (torch.float16, None),
+    ],
+    ids=["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"],
+)
+def test_as_exact_as_the_textbook_form(stored, autocast, chunk_size, scale):
+    """Rounding and nothing else: against fp64, errors are of the size that computing with all logits has."""
+    hidden, weight, bias, labels = inputs((4, 64), 32, 700, stored)
+    with torch.no_grad():
+        weight /= math.sqrt(32) / scale**0.5  # logits of ordinary size, and large ones
+    tensors = [hidden, weight, bias]
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    loss_scale = 1024.0
+
+    def run(loss: Callable[..., Tensor], hidden: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            value = loss(hidden, weight, labels, bias=bias)
+        found = gradients(value, [hidden, weight, bias], loss_scale)
+        return [value, *found]
+
+    truth = run(plain, *exact)
+    textbook = run(plain, *tensors)
+    ours = run(partial(chunked_cross_entropy, chunk_size=chunk_size), *tensors)
+    for actual, expected, true in zip(ours, textbook, truth, strict=True):
+        assert actual.dtype == expected.dtype
+        assert distance(actual, true.detach()) <= 2 * distance(expected, true.detach()) + 1e-7
+
+
+def test_gradients_too_small_for_fp16_survive_with_a_loss_scale():
+    """They are scaled before they are rounded, as in plain training: forward knows no scale, backward does."""
+    tokens, vocabulary = 4096, 64
+    hidden, weight, _, labels = inputs((tokens,), 8, vocabulary, torch.float32)
+
+    def grad_hidden(loss: Callable[..., Tensor], scale: float) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            value = loss(hidden, weight * 1e-3, labels)
+        return gradients(value, [hidden], scale)[0] / scale
+
+    truth = gradients(plain(hidden.double(), weight.double() * 1e-3, labels), [hidden])[0].double()
+    assert distance(grad_hidden(chunked_cross_entropy, 1.0), truth) > 0.1, "nothing was too small for fp16"
+    assert distance(grad_hidden(chunked_cross_entropy, 2.0**14), truth) < 0.01
+
+
+def test_a_weights_gradient_is_no_sum_of_roundings():
+    """In bf16, with as many slices as there are words: each row is one matrix product over all tokens."""
+    hidden, weight, _, labels = inputs((512,), 16, 64, torch.bfloat16)
+    whole, sliced = (
+        gradients(chunked_cross_entropy(hidden, weight, labels, chunk_size=size), [hidden, weight]) for size in (64, 1)
+    )
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    truth = gradients(plain(*exact, labels), exact)
+    for one, many, true in zip(whole, sliced, truth, strict=True):
+        assert distance(many, true) < 1.25 * distance(one, true)
+
+
+def test_backward_in_a_region_of_autocast_keeps_the_dtype_of_forward():
+    hidden, weight, _, labels = inputs((20,), dtype=torch.float32)
+    loss = chunked_cross_entropy(hidden, weight, labels)
+    expected = gradients(loss * 1, [hidden, weight])
+    loss = chunked_cross_entropy(hidden, weight, labels)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = gradients(loss, [hidden, weight])
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_autocast_leaves_fp64_alone():
+    hidden, weight, _, labels = inputs((20,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = chunked_cross_entropy(hidden, weight, labels)
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, plain(hidden, weight, labels), rtol=1e-12, atol=0)
+
+
+def test_the_loss_that_transformers_computes():
+    """Labels that are the inputs, squeezed logits, a tied head: the convention of causal language models."""
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=5.0, pad_token_id=0,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config).double()
+    tokens = torch.randint(0, 64, (2, 9))
+    labels = tokens.clone()
+    labels[0, :4] = IGNORED  # a prompt
+    theirs = model(input_ids=tokens, labels=labels, use_cache=False).loss
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings()
+    ours = chunked_cross_entropy(hidden, head.weight, labels, softcap=5.0, shift=True)
+    # transformers computes the loss itself in fp32
+    torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=0)
+    parameters = list(model.parameters())
+    for actual, expected in zip(gradients(ours, parameters), gradients(theirs, parameters), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_shift(reduction):
+    hidden, weight, _, labels = inputs((3, 7))
+    expected = plain(hidden, weight, labels, shift=True, reduction=reduction)
+    actual = chunked_cross_entropy(hidden, weight, labels, shift=True, reduction=reduction)
+    if reduction == "none":  # of the labels' own shape: the last position has no next one
+        assert actual.shape == labels.shape
+        assert not actual[:, -1].any()
+        actual = actual[:, :-1]
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ignore_index", [-1, 3, 99])
+def test_ignore_index(ignore_index):
+    hidden, weight, _, labels = inputs((30,))
+    labels = labels.masked_fill(labels == IGNORED, ignore_index)
+    actual = chunked_cross_entropy(hidden, weight, labels, ignore_index=ignore_index)
+    torch.testing.assert_close(actual, plain(hidden, weight, labels, ignore_index=ignore_index))
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_nothing_to_learn(count):
+    """As torch: NaN as a mean, zero as a sum, and gradients of zero."""
+    hidden, weight, _, _ = inputs((count,))
+    labels = torch.full((count,), IGNORED)
+    mean = chunked_cross_entropy(hidden, weight, labels)
+    assert mean.isnan()
+    assert plain(hidden, weight, labels).isnan()
+    assert not any(gradient.any() for gradient in gradients(mean, [hidden, weight]))
+    assert chunked_cross_entropy(hidden, weight, labels, reduction="sum") == 0
+
+
+def test_views_and_small_integers():
+    hidden, weight, bias, labels = inputs((6, 5))
+    expected = plain(hidden[:, 1:3], weight, labels[:, 1:3], bias=bias)
+    wide = torch.empty(50, 16, dtype=torch.float64)
+    wide[:, ::2] = weight.detach()
+    actual = chunked_cross_entropy(
+        hidden[:, 1:3], wide[:, ::2].requires_grad_(), labels[:, 1:3].to(torch.int32), bias=bias
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------ memory and operations
+
+
+class Watch(TorchDispatchMode):
+    """Counts matrix products, and follows the memory of all tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+        self.largest = self.live = self.peak = 0  # bytes
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._known.update(storage._cdata for storage in storages((args, kwargs)))
+        output = func(*args, **(kwargs or {}))
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        for storage in storages(output):
+            if storage._cdata not in self._known:
+                self._note(storage)
+        return output
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        nbytes = storage.nbytes()
+        self._known.add(storage._cdata)
+        self.live += nbytes
+        self.largest, self.peak = max(self.largest, nbytes), max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, storage._cdata, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+def storages(value: Any) -> list[torch.UntypedStorage]:
+    return [tensor.untyped_storage() for tensor in tree_leaves(value) if isinstance(tensor, Tensor)]
+
+
+def watched(loss: Callable[..., Tensor], *tensors: Tensor, autocast: bool = False, **choices: Any) -> Watch:
+    """Forward and backward under watch."""
+    with Watch() as watch:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            value = loss(*tensors, **choices)
+        value.backward()
+    return watch
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "width", "vocabulary"), [(512, 32, 4096), (200, 16, 1000), (1000, 8, 100), (64, 16, 512), (100, 4, 80)]
+)
+def test_the_logits_never_exist_whole(tokens, width, vocabulary, autocast):
+    hidden, weight, _, labels = inputs((tokens,), width, vocabulary, torch.float32)
+    whole = tokens * vocabulary * 4
+    assert watched(plain, hidden, weight, labels).largest >= whole
+    watch = watched(chunked_cross_entropy, hidden, weight, labels, autocast=autocast)
+    assert watch.largest <= whole / 2
+    assert watch.largest <= max(whole / 4, weight.nbytes)  # whose gradient is of its size
+
+
+def test_peak_memory_is_that_of_a_slice():
+    tokens, width, vocabulary, chunk_size = 512, 16, 4096, 64
+    hidden, weight, _, labels = inputs((tokens,), width, vocabulary, torch.float32)
+    slice_bytes = tokens * chunk_size * 4
+    ours = watched(chunked_cross_entropy, hidden, weight, labels, chunk_size=chunk_size).peak
+    theirs = watched(plain, hidden, weight, labels).peak
+    needed = weight.nbytes + 2 * hidden.nbytes + 8 * tokens * 8  # gradients, and numbers per token
+    assert ours <= needed + 4 * slice_bytes
+    assert ours < 0.1 * theirs
+
+
+def test_autocast_makes_no_copy_of_the_whole_head():
+    hidden, weight, _, labels = inputs((16,), 64, 2048, torch.float32)
+    watch = watched(chunked_cross_entropy, hidden, weight, labels, autocast=True, chunk_size=128)
+    assert watch.peak < 1.5 * weight.nbytes  # its gradient alone is as large as the weight
+
+
+def test_the_default_slice():
+    """As wide as the hidden states where that is work enough, and never more than an eighth."""
+    assert _automatic_chunk_size(8192, 4096, 131072) == 4096
+    assert _automatic_chunk_size(8192, 8192, 32768) == 4096
+    assert _automatic_chunk_size(2**20, 128, 32768) == 128
+    assert _automatic_chunk_size(512, 128, 131072) == 8192  # a few tokens: narrower ones would only be more launches
+    assert _automatic_chunk_size(8192, 768, 50257) % 16 == 0
+    assert _automatic_chunk_size(0, 1, 1) >= 1
+
+
+@pytest.mark.parametrize(
+    ("trained", "products"),
+    [("hidden weight", 4), ("hidden", 3), ("weight", 3), ("bias", 2), ("", 1)],
+)
+def test_only_what_is_needed_is_computed(trained, products):
+    """A frozen head (LoRA) gets no gradient, a frozen model none either, and evaluation is the forward alone."""
+    slices = 5
+    hidden, weight, bias, labels = inputs((6,), 8, 50)
+    for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias}.items():
+        tensor.requires_grad_(name in trained.split())
+    with Watch() as watch:
+        loss = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk_size=10)
+        assert loss.requires_grad == bool(trained)
+        if trained:
+            loss.backward()
+    assert watch.products == products * slices
+    for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias}.items():
+        assert (tensor.grad is not None) == (name in trained.split())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation(mode):
+    hidden, weight, _, labels = inputs((6,))
+    expected = chunked_cross_entropy(hidden, weight, labels).detach()
+    with mode(), Watch() as watch:
+        assert torch.equal(chunked_cross_entropy(hidden, weight, labels, chunk_size=None), expected)
+    assert watch.live < hidden.nbytes  # nothing is kept
+
+
+# ------------------------------------------------------------------------------------------------------------- autograd
+
+
+def test_backward_twice_through_a_retained_graph():
+    hidden, weight, _, labels = inputs((6,))
+    loss = chunked_cross_entropy(hidden, weight, labels)
+    first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+    second = torch.autograd.grad(loss, [hidden, weight])
+    assert all(map(torch.equal, first, second))
+
+
+def test_second_derivatives_are_refused():
+    hidden, weight, _, labels = inputs((6,))
+    loss = chunked_cross_entropy(hidden, weight, labels)
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated again.*F\.cross_entropy\(F\.linear"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_a_weight_changed_before_backward_raises():
+    hidden, weight, _, labels = inputs((6,))
+    loss = chunked_cross_entropy(hidden, weight, labels)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_of_a_checkpoint(reentrant):
+    hidden, weight, _, labels = inputs((6,))
+    expected = gradients(chunked_cross_entropy(hidden, weight, labels), [hidden, weight])
+    loss = checkpoint(chunked_cross_entropy, hidden, weight, labels, use_reentrant=reentrant)
+    loss.backward()
+    assert torch.equal(hidden.grad, expected[0])
+    assert torch.equal(weight.grad, expected[1])
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": torch.zeros(6, 7)}, r"`hidden` must have the shape \(\.\.\., width\).*got \(6, 7\) and \(50, 8\)"),
+        ({"hidden": torch.zeros(())}, "`hidden` must have the shape"),
+        ({"weight": torch.zeros(8)}, "`weight` \\(vocabulary, width\\)"),
+        ({"labels": torch.zeros(5, dtype=torch.long)}, r"`labels` must have the shape .*\(6,\), got \(5,\)"),
+        ({"labels": torch.zeros(6)}, r"`labels` must be indices into the vocabulary, got torch\.float32"),
+        ({"bias": torch.zeros(49)}, r"`bias` must have the shape \(50,\), got \(49,\)"),
+        ({"weight": torch.zeros(50, 8, dtype=torch.float64)}, r"`hidden` is torch\.float32 and `weight` is"),
+        ({"weight": torch.zeros(50, 8, device="meta")}, r"on one device, got .*'weight': 'meta'"),
+        ({"reduction": "avg"}, "`reduction='avg'` must be 'mean', 'sum' or 'none'"),
+        ({"label_smoothing": 1.5}, "`label_smoothing=1.5` must be between 0 and 1"),
+        ({"softcap": 0.0}, "`softcap=0.0` must be positive"),
+        ({"chunk_size": 0}, "`chunk_size=0` must be at least 1"),
+    ],
+)
+def test_bad_input(changes, message):
+    tensors = {"hidden": torch.zeros(6, 8), "weight": torch.zeros(50, 8), "labels": torch.zeros(6, dtype=torch.long)}
+    with pytest.raises(ValueError, match=message):
+        chunked_cross_entropy(**{**tensors, **changes})
+
+
+@pytest.mark.parametrize("label", [50, -1])
+def test_labels_outside_of_the_vocabulary(label):
+    hidden, weight, _, _ = inputs((2,))
+    with pytest.raises((IndexError, RuntimeError), match=f"index {label} is out of bounds"):
+        chunked_cross_entropy(hidden, weight, torch.tensor([1, label]))
+
+
+# ----------------------------------------------------------------------------------------------------- under the engine
+
+
+class LanguageModel(nn.Module):
+    """An embedding, blocks, and a head that only the loss uses."""
+
+    def __init__(self, tied: bool = False, vocabulary: int = 40, blocks: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, vocabulary, bias=not tied)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return chunked_cross_entropy(
+            self(tokens), self.head.weight, tokens, bias=self.head.bias, shift=True, chunk_size=16
+        )
+
+
+class Head(nn.Linear):
+    """A head that computes the loss in its own call, so that it is an ordinary unit."""
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return chunked_cross_entropy(hidden, self.weight, labels, bias=self.bias, shift=True, chunk_size=16)
+
+
+class WithHead(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head(WIDTH, 40)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.head(self(tokens), tokens)
+
+
+def with_head(name: str, module: nn.Module) -> bool:
+    """A unit policy: the head is one, too."""
+    return isinstance(module, Block) or name == "head"
+
+
+def training(run: Run, autocast: bool, cast_cache: bool, frozen: bool) -> None:
+    """Steps with accumulation and evaluation between them."""
+    if frozen:
+        run.model.head.weight.requires_grad_(False)
+    optimizer = AdamW([p for p in run.model.parameters() if p.requires_grad], lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(4):
+        for micro in range(2):
+            tokens = torch.randint(0, 40, (3, 6), generator=generator)
+            cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=cast_cache)
+            with run.step():
+                with cast:
+                    loss = run.model.loss(tokens)
+                loss.backward()
+            run.note(f"step {step} / micro-batch {micro} / loss", loss)
+            note_gradients(run.trace, f"step {step} / micro-batch {micro}", dict(run.model.named_parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        note_state(run.trace, f"step {step}", run.model, [optimizer])
+        with torch.inference_mode(), run.step(), cast:
+            run.note(f"evaluation after step {step}", run.model.loss(tokens))
+
+
+@pytest.mark.parametrize("autocast", ["off", "on", "without cache"])
+@pytest.mark.parametrize(
+    ("build", "frozen"),
+    [
+        (LanguageModel, False),
+        (LanguageModel, True),
+        (partial(LanguageModel, tied=True), False),
+        (partial(LanguageModel, tied=True), True),
+        (WithHead, False),
+        (WithHead, True),
+    ],
+    ids=["outside", "outside frozen", "tied", "tied frozen", "unit", "unit frozen"],
+)
+@pytest.mark.parametrize("k", [1, 2])
+def test_streamed(build, frozen, autocast, k):
+    story = partial(training, autocast=autocast != "off", cast_cache=autocast == "on", frozen=frozen)
+    assert_same_story(story, build, k=k, units=with_head)
+
+
+@pytest.mark.parametrize(
+    ("build", "resident"), [(WithHead, set()), (LanguageModel, {"head.weight", "head.bias"})], ids=["unit", "outside"]
+)
+def test_a_head_used_outside_of_its_call_becomes_resident(build, resident):
+    with attached(build(), units=with_head) as pipe:
+        assert set(pipe.summary().resident) == {"embedding.weight"}
+        for _ in range(2):
+            with pipe.step():
+                pipe.module.loss(torch.randint(0, 40, (3, 6))).backward()
+        assert set(pipe.summary().resident) == {"embedding.weight"} | resident
+
+
+def test_a_gradient_scaler_that_finds_infinities():
+    def story(run: Run) -> None:
+        optimizer = SGD(run.model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+        for step in range(4):
+            tokens = torch.randint(0, 40, (3, 6), generator=torch.Generator().manual_seed(step))
+            with run.step():
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = run.model.loss(tokens) * (1e6 if step == 1 else 1.0)
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            run.note(f"step {step} / scale", torch.tensor(scaler.get_scale()))
+            note_state(run.trace, f"step {step}", run.model, [])
+        assert run.trace["step 1 / scale"] < run.trace["step 0 / scale"], "nothing overflowed"
+
+    assert_same_story(story, LanguageModel)
+
+
+class Classifier(Base):
+    """The strategy's own test module, with its head's loss in chunks."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        assert x.shape[-1] == MODULE_WIDTH
+        return chunked_cross_entropy(x, self.head.weight, y, bias=self.head.bias, chunk_size=1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed"])
+def test_under_lightning(precision):
+    def arguments() -> dict[str, Any]:
+        chosen = {"precision": precision} if precision != "16-mixed" else {"plugins": MixedPrecision("16-mixed", "cpu")}
+        return {**chosen, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+
+    assert_same_training(Classifier, arguments=arguments)

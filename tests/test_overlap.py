@@ -1,0 +1,673 @@
+"""The optimizer under the device's computing: the numbers of a plain step, whoever looks, whatever happens."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+
+from .helpers import Trace, assert_same_trace, frozen, note_state
+from .zoo.blocks import WIDTH, Block
+
+BLOCKS = 6
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+    "adamw fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, 0.01, foreach=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.005, momentum=0.9, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, 0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
+}
+
+
+class Model(nn.Sequential):
+    """Blocks, each of them a unit, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__(*[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, 3))
+
+
+def rows(seed: int, count: int = 5) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    return model(rows(seed)).square().mean()
+
+
+def in_a_plain_loop(
+    build: Callable[[Any], Optimizer],
+    step: Callable[[nn.Module, Optimizer, int], None],
+    steps: int = 4,
+    note: Callable[[Trace, nn.Module, Optimizer], None] | None = None,
+    **options: Any,
+) -> Pipeline:
+    """Train plainly and streamed, look only at the end, and compare; returns the pipeline for its counters."""
+    traces = []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = build(model.parameters())
+        chosen = {"k": 2, "units": [Block], "debug": True, **options}
+        pipeline = Pipeline(model, "cpu", options=PipelineOptions(**chosen)) if streamed else None
+        trace: Trace = {}
+        try:
+            for index in range(steps):
+                step(model, optimizer, index)
+            if note is not None:
+                note(trace, model, optimizer)
+        finally:
+            if pipeline is not None:
+                pipeline.detach()
+        note_state(trace, "end", model, [] if isinstance(optimizer, torch.optim.LBFGS) else [optimizer])
+        traces.append(trace)
+    assert_same_trace(*traces)
+    assert pipeline is not None
+    assert pipeline.stats.heals == 0
+    return pipeline
+
+
+def plain_step(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    loss_of(model, index).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------------------------------------------- plain loops
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nobody_looks(name: str) -> None:
+    """Steps run under the next forward; only the end waits for them."""
+    pipeline = in_a_plain_loop(OPTIMIZERS[name], plain_step)
+    assert pipeline.stats.overlapped_steps == 4 * (BLOCKS + 1)  # the head is resident, and stepped so, too
+    assert pipeline.stats.host_syncs <= 1, "something made the host wait for gradients before the end"
+    first_step_and_end = 2 * (BLOCKS + 1)
+    assert pipeline.stats.optimizer_waits <= first_step_and_end
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (20, 1)])
+@pytest.mark.parametrize("overlap", [False, "auto", True])
+def test_windows(k: int, k_prime: int, overlap: Any) -> None:
+    in_a_plain_loop(OPTIMIZERS["adamw"], plain_step, k=k, k_prime=k_prime, overlap_optimizer=overlap)
+
+
+def accumulate(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    for micro in range(3):
+        loss_of(model, 10 * index + micro).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clip_norm(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    loss_of(model, index).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def zero_to_zeros(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(model, index).backward()
+    optimizer.step()
+
+
+def never_zero(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    loss_of(model, index).backward()
+    optimizer.step()
+
+
+def step_without_backward(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    plain_step(model, optimizer, index)
+    optimizer.step()
+
+
+def schedule(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    """What changes right after `step()` must not change that step."""
+    plain_step(model, optimizer, index)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def clamp_weights(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    plain_step(model, optimizer, index)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
+def change_data(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    plain_step(model, optimizer, index)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+
+
+def with_a_closure(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, index)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def some_frozen(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    for number, block in enumerate(model.children()):
+        block.requires_grad_((number + index) % 3 > 0)
+    plain_step(model, optimizer, index)
+
+
+def evaluate_between(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+    plain_step(model, optimizer, index)
+    with torch.no_grad():
+        model(rows(100 + index))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        accumulate,
+        clip_norm,
+        zero_to_zeros,
+        never_zero,
+        step_without_backward,
+        schedule,
+        clamp_weights,
+        change_data,
+        with_a_closure,
+        some_frozen,
+        evaluate_between,
+    ],
+)
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_ways_to_step(step: Callable[[nn.Module, Optimizer, int], None], name: str) -> None:
+    in_a_plain_loop(OPTIMIZERS[name], step)
+
+
+LOOKS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
+    "state_dict": lambda m, o: [frozen(v) for v in m.state_dict().values()],
+    "parameters": lambda m, o: [frozen(p) for p in m.parameters()],
+    "data": lambda m, o: [p.data.clone() for p in m.parameters()],
+    "numpy": lambda m, o: [torch.from_numpy(p.detach().numpy().copy()) for p in m.parameters()],
+    "sum": lambda m, o: [sum(float(p.sum()) for p in m.parameters())],
+    "norm": lambda m, o: [torch.linalg.vector_norm(torch.cat([p.detach().flatten() for p in m.parameters()]))],
+    "deepcopy": lambda m, o: [frozen(p) for p in copy.deepcopy(m).parameters()],
+    "optimizer.state_dict": lambda m, o: [
+        frozen(v) for _, s in sorted(copy.deepcopy(o.state_dict())["state"].items()) for v in s.values()
+    ],
+    "optimizer.state": lambda m, o: [frozen(v) for p in m.parameters() for v in o.state[p].values()],
+    "gradients": lambda m, o: [frozen(p.grad) for p in m.parameters()],
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_sees_finished_weights(look: str) -> None:
+    """Right after `step()`, before anything else has happened."""
+
+    def step(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, index).backward()
+        optimizer.step()
+        seen.append(LOOKS[look](model, optimizer))
+
+    seen: list[Any] = []
+    in_a_plain_loop(OPTIMIZERS["adamw"], step)
+    plain, streamed = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    for expected, actual in zip(plain, streamed, strict=True):
+        assert len(expected) == len(actual) > 0
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(expected, actual, strict=True))
+
+
+def test_aliases_that_were_taken_before_see_finished_weights() -> None:
+    """Nothing can be noticed when they are read, so these weights are stepped in time."""
+
+    def note(trace: Trace, model: nn.Module, optimizer: Optimizer) -> None:
+        aliases = {name: parameter.data for name, parameter in model.named_parameters()}
+        for index in range(2):
+            plain_step(model, optimizer, 20 + index)
+            for name, alias in aliases.items():
+                trace[f"{index} {name}"] = alias.clone()
+
+    in_a_plain_loop(OPTIMIZERS["adamw"], plain_step, note=note)
+
+
+def test_several_optimizers_over_one_unit() -> None:
+    def both(parameters: Any) -> Optimizer:
+        parameters = list(parameters)
+        both.second = torch.optim.SGD(parameters[1::2], 0.1, momentum=0.5)  # type: ignore[attr-defined]
+        return torch.optim.AdamW(parameters[::2], 0.01)
+
+    def step(model: nn.Module, optimizer: Optimizer, index: int) -> None:
+        loss_of(model, index).backward()
+        optimizer.step()
+        both.second.step()  # type: ignore[attr-defined]
+        model.zero_grad()
+
+    in_a_plain_loop(both, step)
+
+
+def test_param_groups_with_settings_of_their_own() -> None:
+    def groups(parameters: Any) -> Optimizer:
+        parameters = list(parameters)
+        decayed = [p for p in parameters if p.dim() > 1]
+        others = [p for p in parameters if p.dim() <= 1]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.1}], 0.01)
+
+    in_a_plain_loop(groups, plain_step)
+
+
+class Own(torch.optim.SGD):
+    """A user's optimizer that does something of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.99)
+        return result
+
+
+@pytest.mark.parametrize("build", [lambda p: Own(p, 0.05), lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3)])
+def test_other_optimizers_step_as_they_are(build: Callable[[Any], Optimizer]) -> None:
+    pipeline = in_a_plain_loop(build, with_a_closure)
+    assert pipeline.stats.overlapped_steps == 0
+    with pytest.raises(ValueError, match="`overlap_optimizer=True`: .* is not one of torch's optimizers"):
+        in_a_plain_loop(build, with_a_closure, overlap_optimizer=True)
+
+
+def test_a_failing_step_is_told_and_leaves_param_groups_whole() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[Block]))
+    try:
+        plain_step(model, optimizer, 0)
+        loss_of(model, 1).backward()
+        optimizer.param_groups[0]["betas"] = ("wrong", 0.99)
+        with pytest.raises(TypeError, match="unsupported operand"):
+            optimizer.step(), model.state_dict()
+        assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+        optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+        pipeline.reset()
+        optimizer.zero_grad()
+        plain_step(model, optimizer, 2)
+        assert all(p.isfinite().all() for p in model.parameters())
+    finally:
+        pipeline.detach()
+
+
+def test_bf16_gradients_stay_small_until_somebody_asks() -> None:
+    """Two bytes a weight on the host; the optimizer reads them as they are."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[Block]))
+
+    def backward(index: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, index)
+        loss.backward()
+
+    try:
+        for index in range(3):
+            backward(index)
+            optimizer.step()
+            optimizer.zero_grad()
+        small = pipeline._returns.host_bytes()
+        backward(9)
+        assert pipeline._returns.host_bytes() == small
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+        assert pipeline._returns.host_bytes() > 1.8 * small
+    finally:
+        pipeline.detach()
+
+
+@pytest.mark.parametrize(("in_backward", "most"), [(True, 14.5), (False, 16.0)])
+def test_host_bytes_per_parameter(in_backward: bool, most: float) -> None:
+    """AdamW, fp32 masters, bf16 compute: 4 + 8 + 2, and 2 for gradients, or a part of that where they pass through."""
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(20)])
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[nn.Linear]))
+    try:
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(2, 256)).square().mean()
+            with pipeline.stepping_in_backward(optimizer) if in_backward else pipeline.measuring_norms():
+                loss.backward()
+            if not in_backward:
+                pipeline.clip_grad_norm(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        summary = pipeline.summary()
+        print(f"\n{summary.host_bytes_per_parameter:.2f} bytes per parameter, {summary}")
+        assert summary.lowered == 20
+        assert round(summary.host_bytes_per_parameter, 1) <= most
+        assert summary.host_bytes_per_parameter > 14
+    finally:
+        pipeline.detach()
+
+
+# --------------------------------------------------------------------------------------------------------- Lightning
+
+
+class Module(L.LightningModule):
+    """Trains the model, and nothing else: no hook that could look at anything."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__()
+        self.model = Model()
+        self.optimizer_name = optimizer
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = self.model(batch).square().mean()
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS[self.optimizer_name](self.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def fit(module: L.LightningModule, strategy: Any, steps: int = 5, **arguments: Any) -> Trace:
+    torch.manual_seed(0)
+    accumulate = arguments.get("accumulate_grad_batches", 1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+    trainer.fit(module, DataLoader([rows(seed) for seed in range(steps * accumulate)], batch_size=None))
+    trace: Trace = {f"loss {index}": loss for index, loss in enumerate(module.losses)}
+    note_state(trace, "end", module, trainer.optimizers)
+    return trace
+
+
+def assert_same_fit(
+    build: Callable[[], L.LightningModule] = Module, strategy: dict[str, Any] | None = None, **arguments: Any
+) -> Any:
+    """Returns the counters of the streamed run."""
+    traces, stats = [], None
+    for streamed in (False, True):
+        torch.manual_seed(1)
+        module = build()
+        chosen: Any = SingleDeviceStrategy("cpu")
+        if streamed:
+            chosen = Counting(k=2, units=[Block], debug=True, **(strategy or {}))
+        callbacks = [callback() for callback in arguments.get("callbacks", [])]
+        traces.append(fit(module, chosen, **{**arguments, "callbacks": callbacks}))
+        stats = getattr(chosen, "stats", None)
+    assert_same_trace(*traces)
+    return stats
+
+
+def strategy_for(streamed: bool) -> Any:
+    return SuperpipelineStrategy(k=2, units=[Block], debug=True) if streamed else SingleDeviceStrategy("cpu")
+
+
+class Counting(SuperpipelineStrategy):
+    """Keeps the counters beyond the end."""
+
+    def model_to_device(self) -> None:
+        super().model_to_device()
+        assert self.pipeline is not None
+        self.stats = self.pipeline.stats
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_units_are_stepped_in_backward(name: str) -> None:
+    """All but in the first step, which makes the optimizer's state."""
+    stats = assert_same_fit(lambda: Module(name))
+    assert stats.steps_in_backward == 4 * BLOCKS
+    assert stats.heals == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}]
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_in_backward_with(arguments: dict[str, Any], precision: str) -> None:
+    stats = assert_same_fit(precision=precision, **arguments)
+    assert stats.steps_in_backward == 4 * BLOCKS
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1e3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+def test_clipping_by_norm(clip: float, accumulate: int, precision: str) -> None:
+    """The norm comes with the gradients; units wait for it and step under the next forward."""
+    stats = assert_same_fit(gradient_clip_val=clip, accumulate_grad_batches=accumulate, precision=precision)
+    assert stats.steps_in_backward == 0
+    assert stats.overlapped_steps > 0
+
+
+class Looking(Module):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.losses += [p.grad.detach().clone() for p in self.parameters()]
+
+
+class Changing(Module):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class Clipping(Module):
+    def configure_gradient_clipping(self, optimizer: Optimizer, gradient_clip_val: Any = None, **_: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+
+
+class Twice(Module):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+
+
+class Skipping(Module):
+    def optimizer_step(self, epoch: int, batch: int, optimizer: Any, closure: Any = None) -> None:
+        if batch % 2:
+            closure()
+            return
+        optimizer.step(closure=closure)
+
+
+class Warming(Module):
+    def optimizer_step(self, epoch: int, batch: int, optimizer: Any, closure: Any = None) -> None:
+        optimizer.step(closure=closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (batch + 1)
+
+
+class Averaging(Module):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses += [p.detach().clone() for p in self.parameters()]
+        self.losses += [p.grad.detach().clone() for p in self.parameters()]
+
+
+class Manual(Module):
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.model(batch).square().mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.01, "norm")
+        optimizer.step()
+
+
+class NoLoss(Module):
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        return None if index % 2 else super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("build", [Looking, Changing, Clipping, Twice, Skipping, Warming, Averaging, Manual, NoLoss])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+def test_users_who_do_things_of_their_own(build: type[Module], precision: str) -> None:
+    assert_same_fit(build, precision=precision)
+
+
+class LookingCallback(Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        module.losses += [p.grad.detach().clone() for p in module.parameters()]
+
+
+class EndCallback(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        module.losses += [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("callback", [LookingCallback, EndCallback])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_callbacks_that_look(callback: type[Callback], precision: str) -> None:
+    stats = assert_same_fit(callbacks=[callback], precision=precision)
+    assert (stats.steps_in_backward > 0) == (callback is EndCallback)
+
+
+@pytest.mark.parametrize(
+    "fails", ["training_step", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"]
+)
+def test_an_exception_in_mid_step(fails: str) -> None:
+    """Weights are those of before the step, or of after it, as in plain training."""
+
+    class Fault(Exception):
+        pass
+
+    class Failing(Module):
+        pass
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(self.losses) == 3:
+            raise Fault
+        return getattr(Module, fails)(self, *args, **kwargs)
+
+    setattr(Failing, fails, fail)
+    traces = []
+    for streamed in (False, True):
+        torch.manual_seed(1)
+        module = Failing()
+        strategy: Any = (
+            SuperpipelineStrategy(k=2, units=[Block], debug=True) if streamed else SingleDeviceStrategy("cpu")
+        )
+        with pytest.raises(Fault):
+            fit(module, strategy)
+        trace: Trace = {}
+        note_state(trace, "after the exception", module, [])
+        traces.append(trace)
+    assert_same_trace(*traces)
+
+
+def test_an_exception_while_units_are_stepped_in_backward_is_told() -> None:
+    """Some units have taken the step then; nothing can take that back, so it must not go unnoticed."""
+
+    class Fault(Exception):
+        pass
+
+    class RaiseInBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+            ctx.module = module
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            if len(ctx.module.losses) == 3:
+                raise Fault
+            return gradient, None
+
+    class Failing(Module):
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            blocks = list(self.model)
+            hidden = RaiseInBackward.apply(blocks[0](batch), self)
+            for block in blocks[1:]:
+                hidden = block(hidden)
+            loss = hidden.square().mean()
+            self.losses.append(loss.detach())
+            return loss
+
+    with pytest.raises(Fault), pytest.warns(UserWarning, match="have taken this step, .* Go on from a checkpoint"):
+        fit(Failing(), SuperpipelineStrategy(k=2, units=[Block]))
+
+
+def test_spent_gradients_cannot_be_read() -> None:
+    """They were never kept; a silent None would be taken for a weight without a gradient."""
+
+    class Reading(Module):
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            if index == 2:
+                self.losses += [p.grad for p in self.parameters()]
+            return super().training_step(batch, index)
+
+    with pytest.raises(RuntimeError, match="was used by the optimizer as it arrived, and not kept"):
+        fit(Reading(), SuperpipelineStrategy(k=2, units=[Block]), precision="bf16-mixed")
+
+
+def test_what_was_chosen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    fit(Module(), SuperpipelineStrategy(k=2, units=[Block]))
+    assert caplog.text.count("AdamW steps each unit in backward") == 1
+    fit(Looking(), SuperpipelineStrategy(k=2, units=[Block]))
+    assert caplog.text.count("under the next forward: `Looking.on_before_optimizer_step` is overridden") == 1
+    fit(Module(), SuperpipelineStrategy(k=2, units=[Block]), gradient_clip_val=1.0)
+    assert "under the next forward: `gradient_clip_val=1.0` needs the norm of all gradients" in caplog.text
+    fit(Module(), SuperpipelineStrategy(k=2, units=[Block], overlap_optimizer=False))
+    assert "AdamW steps all weights after backward: `overlap_optimizer=False`" in caplog.text
+
+
+@pytest.mark.parametrize("overflow_at", [1, 3])
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_16_mixed_with_an_overflow(overflow_at: int, clip: float | None, accumulate: int) -> None:
+    """The step is skipped, the scale goes down, nothing else changes."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    class Overflowing(Module):
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            loss = super().training_step(batch, index)
+            return loss * (math.inf if index == overflow_at else 1.0)
+
+    traces = []
+    for streamed in (False, True):
+        torch.manual_seed(1)
+        module = Overflowing()
+        strategy: Any = (
+            SuperpipelineStrategy(k=2, units=[Block], debug=True) if streamed else SingleDeviceStrategy("cpu")
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        trace = fit(
+            module, strategy, plugins=[plugin], gradient_clip_val=clip, accumulate_grad_batches=accumulate, steps=4
+        )
+        trace["scale"] = torch.tensor(plugin.scaler.get_scale())
+        traces.append(trace)
+    assert_same_trace(*traces)
+    assert traces[0]["scale"] < 2.0**8

@@ -1,0 +1,204 @@
+"""What happens at the same time, in numbers: a training step on a device with given bandwidths and compute times.
+
+Times are virtual (simulated.py): each unit takes so many milliseconds to compute, to send, to get its gradient back and
+to be stepped, and a step of all units is to take about as long as the busiest of these alone, not as long as their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+
+from .simulated import Lane, SimulatedBackend, Span, TimedBlock
+from .zoo.blocks import Chain
+
+UNITS, WIDTH = 60, 8  # units of exactly 256 bytes: nothing is lost to alignment
+UNIT_BYTES = 4 * WIDTH * WIDTH
+STEP_BYTES = 3 * UNIT_BYTES  # what a step of a unit reads and writes: a gradient, and weights twice
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Milliseconds that one unit takes.
+
+    Args:
+        forward: To compute its forward.
+        backward: To compute its backward.
+        up: To be sent to the device.
+        down: To get its gradient to the host.
+        step: To be stepped by the optimizer on the host.
+    """
+
+    forward: float
+    backward: float
+    up: float
+    down: float
+    step: float
+
+    def busy(self, k: int) -> dict[Lane, float]:
+        """What each lane has to do in one training step."""
+        return {
+            Lane.COMPUTE: UNITS * (self.forward + self.backward),
+            Lane.UP: (2 * UNITS - k) * self.up,
+            Lane.DOWN: UNITS * self.down,
+            Lane.HOST: UNITS * self.step,
+        }
+
+
+@dataclass
+class Measured:
+    """One training step in the steady state: its time, and what each lane did in it."""
+
+    time: float
+    busy: dict[Lane, float]
+    spans: Sequence[Span]
+
+
+def train(
+    machine: Machine, k: int, k_prime: int = 1, overlap: bool = True, in_backward: bool = True, steps: int = 3
+) -> Measured:
+    """Train on the simulated device; milliseconds are its seconds."""
+    backend = SimulatedBackend(
+        UNIT_BYTES / machine.up, UNIT_BYTES / machine.down, STEP_BYTES / machine.step, overlap=overlap
+    )
+    model = Chain(TimedBlock(WIDTH, backend, machine.forward, machine.backward) for _ in range(UNITS))
+    pipe = Pipeline(model, "cpu", options=PipelineOptions(k, k_prime, units=[TimedBlock]), backend=backend)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    for step in range(2 + steps):
+        if step == 2:  # the order of the units is known
+            begin = backend.now
+        loss = model(torch.ones(1, WIDTH)).sum()
+        with pipe.stepping_in_backward(optimizer) if in_backward else nullcontext():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    end = backend.now
+    busy = {lane: backend.busy(lane, begin, end) / steps for lane in Lane}
+    pipe.detach()
+    return Measured((end - begin) / steps, busy, backend.spans)
+
+
+MACHINES = {
+    "compute is the slowest": Machine(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5),
+    "sending is the slowest": Machine(forward=0.4, backward=0.8, up=1.0, down=0.9, step=0.5),
+    "gradients are the slowest": Machine(forward=0.1, backward=0.9, up=0.1, down=2.0, step=0.5),
+    "the optimizer is the slowest": Machine(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0),
+}
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_step_takes_as_long_as_the_busiest_lane(name, k, k_prime):
+    machine = MACHINES[name]
+    overlapped = train(machine, k, k_prime)
+    serial = train(machine, k, k_prime, overlap=False)
+    expected = machine.busy(k)
+    assert serial.time == pytest.approx(sum(expected.values()))
+    at_best = max(expected.values())
+    lanes = ", ".join(f"{lane.value} {seconds:.0f}" for lane, seconds in expected.items())
+    print(
+        f"\n{name} (k={k}, k'={k_prime}): {lanes} ms; a step takes {overlapped.time:.1f} ms, at best {at_best:.1f}, "
+        f"without overlap {serial.time:.1f}"
+    )
+    assert overlapped.time <= 1.1 * at_best
+
+
+def test_times_are_the_same_in_every_run():
+    runs = [train(MACHINES["compute is the slowest"], k=2, steps=2) for _ in range(2)]
+    assert runs[0].spans == runs[1].spans
+
+
+# ------------------------------------------------------------------------------------------------------- the simulation
+
+
+def backend(**rates: float) -> SimulatedBackend:
+    return SimulatedBackend(**{"up": 1.0, "down": 1.0, "host": 1.0, **rates})
+
+
+def memory(nbytes: int) -> torch.Tensor:
+    return torch.arange(nbytes, dtype=torch.uint8)
+
+
+def spans(of: SimulatedBackend, lane: Lane) -> list[tuple[float, float]]:
+    return [(span.start, span.end) for span in of.spans if span.lane is lane]
+
+
+def test_a_copy_begins_when_what_was_computed_before_is_done_and_its_lane_is_free():
+    device = backend(up=2.0)
+    target = torch.zeros(4, dtype=torch.uint8)
+    device.compute(3)
+    ticket = device.upload(target, memory(4))
+    assert torch.equal(target, memory(4))
+    device.upload(target, memory(4))
+    device.compute(1)  # goes on beside the copies
+    device.wait(ticket)
+    device.compute(1)
+    device.download(memory(4), target)
+    assert spans(device, Lane.UP) == [(3, 5), (5, 7)]
+    assert spans(device, Lane.COMPUTE) == [(0, 3), (3, 4), (5, 6)]
+    assert spans(device, Lane.DOWN) == [(6, 10)]
+
+
+def test_the_host_waits_only_where_it_says_so():
+    device = backend()
+    ticket = device.download(memory(2), memory(2))
+    assert not ticket.done
+    device.compute(1)
+    device.synchronize(ticket)
+    assert ticket.done
+    device.compute(1)
+    assert spans(device, Lane.COMPUTE) == [(0, 1), (2, 3)]
+
+
+def test_work_on_the_host_runs_after_what_it_needs_and_before_what_needs_it():
+    device = backend()
+    done: list[str] = []
+    arrived = device.download(memory(3), memory(3))
+    stepped = device.work(lambda: done.append("first"), [arrived], 2)
+    device.work(lambda: done.append("second"), [], 2, rank=1)
+    device.work(lambda: done.append("third"), [], 2, rank=2)
+    device.compute(1)
+    device.upload(memory(1), memory(1), after=stepped)
+    assert done == ["first", "second", "third"]
+    assert spans(device, Lane.HOST) == [(0, 2), (2, 4), (4, 6)], "the third is not urgent, but the first is not ready"
+    assert spans(device, Lane.UP) == [(6, 7)]
+    device.drain()
+    assert device.now == 7
+
+
+def test_without_overlap_everything_waits_for_everything():
+    device = SimulatedBackend(1.0, 1.0, 1.0, overlap=False)
+    device.compute(1)
+    device.upload(memory(1), memory(1))
+    device.compute(1)
+    device.download(memory(1), memory(1))
+    device.work(lambda: None, (), 1)
+    assert [(span.start, span.end) for span in device.spans] == [(n, n + 1) for n in range(5)]
+
+
+def test_training_on_the_simulated_device_is_training():
+    """Numbers are those of a plain loop; only times are made up."""
+    results = []
+    for streamed in (False, True):
+        device = backend()
+        torch.manual_seed(0)
+        model = Chain(TimedBlock(WIDTH, device, 1.0, 1.0) for _ in range(6))
+        pipe = Pipeline(model, "cpu", options=PipelineOptions(k=2), backend=device) if streamed else None
+        for _ in range(3):
+            model(torch.ones(1, WIDTH)).square().sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+        if pipe is not None:
+            pipe.detach()
+        results.append(nn.utils.parameters_to_vector(model.parameters()))
+    assert torch.equal(*results)
