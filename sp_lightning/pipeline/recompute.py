@@ -127,7 +127,9 @@ class UnitCall:
         Returns:
             What prevents it that nobody has chosen, in words.
         """
-        obstacle = self._effects.settle() or self._inputs.what_changed() or self._what_weight_changed()
+        obstacle = self._effects.settle()
+        if self._inputs.are_changed or self._weights_are_changed():
+            obstacle = f"changes its {'input' if self._inputs.are_changed else 'weights'} in place"
         known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
         alive = [kept for _, kept in self._alive()]
         tensors = [kept.tensor for kept in alive if kept.tensor is not None]
@@ -159,10 +161,9 @@ class UnitCall:
         large = sum(nbytes for nbytes in sizes.values() if nbytes >= SMALLEST)
         return Footprint(self._held, saved, min(large, self._held + saved), self._held + saved, repeatable)
 
-    def _what_weight_changed(self) -> str | None:
+    def _weights_are_changed(self) -> bool:
         with without_torch_function():
-            changed = any(twin.version() != version for twin, version in self._weights)
-        return "changes a weight in place" if changed else None
+            return any(twin.version() != version for twin, version in self._weights)
 
     def _alive(self) -> Iterator[tuple[int, Kept]]:
         for index, reference in enumerate(self._kept):
@@ -179,8 +180,8 @@ class UnitCall:
 
     def _repeat(self) -> None:
         """Run the forward again until all that was dropped, and is still asked for, is there."""
-        if self._inputs.what_changed():
-            raise RuntimeError(_input_changed(self.member.name))
+        if self._inputs.are_changed or self._weights_are_changed():
+            raise RuntimeError(_changed_since(self.member.name))
         refill = _Refill(self._kept)
         args, kwargs = self._inputs.again()
         with (
@@ -262,10 +263,10 @@ class _Inputs:
         """False for what `torch.func` wraps, and unwraps when its transform is over."""
         return all(storage_key(tensor) or tensor.layout is not torch.strided for tensor in self.tensors)
 
-    def what_changed(self) -> str | None:
-        """What the forward did to them that cannot be undone, in words."""
-        changed = any(isinstance(leaf, _Input) and leaf.is_changed for leaf in self._leaves)
-        return "changes its input in place" if changed else None
+    @property
+    def are_changed(self) -> bool:
+        """Whether one of them was changed in place since."""
+        return any(isinstance(leaf, _Input) and leaf.is_changed for leaf in self._leaves)
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments once more."""
@@ -359,10 +360,10 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
 
 
-def _input_changed(name: str) -> str:
+def _changed_since(name: str) -> str:
     return (
-        f"{name!r} was called with a tensor that has been changed in place since, so its forward cannot run again in "
-        "backward. Use `activations='keep'`, or do not change the tensor."
+        f"an input or a weight of {name!r} has been modified by an inplace operation between forward and backward, so "
+        "its forward cannot run again. Use `activations='keep'`, or change it after backward."
     )
 
 
