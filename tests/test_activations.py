@@ -71,9 +71,12 @@ def test_recomputing_is_exact_under_autocast(name: str, cast_cache: bool) -> Non
     assert_exact(CASES[name], options, Plan.of(CASES[name], autocast=True, cast_cache=cast_cache))
 
 
-@pytest.mark.parametrize(("name", "precision"), [("gpt2-tied", "32-true"), ("vit", "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("gpt2-tied", "32-true"), ("siamese", "32-true"), ("stochastic-depth", "32-true"), ("vit", "bf16-mixed")],
+)
 def test_recomputing_is_exact_under_lightning(name: str, precision: str) -> None:
-    """The Trainer with our strategy against the Trainer with its own."""
+    """The Trainer with our strategy against its own; weights are stepped while other units still run again."""
     strategy = SuperpipelineStrategy(k=2, k_prime=1, debug=True, activations="recompute")
     assert_same_trace(lightning_reference(name, precision), lightning_run(CASES[name], strategy, precision))
 
@@ -425,7 +428,7 @@ class BehindAScript(Block):
     [
         (ChangesItsInput, "changes its input in place"),
         (WritesIntoACache, r"changes a tensor of shape \[5, 12\] in place"),
-        (ChangesItsWeight, "changes a weight in place"),
+        (ChangesItsWeight, "changes its weights in place"),
         (BehindAScript, "has a scripted part with buffers"),
     ],
 )
@@ -471,15 +474,30 @@ def test_a_second_forward_that_computes_something_else_raises() -> None:
             model(Run.rows(0)).square().mean().backward()
 
 
-def test_an_input_that_is_changed_before_backward_raises() -> None:
-    """Plain training may allow it, where nothing saved that input: a clear error instead of other numbers."""
-    model = Chain(Block() for _ in range(2))
-    with attached(model, activations="recompute") as pipe, pipe.step():
-        x = Run.rows(0)
-        loss = model(x).square().mean()
-        x.add_(1)
-        with pytest.raises(RuntimeError, match="'blocks.0' was called with a tensor .* `activations='keep'`"):
-            loss.backward()
+def change_the_input(model: nn.Module, x: Tensor) -> None:
+    x.add_(1)
+
+
+@torch.no_grad()
+def change_a_bias(model: nn.Module, x: Tensor) -> None:
+    model.blocks[1].up.bias.add_(1)
+
+
+@pytest.mark.parametrize("change", [change_the_input, change_a_bias])
+def test_what_is_changed_before_backward_raises(change: Callable[[nn.Module, Tensor], None]) -> None:
+    """Plain training may allow it, where nobody saved what is changed: a clear error instead of other numbers."""
+    model = Chain(Block() for _ in range(3))
+    with attached(model, activations="recompute") as pipe:
+        with pipe.step():
+            x = Run.rows(0)
+            loss = model(x).square().mean()
+            change(model, x)
+            with pytest.raises(
+                RuntimeError, match=r"'blocks.\d' has been modified by an inplace .* `activations='keep'`"
+            ):
+                loss.backward()
+        with pipe.step():
+            model(x).square().mean().backward()
 
 
 class ReadsTwice(torch.autograd.Function):
@@ -518,6 +536,48 @@ def test_unusual_backwards(kind: type[nn.Module]) -> None:
             assert run.pipe.stats.recomputed == 6
 
     assert_same_story(story, lambda: Chain(kind() for _ in range(3)), activations="recompute")
+
+
+class Recurrent(Block):
+    """Keeps a second list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.lstm(x)[0]
+
+
+class SometimesTwice(Chain):
+    """Uses its blocks once or twice."""
+
+    uses = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.uses):
+            x = torch.tanh(super().forward(x))
+        return x
+
+
+@pytest.mark.parametrize("kind", [Block, Recurrent])
+def test_weights_that_are_lowered_for_the_first_forward_only(kind: type[nn.Module]) -> None:
+    """A weight that is used once is sent lowered; when it is used twice after all, it is sent as it is in mid-step."""
+
+    def story(run: Run) -> None:
+        for step, uses in enumerate([1, 1, 2, 2, 1]):
+            run.model.uses = uses
+            with run.step():
+                with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                    loss = run.model(run.rows(step)).square().mean()
+                loss.backward()
+            run.note(f"step {step}", loss)
+            for name, parameter in run.model.named_parameters():
+                run.note(f"step {step} / {name}", parameter.grad)
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed > 0
+
+    assert_same_story(story, lambda: SometimesTwice(kind() for _ in range(3)), activations="recompute")
 
 
 def test_under_vmap_everything_is_kept() -> None:

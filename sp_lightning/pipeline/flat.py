@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,9 +71,15 @@ class FlatState:
         self._buffers: dict[tuple[int, str, torch.dtype], Tensor] = {}
         self._places: dict[tuple[int, str, torch.dtype], Tensor] = {}
 
-    def is_for(self, masters: Sequence[Tensor]) -> bool:
-        """Whether the weights lie where they lay."""
-        return all((new.data_ptr(), new.dtype) == where for new, where in zip(masters, self._addresses, strict=True))
+    def is_for(self, masters: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> bool:
+        """Whether the weights lie where they lay, and every place has the state that it was made for.
+
+        If not, someone who put other state there may still hold what was there before, to put it back later.
+        """
+        lie_there = all(
+            (new.data_ptr(), new.dtype) == where for new, where in zip(masters, self._addresses, strict=True)
+        )
+        return lie_there and all(states[index].get(key) is place for (index, key, _), place in self._places.items())
 
     def place(self, index: int, key: str, like: Tensor) -> Tensor:
         """Where state `key` of a weight lies: a tensor shaped like the weight, or one number where `like` is one."""

@@ -100,6 +100,7 @@ class UnitCall:
     ) -> None:
         self.member = member
         self._checks = checks
+        self._saved = saved
         self._meter = saved.meter
         self._on_repeat = on_repeat
         self._bytes_before = self._meter.bytes
@@ -126,14 +127,19 @@ class UnitCall:
         Returns:
             What prevents it that nobody has chosen, in words.
         """
-        obstacle = self._effects.settle() or self._inputs.what_changed() or self._what_weight_changed()
+        obstacle = self._effects.settle()
+        if self._inputs.are_changed or self._weights_are_changed():
+            obstacle = f"changes its {'input' if self._inputs.are_changed else 'weights'} in place"
         known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
         alive = [kept for _, kept in self._alive()]
         tensors = [kept.tensor for kept in alive if kept.tensor is not None]
         is_worth_it = any(storage_key(tensor) not in known for tensor in tensors)
         # what was changed after it was saved must raise in backward, as it does in plain training
         is_wrong = any(kept.is_changed for kept in alive)
-        is_possible = not is_wrong and not self._checkpoints_itself and self._inputs.outlive_the_call
+        has_changed_weights = any(twin.weight.twin is not twin for twin, _ in self._weights)  # was lowered, say
+        is_possible = self._inputs.outlive_the_call and not (
+            is_wrong or has_changed_weights or self._checkpoints_itself
+        )
         repeatable = obstacle is None and is_worth_it and is_possible
         self.footprint = self._take_stock(tensors, repeatable)
         if repeatable:
@@ -155,10 +161,9 @@ class UnitCall:
         large = sum(nbytes for nbytes in sizes.values() if nbytes >= SMALLEST)
         return Footprint(self._held, saved, min(large, self._held + saved), self._held + saved, repeatable)
 
-    def _what_weight_changed(self) -> str | None:
+    def _weights_are_changed(self) -> bool:
         with without_torch_function():
-            changed = any(twin.weight.twin is twin and twin.version() != version for twin, version in self._weights)
-        return "changes a weight in place" if changed else None
+            return any(twin.version() != version for twin, version in self._weights)
 
     def _alive(self) -> Iterator[tuple[int, Kept]]:
         for index, reference in enumerate(self._kept):
@@ -175,23 +180,43 @@ class UnitCall:
 
     def _repeat(self) -> None:
         """Run the forward again until all that was dropped, and is still asked for, is there."""
-        if self._inputs.what_changed():
-            raise RuntimeError(_input_changed(self.member.name))
+        if self._inputs.are_changed or self._weights_are_changed():
+            raise RuntimeError(_changed_since(self.member.name))
         refill = _Refill(self._kept)
         args, kwargs = self._inputs.again()
         with (
             self._on_repeat(self),
             self._surroundings.restored(),
             self._effects.undone(),
+            self._with_its_weights(),
             torch.enable_grad(),
             saved_tensors_hooks(refill.pack, lambda tensor: tensor),
             suppress(_NothingMissing),
         ):
             self.member.module(*args, **kwargs)
-        if refill.missing or (
-            self._checks and any(_checksum(kept.get()) != self._sums[i] for i, kept in self._alive())
-        ):
+        if refill.missing or (self._checks and self._differs()):
             raise RuntimeError(_computed_something_else(self.member.name))
+
+    @contextmanager
+    def _with_its_weights(self) -> Iterator[None]:
+        """The leaves that the first forward computed with: a weight that was lowered may be sent as it is by now."""
+        others = {
+            id(twin.weight): twin for twin, _ in self._weights if twin.parameter is not twin.weight.twin.parameter
+        }
+        places = [place for place in self.member.places if id(place.weight) in others]
+        now = [place.parameters[place.key] for place in places]
+        for place in places:
+            twin = others[id(place.weight)]
+            self._saved.require(twin)
+            place.parameters[place.key] = twin.parameter
+        try:
+            yield
+        finally:
+            for place, parameter in zip(places, now, strict=True):
+                place.parameters[place.key] = parameter
+
+    def _differs(self) -> bool:
+        return any(_checksum(kept.get()) != self._sums[index] for index, kept in self._alive())
 
 
 class _NothingMissing(Exception):
@@ -238,10 +263,10 @@ class _Inputs:
         """False for what `torch.func` wraps, and unwraps when its transform is over."""
         return all(storage_key(tensor) or tensor.layout is not torch.strided for tensor in self.tensors)
 
-    def what_changed(self) -> str | None:
-        """What the forward did to them that cannot be undone, in words."""
-        changed = any(isinstance(leaf, _Input) and leaf.is_changed for leaf in self._leaves)
-        return "changes its input in place" if changed else None
+    @property
+    def are_changed(self) -> bool:
+        """Whether one of them was changed in place since."""
+        return any(isinstance(leaf, _Input) and leaf.is_changed for leaf in self._leaves)
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments once more."""
@@ -335,10 +360,10 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
 
 
-def _input_changed(name: str) -> str:
+def _changed_since(name: str) -> str:
     return (
-        f"{name!r} was called with a tensor that has been changed in place since, so its forward cannot run again in "
-        "backward. Use `activations='keep'`, or do not change the tensor."
+        f"an input or a weight of {name!r} has been modified by an inplace operation between forward and backward, so "
+        "its forward cannot run again. Use `activations='keep'`, or change it after backward."
     )
 
 

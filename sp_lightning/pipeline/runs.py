@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.flat import WHOLE, FlatState, flat, side_by_side
+from sp_lightning.pipeline.host import is_dense
 
 State = dict[str, Any]
 
@@ -48,7 +49,7 @@ class Member:
     @cached_property
     def form(self) -> list[tuple[Any, ...]] | None:
         """What its state consists of, with the values of what is one number; `None` if it has to be a single."""
-        if not self.by_element or self.memory.dim() == 0 or self.memory.numel() == 0:
+        if not self.by_element or self.memory.dim() == 0 or self.memory.numel() == 0 or not is_dense(self.memory):
             return None
         form = []
         for key, value in self.state.items():
@@ -66,7 +67,6 @@ class Member:
             len(mine) == len(others)
             and all(side_by_side(pair) for pair in zip(mine, others, strict=True))
             and self.memory.numel() % WHOLE == other.memory.numel() % WHOLE == 0
-            and self.is_first_step == other.is_first_step
             and self.form is not None
             and self.form == other.form
         )
@@ -155,6 +155,7 @@ class Run:
         self._by_element: dict[str, Tensor] = {}
         self._by_weight: dict[str, Tensor] = {}
         self._stepped: dict[str, Tensor] = {}
+        self._places: dict[str, list[Tensor]] = {}
         for key in members[0].state:
             self._hold(key, _gathered(key, members, optimizer, flat_state))
 
@@ -188,6 +189,9 @@ class Run:
 
     def finish(self) -> None:
         """All pieces have been stepped."""
+        for key, places in self._places.items():
+            for master, place in zip(self._masters, places, strict=True):
+                self._optimizer.state[master][key] = place
         for key, values in self._stepped.items():
             self._by_weight[key].fill_(values[-1])
 
@@ -195,10 +199,8 @@ class Run:
         """Put what the code made for a piece where the weights' state lies from now on."""
         for key, value in state.items():
             if start == 0:
-                places = [self._flat_state.place(index, key, value) for index in self._indices]
-                self._hold(key, places)
-                for master, place in zip(self._masters, places, strict=True):
-                    self._optimizer.state[master][key] = place
+                self._places[key] = [self._flat_state.place(index, key, value) for index in self._indices]
+                self._hold(key, self._places[key])
             if value.dim():
                 self._by_element[key][start : start + value.numel()].copy_(value)
             else:
@@ -218,11 +220,8 @@ def _gathered(key: str, members: Sequence[Member], optimizer: Optimizer, flat_st
     )
     if as_weights and side_by_side(tensors):
         return tensors
-    places = []
-    for tensor, member in zip(tensors, members, strict=True):
-        place = flat_state.place(member.index, key, tensor)
-        if place.data_ptr() != tensor.data_ptr():
-            place.copy_(tensor)
-            optimizer.state[member.master][key] = place
-        places.append(place)
+    places = [flat_state.place(member.index, key, tensor) for tensor, member in zip(tensors, members, strict=True)]
+    for place, tensor, member in zip(places, tensors, members, strict=True):
+        if place is not tensor:
+            optimizer.state[member.master][key] = place.copy_(tensor)
     return places

@@ -108,18 +108,19 @@ class SavedTensors:
     """Pushes and pops the pair of hooks.
 
     Args:
-        require: Called with a twin before backward reads it.
+        require: See below.
         meter: Counts what is held.
         offloader: Takes what may wait on the host.
 
     Attributes:
         twins: Twins by the identity of their memory.
+        require: Called with a twin before backward reads it.
     """
 
     def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
         self.twins: dict[int, Twin] = {}
-        self._require = require
+        self.require = require
         self._offloader = offloader
         self._pushed = 0
 
@@ -194,7 +195,7 @@ class SavedTensors:
         with without_torch_function():
             if twin.version() != packed.version:
                 raise RuntimeError(_changed_in_place(f"weight {twin.weight.name!r}"))
-            self._require(twin)
+            self.require(twin)
         return packed.alias
 
 

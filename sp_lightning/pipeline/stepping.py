@@ -169,7 +169,8 @@ class UnitStep:
         if self._seen == self._look(update, gradients, copies) and all(run.is_in_step() for run in self._runs):
             return
         memories = [master.data for master in self._masters]
-        if self._flat_state is None or not self._flat_state.is_for(memories):
+        states = [self._optimizer.state.get(master, {}) for master in self._masters]
+        if self._flat_state is None or not self._flat_state.is_for(memories, states):
             self._flat_state = FlatState(memories)
         members = [
             self._member(index, memory, gradient, copy, update)
@@ -186,11 +187,12 @@ class UnitStep:
         self._seen = self._look(update, gradients, copies)
 
     def _member(self, index: int, memory: Tensor, gradient: Tensor, copy: Tensor | None, update: _Update) -> Member:
-        if gradient.shape != memory.shape or gradient.stride() != memory.stride():
-            raise ValueError(
-                f"The gradient of weight {index} has shape {tuple(gradient.shape)} and strides {gradient.stride()}, "
-                f"the weight itself {tuple(memory.shape)} and {memory.stride()}."
-            )
+        for what, tensor in (("gradient", gradient), ("lowered copy", copy)):
+            if tensor is not None and not _is_like(tensor, memory):
+                raise ValueError(
+                    f"The {what} of weight {index} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on"
+                    f" {tensor.device}, the weight has {tuple(memory.shape)} and {memory.stride()} on {memory.device}."
+                )
         master = self._masters[index]
         state = {key: value for key, value in self._optimizer.state.get(master, {}).items() if value is not None}
         is_first_step = update.keeps_state and not state
@@ -207,6 +209,10 @@ class UnitStep:
             [tensor if tensor is None else (tensor.data_ptr(), tensor.dtype) for tensor in copies],
             [value.data_ptr() if isinstance(value, Tensor) else id(value) for value in state],
         ]
+
+
+def _is_like(tensor: Tensor, memory: Tensor) -> bool:
+    return tensor.shape == memory.shape and tensor.stride() == memory.stride() and tensor.device == memory.device
 
 
 class _Update:

@@ -24,7 +24,8 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
         if place.parameters.get(place.key) is weight.master:  # else functional_call has put something there
             place.parameters[place.key] = twin.parameter
     for module, weights in member.recurrent:
-        module._flat_weights = [weight.twin.parameter for weight in weights]
+        standing = {id(place.weight): place.parameters.get(place.key) for place in member.places}
+        module._flat_weights = [standing[id(weight)] for weight in weights]
 
 
 def swap_out(member: Member) -> None:

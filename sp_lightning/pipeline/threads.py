@@ -190,6 +190,7 @@ def _do(entry: _Entry) -> None:
     except BaseException as error:
         ticket.error = error
     cleanup()
+    del entry, job, after, cleanup  # the traceback of an error keeps this frame
 
 
 def _nothing() -> None:

@@ -89,9 +89,14 @@ def test_each_kind_and_dtype_has_memory_of_its_own() -> None:
     assert [place.dtype for place in places] == [torch.float32, torch.float32, torch.float64]
 
 
-def test_whether_weights_lie_where_they_lay() -> None:
+def test_whether_all_lies_where_it_lay() -> None:
     masters = in_a_row(64, 64)
     state = FlatState(masters)
-    assert state.is_for([master.view(8, 8) for master in masters])
-    assert not state.is_for(masters[::-1])
-    assert not state.is_for(in_a_row(64, 64))
+    place = state.place(0, "average", masters[0])
+    states = [{"average": place}, {}]
+    assert state.is_for([master.view(8, 8) for master in masters], states)
+    assert state.is_for(masters, [{"average": place, "step": 1}, {"average": place}])
+    assert not state.is_for(masters[::-1], states)
+    assert not state.is_for(in_a_row(64, 64), states)
+    assert not state.is_for(masters, [{}, {}])
+    assert not state.is_for(masters, [{"average": place.clone()}, {}])

@@ -289,7 +289,7 @@ LOOKS: dict[str, Callable[[nn.Module, Optimizer], list[Tensor]]] = {
     "data": lambda model, _: [layer.weight.data.clone() for layer in model],
     "state_dict": lambda model, _: list(copy.deepcopy(model.state_dict()).values()),
     "optimizer state": lambda model, optimizer: [
-        s[key] for s in copy.deepcopy(optimizer.state_dict())["state"].values() for key in sorted(s)
+        s[key] for _, s in sorted(copy.deepcopy(optimizer.state_dict())["state"].items()) for key in sorted(s)
     ],
     "state of a weight": lambda model, optimizer: [optimizer.state[layer.weight]["exp_avg"].clone() for layer in model],
     "gradients": lambda model, _: [p.grad.clone() for p in model.parameters()],

@@ -102,6 +102,21 @@ def test_varying_steps_do_not_pile_up(pool: HostPool) -> None:
     assert pool.held <= 1.5 * most
 
 
+def test_no_more_is_given_up_than_needed(pool: HostPool) -> None:
+    """As much may be held as was in use at once: the sizes of before may come again."""
+    for piece in [pool.take(2 * SLAB) for _ in range(5)]:
+        pool.give_back(piece)
+    pool.take(3 * SLAB)
+    assert pool.held == 9 * SLAB
+
+
+def test_what_is_given_up_may_be_page_locked_elsewhere(pool: HostPool) -> None:
+    pool.pinnable = 4 * SLAB
+    for piece in [pool.take(2 * SLAB) for _ in range(2)]:
+        pool.give_back(piece)
+    assert pool.take(4 * SLAB).slab.buffer.pinned
+
+
 def test_memory_is_given_up_only_when_no_copy_can_read_it(pool: HostPool, backend: RecordingBackend) -> None:
     pieces = [pool.take(2 * SLAB) for _ in range(3)]
     for piece in pieces:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import pytest
@@ -37,7 +38,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline import stepping
 from sp_lightning.pipeline._private import users_of_storage
-from sp_lightning.pipeline.guard import HostParameter
 from sp_lightning.pipeline.host import lay_out, tensor_in
 from sp_lightning.pipeline.stepping import BY_WEIGHT, Scaling, UnitStep, fused_kernel_works, host_bytes, why_not_by_unit
 
@@ -241,8 +241,9 @@ def test_odd_weights_without_a_byte_between_them(dtype: torch.dtype, fused: bool
     Pair(make, [(5,), (100,), (64,), (129,), (63,), (7, 9), (320,), (1000,), (64,)], dtype=dtype, packed=True).run()
 
 
-def test_in_two_threads() -> None:
+def test_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernels divide memory among threads where vectors end, so the number of threads decides nothing."""
+    monkeypatch.setattr(stepping, "_PIECE", 1 << 15)
     pair = Pair(FUSED_ADAMW, [(500, 128), (128,), (300, 128), (1001,)], copy_dtype=torch.bfloat16)
     torch.set_num_threads(2)
     try:
@@ -350,6 +351,30 @@ def test_momentum_comes_and_goes(fused: bool) -> None:
         for optimizer in (pair.theirs, pair.ours):
             optimizer.param_groups[0]["momentum"] = momentum
         pair.run(2)
+
+
+def test_momentum_that_is_none() -> None:
+    """As checkpoints of earlier versions of torch have it."""
+    pair = Pair(MOMENTUM, [(128,), (128,)])
+    for optimizer, weights in ((pair.theirs, pair.plain), (pair.ours, pair.masters)):
+        for weight in weights:
+            optimizer.state[weight]["momentum_buffer"] = None
+    pair.run(2)
+    averages = [pair.ours.state[master]["momentum_buffer"] for master in pair.masters]
+    assert averages[0].data_ptr() + averages[0].nbytes == averages[1].data_ptr()
+
+
+def test_fused_momentum_begins_for_one_weight_after_the_other() -> None:
+    """Torch's kernel cannot step weights with and without momentum in one call; here they are stepped in two."""
+    pair = Pair(recipe(SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}), [(5,), (7,), (64,)])
+    alone = [SGD([plain], lr=0.1, momentum=0.9, fused=True) for plain in pair.plain]
+    for missing in ((0,), (), ()):
+        pair.make_gradients(missing)
+        for optimizer in alone:
+            optimizer.step()
+        pair.step_ours(missing)
+        for mine, plain in zip(pair.masters, pair.plain, strict=True):
+            assert_same(mine.data, plain.data)
 
 
 def test_the_snapshot_decides_not_the_group() -> None:
@@ -479,6 +504,42 @@ def test_what_the_user_does_to_the_state_is_seen() -> None:
     pair.run(2)
     for optimizer in (pair.theirs, pair.ours):
         optimizer.state.clear()
+    pair.run(2)
+
+
+def test_a_counter_that_is_set_by_hand_is_seen() -> None:
+    """In place, so that nothing lies elsewhere than before."""
+    pair = Pair(ADAMW)
+    pair.run(2)
+    for optimizer, weights in ((pair.theirs, pair.plain), (pair.ours, pair.masters)):
+        optimizer.state[weights[1]]["step"].fill_(7)
+    pair.run(2)
+
+
+def test_state_that_changed_places_is_put_right() -> None:
+    pair = Pair(ADAMW, [(128,), (128,), (128,)])
+    pair.run(2)
+    for optimizer, weights in ((pair.theirs, pair.plain), (pair.ours, pair.masters)):
+        first, second, third = (optimizer.state[weight] for weight in weights)
+        first["exp_avg"], second["exp_avg"] = second["exp_avg"], first["exp_avg"]
+        third["exp_avg"] = torch.ones(128)
+    pair.run(2)
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_state_that_is_put_aside_is_not_written_to(load: bool) -> None:
+    """As a search for a learning rate does: other state for some steps, and then the old one again."""
+    pair = Pair(ADAMW)
+    pair.run(2)
+    aside = [optimizer.state for optimizer in (pair.theirs, pair.ours)]
+    if load:
+        saved = copy.deepcopy(pair.theirs.state_dict())
+        pair.theirs.load_state_dict(copy.deepcopy(saved))
+        pair.ours.load_state_dict(copy.deepcopy(saved))
+    else:
+        pair.theirs.state, pair.ours.state = defaultdict(dict), defaultdict(dict)
+    pair.run(2)
+    pair.theirs.state, pair.ours.state = aside
     pair.run(2)
 
 
@@ -650,25 +711,77 @@ def test_in_another_thread_and_in_any_mode(mode: Any) -> None:
     pair.run(1)
 
 
+class Guarded(nn.Parameter):
+    """As masters are in a step, but without an engine that knows what to do with an operation."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was redirected")
+
+
 def test_guarded_masters() -> None:
     """In a step masters are of a class that redirects operations; the update means the masters themselves."""
     pair = Pair(FUSED_ADAMW, copy_dtype=torch.bfloat16)
-    for master in pair.masters:
-        master.__class__ = HostParameter
+    pair.run(1)
     pair.make_gradients()
     pair.theirs.step()
+    for master in pair.masters:
+        master.__class__ = Guarded
     pair.step_ours()
-    assert all(type(master) is HostParameter for master in pair.masters)
+    assert all(type(master) is Guarded for master in pair.masters)
     for master in pair.masters:
         master.__class__ = nn.Parameter
     pair.check()
 
 
 def test_a_gradient_of_another_form_is_refused() -> None:
+    """As one flat tensor it would be of other elements, or of memory that is not on the host at all."""
     pair = Pair(ADAMW, [(4, 8)])
     pair.arrived = [torch.empty(8, 4).t()]
-    with pytest.raises(ValueError, match=r"gradient of weight 0 has shape \(4, 8\) and strides \(1, 4\)"):
+    with pytest.raises(ValueError, match=r"gradient of weight 0 has shape \(4, 8\) and strides \(1, 4\) on cpu"):
         pair.step_ours()
+    pair.arrived = [torch.empty(4, 8, device="meta")]
+    with pytest.raises(ValueError, match=r"gradient of weight 0 has .* on meta"):
+        pair.step_ours()
+    pair.arrived = [torch.empty(4, 8)]
+    pair.copies = [torch.empty(32)]
+    with pytest.raises(ValueError, match=r"lowered copy of weight 0 has shape \(32,\)"):
+        pair.step_ours()
+
+
+def test_a_weight_with_holes_is_stepped_by_itself() -> None:
+    """Not by the engine, which has none; a flat tensor would be of the holes, too."""
+    memory = torch.zeros(2, 512)
+    master = nn.Parameter(memory[:, ::2])
+    gradient = torch.ones(2, 512)[:, ::2]
+    optimizer = AdamW([master])
+    UnitStep(optimizer, [master]).step(snapshot(optimizer.param_groups[0]), [gradient], Scaling(), [None])
+    assert (memory[:, ::2] != 0).all()
+    assert (memory[:, 1::2] == 0).all()
+
+
+def test_a_first_step_that_fails_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(ADAMW, [(1024,)])
+    pair.make_gradients()
+    monkeypatch.setattr(torch.Tensor, "addcdiv_", fail_at_third_call(torch.Tensor.addcdiv_))
+    with pytest.raises(Fault):
+        pair.step_ours()
+    assert not any(pair.ours.state.values())
+
+
+class Fault(Exception):
+    pass
+
+
+def fail_at_third_call(func: Callable[..., Any]) -> Callable[..., Any]:
+    calls = count(1)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 3:
+            raise Fault
+        return func(*args, **kwargs)
+
+    return call
 
 
 def test_fused_kernels_that_do_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
