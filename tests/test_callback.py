@@ -63,6 +63,9 @@ def test_outcome_in_numbers():
         resident=(),
         resident_bytes=0,
         host_bytes=4 << 30,
+        host_gradient_bytes=1 << 30,
+        optimizer_bytes=8 << 30,
+        parameters=1 << 30,
         unit_names=(),
         unit_bytes=(),
         lowered=0,
@@ -71,6 +74,7 @@ def test_outcome_in_numbers():
     text = outcome(Stats(steps=5, loads=40, bytes_to_device=8 << 30, bytes_to_host=2 << 20, misses=1), summary)
     assert text == (
         "Superpipeline: 5 steps, 40 unit loads, 8.0 GiB to the device, 2.0 MiB back; 1 loads came late, 0 were"
-        " repeated.\nWeights on cuda:0: at most 1.0 GiB of 4.0 GiB (75% saved)."
+        " repeated.\nWeights on cuda:0: at most 1.0 GiB of 4.0 GiB (75% saved).\n"
+        "On the host: weights 4.0 GiB, gradients 1.0 GiB, optimizer 8.0 GiB; 13.0 bytes per parameter."
     )
     assert "(0% saved)" in outcome(Stats(), replace(summary, model_bytes=0))
