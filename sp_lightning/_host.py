@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
+
+from sp_lightning.pipeline.cores import allowed_cores, user_chose_threads
 
 
 def use_all_cores() -> int | None:
@@ -17,10 +17,8 @@ def use_all_cores() -> int | None:
     Returns:
         The number of threads that torch had, to be restored later, or `None` if nothing was changed.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = torch.get_num_threads()
-    chosen = "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
-    if threads > 1 or cores == 1 or chosen:
+    cores, threads = len(allowed_cores()), torch.get_num_threads()
+    if threads > 1 or cores == 1 or user_chose_threads():
         return None
     torch.set_num_threads(cores)
     return threads

@@ -55,6 +55,8 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
         overlap_optimizer: Whether the optimizer steps unit by unit while the device computes, with the numbers of a
             plain step. "auto" does so where the optimizer treats each weight by itself; True makes any other an error.
         pin_memory: Whether host memory is page-locked, which makes transfers fast.
+        host_threads: How many threads step the optimizer and add up gradients on the host, beside the training loop.
+            "auto" takes three quarters of the cores near the device, or as many as `OMP_NUM_THREADS` says.
         compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` would. Blocks
             that you compiled yourself stay as they are.
         debug: Whether to poison free device memory, to delay transfers at random and to check every access.
@@ -89,6 +91,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
         activations: Literal["keep", "recompute", "offload", "auto"] = "auto",
         overlap_optimizer: bool | Literal["auto"] = "auto",
         pin_memory: bool | Literal["auto"] = "auto",
+        host_threads: int | Literal["auto"] = "auto",
         compile: bool = False,
         debug: bool = False,
     ) -> None:
@@ -109,6 +112,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
                 activations=activations,
                 overlap_optimizer=overlap_optimizer,
                 pin_memory=pin_memory,
+                host_threads=host_threads,
                 compile=compile,
                 debug=debug,
             ),

@@ -65,6 +65,7 @@ def test_yaml(tmp_path):
         "resident": ["head"],
         "activations": "recompute",
         "pin_memory": False,
+        "host_threads": 3,
         "compile": True,
         "debug": True,
     }
@@ -72,7 +73,7 @@ def test_yaml(tmp_path):
     options = cli(strategy).options
     assert (options.k, options.k_prime, options.memory_budget, options.resident) == (4, 2, "12GB", ["head"])
     assert (options.activations, options.pin_memory, options.debug) == ("recompute", False, True)
-    assert options.compile is True
+    assert (options.host_threads, options.compile) == (3, True)
     assert list(options.units)[0] == "Block"
     assert cli(strategy, "--trainer.strategy.k=9").options.k == 9
 
@@ -114,6 +115,8 @@ def test_trainer_defaults(defaults, arguments, k):
         ("activations", "offload", "offload"),
         ("pin_memory", "auto", "auto"),
         ("pin_memory", "true", True),
+        ("host_threads", "auto", "auto"),
+        ("host_threads", "2", 2),
         ("compile", "true", True),
         ("debug", "true", True),
     ],
@@ -138,7 +141,7 @@ def test_help_shows_every_argument(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli(f"--trainer.strategy.help={CLASS}")
     text = " ".join(capsys.readouterr().out.split())
-    names = "k k_prime memory_budget units resident activations pin_memory compile debug timeout"
+    names = "k k_prime memory_budget units resident activations pin_memory host_threads compile debug timeout"
     for name in names.split():
         assert f"--trainer.strategy.init_args.{name} " in text or f"--trainer.strategy.{name} " in text
     assert "How many units are on the device at once" in text

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from sp_lightning.pipeline.cores import ANYWHERE, HostCores
 from sp_lightning.pipeline.threads import Lane, Worker, copy_memory
 from sp_lightning.pipeline.transfer import Backend, Ticket
 
@@ -36,10 +37,17 @@ class _StreamTicket(Ticket):
 
 
 class AcceleratorBackend(Backend):
-    """CUDA and whatever else torch gives streams and events to."""
+    """CUDA and whatever else torch gives streams and events to.
 
-    def __init__(self, device: torch.device, poison: bool = False) -> None:
+    Args:
+        device: The device.
+        poison: Fill memory that holds nothing with NaN.
+        cores: Where work on host memory runs, and near which host memory is page-locked.
+    """
+
+    def __init__(self, device: torch.device, poison: bool = False, cores: HostCores = ANYWHERE) -> None:
         super().__init__(device, poison)
+        self._cores = cores
         self._api: Any = torch.get_device_module(device)
         if not hasattr(self._api, "Stream"):
             raise ValueError(f"`device={device}`: torch has no streams for {device.type!r}, so nothing can stream.")
@@ -48,7 +56,7 @@ class AcceleratorBackend(Backend):
             self._down = self._api.Stream()
         self._upload_staging = _Staging(self, "superpipeline-staged-upload")
         self._download_staging = _Staging(self, "superpipeline-staged-download")
-        self._host = Worker("superpipeline-host")
+        self._host = Worker("superpipeline-host", cores.occupy)
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
@@ -124,7 +132,7 @@ class AcceleratorBackend(Backend):
         # torch's own pinned allocator rounds up to powers of two, up to twice the memory (pytorch#150517)
         if not self.can_pin or memory.nbytes == 0:
             return False
-        with self._api.device(self.device):
+        with self._api.device(self.device), self._cores.nearby():
             done = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
             if not done:
                 self._clear_error()

@@ -24,6 +24,7 @@ def superpipeline(
     activations: ActivationPolicy = "auto",
     overlap_optimizer: bool | Literal["auto"] = "auto",
     pin_memory: bool | Literal["auto"] = "auto",
+    host_threads: int | Literal["auto"] = "auto",
     compile: bool = False,
     debug: bool = False,
 ) -> Pipeline:
@@ -41,6 +42,7 @@ def superpipeline(
             from the unit's inputs, or `"offload"` it to host memory until then. `"auto"` chooses for each unit.
         overlap_optimizer: Step units on the host while the device computes.
         pin_memory: Page-locked host memory.
+        host_threads: Threads that step units and add up gradients on the host.
         compile: Compile the forward of each unit, as `block.compile()` does.
         debug: Delay copies, poison free slots, check accesses.
 
@@ -57,6 +59,16 @@ def superpipeline(
         >>> pipeline.detach()
     """
     options = PipelineOptions(
-        k, k_prime, memory_budget, units, resident, activations, overlap_optimizer, pin_memory, compile, debug
+        k=k,
+        k_prime=k_prime,
+        memory_budget=memory_budget,
+        units=units,
+        resident=resident,
+        activations=activations,
+        overlap_optimizer=overlap_optimizer,
+        pin_memory=pin_memory,
+        host_threads=host_threads,
+        compile=compile,
+        debug=debug,
     )
     return Pipeline(module, device, options=options)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from sp_lightning.pipeline.cores import ANYWHERE, HostCores
 from sp_lightning.pipeline.threads import Lane, Worker, copy_memory
 from sp_lightning.pipeline.transfer import Backend, Ticket
 
@@ -25,17 +26,23 @@ class HostBackend(Backend):
         poison: Fill memory that holds nothing with NaN.
         max_delay: Longest random delay before a copy or work on the host, in seconds.
         seed: Seed of the delays.
+        cores: Where work on host memory runs.
     """
 
     def __init__(
-        self, device: torch.device | None = None, poison: bool = False, max_delay: float = 0.0, seed: int = 0
+        self,
+        device: torch.device | None = None,
+        poison: bool = False,
+        max_delay: float = 0.0,
+        seed: int = 0,
+        cores: HostCores = ANYWHERE,
     ) -> None:
         super().__init__(device or torch.device("cpu"), poison)
         self._max_delay = max_delay
         self._random = random.Random(seed)
         self._up = Lane("superpipeline-upload")
         self._down = Lane("superpipeline-download")
-        self._host = Worker("superpipeline-host")
+        self._host = Worker("superpipeline-host", cores.occupy)
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:

@@ -44,6 +44,8 @@ class PipelineOptions:
             or into what is free; where no limit is known, everything is kept.
         overlap_optimizer: Step units on the host while the device computes; `"auto"` does where it is exact.
         pin_memory: Page-locked host memory; `"auto"` pins where the device gains by it.
+        host_threads: Threads that step units and add up gradients on the host; `"auto"` leaves a quarter of the cores
+            near the device to everything else.
         compile: Compile the forward of each unit with `torch.compile`, as `block.compile()` does.
         debug: Poison free slots, delay copies, and check every access to a weight.
 
@@ -59,12 +61,14 @@ class PipelineOptions:
     activations: ActivationPolicy = "auto"
     overlap_optimizer: bool | Literal["auto"] = "auto"
     pin_memory: bool | Literal["auto"] = "auto"
+    host_threads: int | Literal["auto"] = "auto"
     compile: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
         _check_count("k", self.k)
         _check_count("k_prime", self.k_prime)
+        _check_count("host_threads", self.host_threads)
         if isinstance(self.k, int) and isinstance(self.k_prime, int) and self.k_prime > self.k:
             raise ValueError(
                 f"`k_prime={self.k_prime}` is larger than `k={self.k}`: units that move together must fit among those "

@@ -29,6 +29,7 @@ from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers
 from sp_lightning.pipeline.auto import AutoPolicy
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
 from sp_lightning.pipeline.compiled import compiled_call, keep_out_of_graphs, run_uncompiled
+from sp_lightning.pipeline.cores import choose_cores
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.emulated import HostBackend
@@ -93,7 +94,7 @@ class Pipeline:
         self.options = options or PipelineOptions()
         self.stats = Stats()
         _check_not_attached(module)
-        self._backend = backend or _make_backend(self.device, self.options.debug)
+        self._backend = backend or _make_backend(self.device, self.options)
         keep_out_of_graphs()
         self._learned = Learned()
         self._at_work = EngineAtWork()
@@ -809,8 +810,9 @@ def _direction() -> Pass:
     return Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
 
 
-def _make_backend(device: torch.device, debug: bool) -> Backend:
+def _make_backend(device: torch.device, options: PipelineOptions) -> Backend:
     """The backend for a device; `debug` adds poison, and delays where copies run on threads."""
+    cores = choose_cores(device, options.host_threads)
     if device.type == "cpu":
-        return HostBackend(device, poison=debug, max_delay=0.002 if debug else 0.0)
-    return AcceleratorBackend(device, poison=debug)
+        return HostBackend(device, poison=options.debug, max_delay=0.002 if options.debug else 0.0, cores=cores)
+    return AcceleratorBackend(device, poison=options.debug, cores=cores)

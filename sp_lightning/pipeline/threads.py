@@ -108,10 +108,15 @@ class Worker:
 
     Of several jobs whose predecessors are done, the one with the lowest rank comes first, and of equal ranks the one
     that was given first. What can be done is not held up by something more urgent that cannot be done yet.
+
+    Args:
+        name: Of the thread.
+        on_start: What the thread does first.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
         self._name = name
+        self._on_start = on_start or _nothing
         self._changed = threading.Condition()
         self._waiting: list[_RankedEntry] = []
         self._unfinished: set[ThreadTicket] = set()
@@ -171,6 +176,7 @@ class Worker:
             return self._waiting.pop(next(ready, 0)).entry
 
     def _run(self) -> None:
+        self._on_start()
         while (entry := self._next()) is not None:
             ticket = entry[-1]
             _do(entry)

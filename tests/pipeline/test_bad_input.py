@@ -74,6 +74,7 @@ def model() -> nn.Module:
         ({"units": []}, r"`units=\[\]` must be"),
         ({"resident": "head"}, "`resident='head'` must be a list"),
         ({"pin_memory": "maybe"}, "`pin_memory='maybe'` must be"),
+        ({"host_threads": 0}, "`host_threads=0` must be"),
         ({"debug": 1}, "`debug=1` must be"),
     ],
     ids=str,

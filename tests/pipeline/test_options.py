@@ -37,6 +37,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("resident", value) for value in ("head", [3], [nn.Linear], [None], None, 7)],
     *[("activations", value) for value in ("drop", "Keep", None, True, ["keep"])],
     *[("pin_memory", value) for value in (1, 0, "yes", None, "Auto")],
+    *[("host_threads", value) for value in (0, -1, 1.5, True, "all", None)],
     *[("compile", value) for value in (1, 0, "auto", "inductor", {}, None)],
     *[("debug", value) for value in (1, 0, "auto", None)],
 ]
@@ -49,6 +50,7 @@ RIGHT: list[tuple[str, Any]] = [
     *[("resident", value) for value in ((), [], ["head", "norm.weight"])],
     *[("activations", value) for value in ("keep", "recompute", "offload", "auto")],
     *[("pin_memory", value) for value in ("auto", True, False)],
+    *[("host_threads", value) for value in ("auto", 1, 64)],
     *[("compile", value) for value in (True, False)],
     *[("debug", value) for value in (True, False)],
 ]

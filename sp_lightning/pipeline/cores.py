@@ -1,0 +1,129 @@
+"""The cores that work on host memory: how many, and which.
+
+One thread adds gradients up and steps optimizers, while another one gives work to the device and further processes
+load data. It has a number of threads of its own, so that it neither takes every core nor is left with the one that a
+launcher grants, and on machines with several NUMA nodes it works near the device, where page-locked memory is, too.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+_SYSTEM = Path("/sys")
+_LEFT_SHARE = 4  # one core of so many, and at least one, is left to the training loop and to loaders of data
+_BOUND_BY_USER = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+class HostCores(NamedTuple):
+    """Where work on host memory runs.
+
+    Attributes:
+        threads: How many threads share an operation; None for as many as torch uses elsewhere.
+        near: The cores near the device; empty if all are equally near, or nobody knows.
+    """
+
+    threads: int | None = None
+    near: frozenset[int] = frozenset()
+
+    def occupy(self) -> None:
+        """Have the calling thread, and the threads that it starts, work on these cores from now on."""
+        if self.near:
+            os.sched_setaffinity(0, self.near)
+        if self.threads is not None:
+            usual = torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+            # It has set the number of this thread, and the one that all later threads begin with: that is put back.
+            other = threading.Thread(target=torch.set_num_threads, args=(usual,))
+            other.start()
+            other.join()
+
+    @contextmanager
+    def nearby(self) -> Iterator[None]:
+        """The calling thread runs near the device: memory that it is the first to touch will be there."""
+        if not self.near:
+            yield
+            return
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.near)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+ANYWHERE = HostCores()
+
+
+def choose_cores(device: torch.device, threads: int | Literal["auto"]) -> HostCores:
+    """The cores for work on host memory beside a device.
+
+    Args:
+        device: The device. If it is the CPU, torch's own number of threads is the default: the same sums as elsewhere.
+        threads: The user's choice.
+    """
+    if device.type == "cpu":
+        return HostCores(None if threads == "auto" else threads)
+    allowed = allowed_cores()
+    near = allowed & _cores_of_node(_node_of(device))
+    if near == allowed or any(name in os.environ for name in _BOUND_BY_USER):
+        near = frozenset()
+    if threads == "auto":
+        cores = _physical(near or allowed)
+        free = max(1, cores - max(1, cores // _LEFT_SHARE))
+        threads = torch.get_num_threads() if user_chose_threads() else free
+    return HostCores(threads, near)
+
+
+def user_chose_threads() -> bool:
+    """Whether torch's number of threads is the user's choice: `torchrun` sets it, too, to spare the other processes."""
+    return "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def allowed_cores() -> frozenset[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _node_of(device: torch.device) -> int | None:
+    """The NUMA node that a device is attached to, where torch and the system tell."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        node = int((_SYSTEM / "bus/pci/devices" / address / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None  # -1 on machines with a single one
+
+
+def _cores_of_node(node: int | None) -> frozenset[int]:
+    if node is None:
+        return frozenset()
+    return _read_cores(_SYSTEM / f"devices/system/node/node{node}/cpulist")
+
+
+def _physical(cores: frozenset[int]) -> int:
+    """How many cores these are, if those that are two to the system and one in silicon count once."""
+    siblings = {
+        _read_cores(_SYSTEM / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list") & cores
+        or frozenset({core})
+        for core in cores
+    }
+    return len(siblings)
+
+
+def _read_cores(path: Path) -> frozenset[int]:
+    """A list of cores as Linux writes it: "0-3,8"; empty if there is none."""
+    try:
+        ranges = [part.split("-") for part in path.read_text().strip().split(",") if part]
+    except OSError:
+        return frozenset()
+    return frozenset(core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1))
