@@ -632,22 +632,35 @@ def test_an_exception_in_the_second_forward(error: type[BaseException]) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up, at every operation, the memory of all tensors that operations have made and that are still alive."""
+    """Adds up, at every operation, the memory of all tensors that operations have made and that are still alive.
 
-    def __init__(self, known: set[int]) -> None:
+    Without what would lie on the device anyway, weights, and without what would not, on the host: gradients, and
+    activations that wait there.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
         super().__init__()
-        self.known = known
+        self.known = {twin.data.untyped_storage()._cdata for twin in pipe._plan.twins.values()}
+        self.pipe = pipe
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.known:
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known and not self.is_on_host(storage.data_ptr()):
                 self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
         return output
+
+    def is_on_host(self, address: int) -> bool:
+        homes = [home.memory for home in self.pipe._returns._homes.values()]
+        slabs = [slab.buffer.bytes for slab in self.pipe._pool._slabs]
+        return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + slabs)
 
 
 class Transformer(nn.Module):
@@ -678,7 +691,7 @@ def peaks(policy: str) -> tuple[int, int]:
         for step in range(3):
             pipe.stats.clear()
             with pipe.step():  # what was learned in the step before is arranged first, in memory that is not meant here
-                live = LiveBytes({twin.data.untyped_storage()._cdata for twin in pipe._plan.twins.values()})
+                live = LiveBytes(pipe)
                 with live:
                     model(ids).square().mean().backward()
             model.zero_grad()

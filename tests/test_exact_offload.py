@@ -143,10 +143,7 @@ def peaks(activations: str) -> tuple[list[int], int]:
     with attached(transformer(), units=None, k=2, activations=activations, debug=False) as pipe:
         for _ in range(3):
             pipe.stats.clear()
-            elsewhere = [twin.data for twin in pipe._plan.twins.values()]
-            elsewhere += [slab.buffer.bytes for slab in pipe._pool._slabs]
-            alive = LiveBytes({storage_key(memory) for memory in elsewhere})
-            with alive, pipe.step():
+            with pipe.step(), (alive := LiveBytes(pipe)):
                 pipe.module(tokens()).square().mean().backward()
             counted.append(pipe.stats.activation_peak_bytes)
             assert pipe.stats.activation_bytes == 0

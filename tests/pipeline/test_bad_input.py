@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ def model() -> nn.Module:
         ({"host_threads": 0}, "`host_threads=0` must be"),
         ({"debug": 1}, "`debug=1` must be"),
     ],
-    ids=str,
+    ids=lambda value: re.sub(" at 0x\\w+", "", str(value)),
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     """From the front door on: nothing is attached, the argument and its value are in the message."""

@@ -84,7 +84,7 @@ CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("thing", "change"), CHANGES, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("thing", "change"), CHANGES, ids=lambda value: str(value).split(" at 0x")[0][:30])
 def test_a_change_is_undone_and_done(thing: Any, change: Callable[[Any], object]) -> None:
     """As before within, as after outside; also a second time, and after something has gone on since."""
     module = Holder(thing)
