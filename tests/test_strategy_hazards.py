@@ -761,7 +761,7 @@ def test_bad_arguments_at_construction(arguments, message):
         ({"memory_budget": 100}, "memory_budget"),
         ({"k": 2, "k_prime": 2, "memory_budget": 100}, "memory_budget"),
     ],
-    ids=str,
+    ids=range(5),
 )
 def test_bad_arguments_at_setup(arguments, message):
     module = Base()
