@@ -56,7 +56,7 @@ from sp_lightning.pipeline.units import Member
 from sp_lightning.pipeline.weights import Twin, Weight
 from sp_lightning.pipeline.window import Window
 
-_SHARE_OF_FREE_MEMORY = 0.9  # that activations may take, where no budget says how much
+_SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
 
 _attached_masters: set[int] = set()
 
@@ -362,8 +362,7 @@ class Pipeline:
         free = self._backend.free_memory()
         if free is None:
             return None
-        own = self._plan.device_bytes() + self._returns.device_bytes() + self._meter.bytes
-        return int(_SHARE_OF_FREE_MEMORY * (free + own))
+        return self._plan.streaming_bytes() + int(_SHARE_OF_FREE_MEMORY * free)
 
     # ------------------------------------------------------------------------------------------ attach and take off
 

@@ -2,6 +2,7 @@
 
 from sp_lightning.planning.choose import Plan, choose
 from sp_lightning.planning.cost import Choice, Prediction, predict
+from sp_lightning.planning.planner import AutoPlanner
 from sp_lightning.planning.workload import Machine, UnitWork, Workload
 
-__all__ = ["Choice", "Machine", "Plan", "Prediction", "UnitWork", "Workload", "choose", "predict"]
+__all__ = ["AutoPlanner", "Choice", "Machine", "Plan", "Prediction", "UnitWork", "Workload", "choose", "predict"]
