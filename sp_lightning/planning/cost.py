@@ -130,8 +130,7 @@ def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
 
 def host_bytes(workload: Workload, choice: Choice) -> int:
     """Host memory for weights, gradients, optimizer state and activations that wait there."""
-    ways = zip(workload.units, ways_of(workload, choice), strict=True)
-    waiting = sum(unit.offload_bytes for unit, way in ways if way.policy == "offload")
+    waiting = sum(way.leaving for way in ways_of(workload, choice))
     return waiting + sum(unit.host_bytes for unit in (*workload.units, workload.resident))
 
 
@@ -191,8 +190,8 @@ class _Replay:
         self._workload = workload
         self._machine = machine
         self._ways = ways_of(workload, choice)
-        leaves = zip(workload.units, self._ways, range(STAYING - len(workload.units), STAYING), strict=True)
-        self._offloaded = [u.offload_bytes * (way.policy == "offload" and last < 0) for u, way, last in leaves]
+        leave = len(workload.units) - STAYING
+        self._offloaded = [way.leaving * (unit < leave) for unit, way in enumerate(self._ways)]
         self._lay_out(choice)
         self.compute = self._up = self._down = self._host = 0.0
         self.busy = dict.fromkeys(("compute", "to device", "to host", "host"), 0.0)

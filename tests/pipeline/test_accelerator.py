@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions, accelerator
-from sp_lightning.pipeline.arrangement import gradient_bytes, sent_bytes
+from sp_lightning.pipeline.arrangement import gradient_bytes
 
 from .fake_device import DeviceTensor, FakeDeviceModule
 from .parts import DoneTicket, PendingTicket
@@ -434,8 +434,8 @@ def test_what_may_be_page_locked_besides(
     pipe, _ = attach(chain(), pin_memory=pin_memory)
     plan = pipe._plan
     pinnable = plan.pinnable_bytes()
-    # weights and gradients are of the same dtype here, and lie in the same way; norms lie behind the gradients
-    locked = sum(sent_bytes([unit]) + gradient_bytes([unit]) for unit in plan.all_units) if pipe.summary().pinned else 0
+    weights = sum(parameter.nbytes for parameter in pipe.module.parameters())
+    locked = weights + sum(map(gradient_bytes, [[unit] for unit in plan.all_units])) if pipe.summary().pinned else 0
     pipe.detach()
     assert pinnable == (left and left - locked)
 
