@@ -65,6 +65,7 @@ def test_outcome_in_numbers():
         host_bytes=4 << 30,
         host_gradient_bytes=1 << 30,
         optimizer_bytes=8 << 30,
+        host_activation_bytes=0,
         parameters=1 << 30,
         unit_names=(),
         unit_bytes=(),

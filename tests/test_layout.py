@@ -19,6 +19,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sp_lightning"
 EXAMPLES = ROOT / "examples"
+OPTIONAL = {"PIL", "rich"}  # used where they are installed
 
 # The rooms, from the lowest up: a room imports from itself and from rooms before it in this list.
 ROOMS = ["pipeline", "planning", "glue"]
@@ -122,6 +123,6 @@ def test_declared_dependencies_are_those_imported():
     """What the package imports is declared, and nothing else is."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {line.split(">=")[0].replace("-", "_") for line in project["dependencies"]}
-    found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
+    found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)} - OPTIONAL
     # Every `lightning` brings `pytorch_lightning` of the same release.
     assert found - sys.stdlib_module_names - {"sp_lightning", "pytorch_lightning"} == declared

@@ -6,7 +6,7 @@ from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.summary import Summary, readable_bytes
+from sp_lightning.pipeline.summary import Summary, as_table, readable_bytes
 from sp_lightning.pipeline.trace import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.transfer import Backend
 
@@ -22,6 +22,7 @@ __all__ = [
     "Span",
     "Stats",
     "Summary",
+    "as_table",
     "readable_bytes",
     "superpipeline",
 ]

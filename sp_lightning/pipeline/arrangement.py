@@ -7,7 +7,7 @@ unit, a weight that autocast lowers) or when the module tree has changed. Master
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,7 @@ class Arrangement:
         learned: What earlier steps have shown.
         backend: Allocates and pins.
         autocast: The dtype that autocast lowers to in the steps to come, if it is on.
+        progress: Told how many bytes of weights have been laid out, and of how many: it may take minutes.
 
     Attributes:
         units: Streamed units in expected order.
@@ -99,6 +100,7 @@ class Arrangement:
         learned: Learned,
         backend: Backend,
         autocast: torch.dtype | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.autocast = autocast
         self._options = options
@@ -124,7 +126,7 @@ class Arrangement:
         self.pin, self.pin_gradients = self._may_pin()
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
-        self._lay_out(learned)
+        self._lay_out(learned, progress or (lambda done, total: None))
         self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
 
     def make_resident(self, weight: Weight) -> Twin:
@@ -229,10 +231,13 @@ class Arrangement:
 
     # ------------------------------------------------------------------------------------------------------ memory
 
-    def _lay_out(self, learned: Learned) -> None:
+    def _lay_out(self, learned: Learned, progress: Callable[[int, int], None]) -> None:
         before, learned.buffers = learned.buffers, {}
+        total = sum(map(_sent_bytes, self._parts))
+        progress(0, total)
         for index, part in enumerate(self._parts):
             self.groups.append(self._make_group(index, part, before, learned.buffers))
+            progress(sum(group.nbytes for group in self.groups), total)
         sizes = [group.nbytes for group in self.groups]
         offsets, arena_bytes = place_in_arena(sizes, self._window)
         self.arena = self._backend.allocate(arena_bytes)

@@ -20,8 +20,9 @@ from sp_lightning.timeline.chrome import to_chrome_trace
 from sp_lightning.timeline.drawing import save_png
 from sp_lightning.timeline.page import to_page
 from sp_lightning.timeline.picture import draw_timeline, headline
+from sp_lightning.timeline.scale import readable_seconds
 
-__all__ = ["Breakdown", "break_down", "check_timeline_path", "headline", "write_timeline"]
+__all__ = ["Breakdown", "break_down", "check_timeline_path", "headline", "readable_seconds", "write_timeline"]
 
 _SUFFIXES = (".html", ".png", ".json")
 
