@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from sp_lightning._namespace import Namespace, logged_step, logs_now
-from sp_lightning.advice import Evidence, diagnose
-from sp_lightning.metrics import Counters, device_memory, timed_metrics
+from sp_lightning.monitor.advice import Evidence, diagnose
+from sp_lightning.monitor.metrics import Counters, device_memory, timed_metrics
+from sp_lightning.monitor.progress import SetUpProgress
+from sp_lightning.monitor.recorder import Recorder
+from sp_lightning.monitor.report import plan_rows, show_table
 from sp_lightning.pipeline import Pipeline, Recording, Stats, Summary, readable_bytes
-from sp_lightning.progress import SetUpProgress
-from sp_lightning.recorder import Recorder
-from sp_lightning.report import plan_rows, show_table
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.timeline import break_down, check_timeline_path, write_timeline
 
@@ -200,7 +200,8 @@ class CallbackMixin(_Base):
             return
         plan = pipeline.summary()
         name = type(trainer.lightning_module).__name__
-        caption = f"{name}, {trainer.state.fn}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
+        assert trainer.state.fn is not None
+        caption = f"{name}, {trainer.state.fn.value}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
         write_timeline(recording, self.timeline, caption=caption)
         self._written = recording
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from sp_lightning.pipeline import Recording
 from sp_lightning.timeline.breakdown import Breakdown, break_down
 from sp_lightning.timeline.chrome import to_chrome_trace
-from sp_lightning.timeline.drawing import save_png
+from sp_lightning.timeline.drawing import require_pillow, save_png
 from sp_lightning.timeline.page import to_page
 from sp_lightning.timeline.picture import draw_timeline, headline
 from sp_lightning.timeline.scale import readable_seconds
@@ -35,11 +35,14 @@ def check_timeline_path(path: str | Path, argument: str = "path") -> Path:
         argument: What the user calls it.
 
     Raises:
+        ImportError: If it is a PNG, and Pillow is not installed.
         ValueError: If its name does not say what kind of file it is.
     """
     if Path(path).suffix.lower() not in _SUFFIXES:
         kinds = "`.html` (a page), `.png` (a picture) or `.json` (a Chrome trace, for ui.perfetto.dev)"
         raise ValueError(f"`{argument}={str(path)!r}` must end in {kinds}.")
+    if Path(path).suffix.lower() == ".png":
+        require_pillow(f"`{argument}={str(path)!r}`")
     return Path(path)
 
 

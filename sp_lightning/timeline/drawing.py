@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +27,11 @@ COLORS = {
     "backward": ("#2559c7", "#2f68dc"),
     "stall": ("#e5343d", "#f2444d"),
     "load": ("#0e9384", "#12a594"),
-    "fetch": ("#86d8cd", "#7fd1c7"),
+    "fetch": ("#55c5b7", "#6fd0c4"),
     "gradients": ("#f0922b", "#f39b3a"),
-    "offload": ("#f8cf92", "#f5c987"),
+    "offload": ("#f3bb66", "#f3c47c"),
     "step": ("#7a52d1", "#8d68e0"),
-    "add": ("#c0adee", "#bca8ee"),
+    "add": ("#b39ce8", "#bca8ee"),
     "elsewhere": ("#c3cad3", "#4a5563"),
 }
 
@@ -73,7 +74,6 @@ class Line:
     points: Sequence[tuple[float, float]]
     color: str
     width: float = 1
-    dashed: bool = False
     role: str = ""
 
 
@@ -168,8 +168,7 @@ def _svg(shape: Box | Line | Dot | Text) -> str:
     role = f" {shape.role}" if shape.role else ""
     if isinstance(shape, Line):
         points = " ".join(f"{_number(x)},{_number(y)}" for x, y in shape.points)
-        dashes = ' stroke-dasharray="4 4"' if shape.dashed else ""
-        look = f'class="s-{_css(shape.color)}{role}" stroke-width="{_number(shape.width)}"{dashes}'
+        look = f'class="s-{_css(shape.color)}{role}" stroke-width="{_number(shape.width)}"'
         return f'<polyline points="{points}" fill="none" {look}/>'
     weight = ' font-weight="600"' if shape.bold else ""
     return (
@@ -208,18 +207,27 @@ def _number(value: float) -> str:
 # ---------------------------------------------------------------------------------------------------------------- PNG
 
 
+def require_pillow(what: str) -> None:
+    """Raise unless PNGs can be drawn.
+
+    Args:
+        what: What was asked for.
+
+    Raises:
+        ImportError: If Pillow is not installed.
+    """
+    if find_spec("PIL") is None:
+        raise ImportError(f"{what} needs Pillow: `pip install pillow`. A page (`.html`) needs nothing.")
+
+
 def save_png(drawing: Drawing, path: Path) -> None:
     """Write the drawing as a picture for light pages.
 
     Raises:
         ImportError: If Pillow is not installed.
     """
-    try:
-        from PIL import Image, ImageDraw
-    except ImportError as error:
-        raise ImportError(
-            f"Writing {str(path)!r} needs Pillow: `pip install pillow`. A name that ends in `.html` needs nothing."
-        ) from error
+    require_pillow(repr(str(path)))
+    from PIL import Image, ImageDraw
 
     size = round(drawing.width * _PIXELS), round(drawing.height * _PIXELS)
     image = Image.new("RGB", size, COLORS["page"][0])
@@ -251,15 +259,11 @@ def _paint(pencil: Any, shape: Box | Line | Dot | Text) -> None:
 def _paint_text(pencil: Any, text: Text) -> None:
     from PIL import ImageFont
 
+    font = ImageFont.load_default(text.size * _PIXELS)  # comes with Pillow: the same picture on every machine
     anchor = {"start": "ls", "middle": "ms", "end": "rs"}[text.anchor]
-    pencil.text(
-        (text.x * _PIXELS, text.y * _PIXELS),
-        text.text,
-        fill=COLORS[text.color][0],
-        font=ImageFont.load_default(text.size * _PIXELS),  # comes with Pillow: the same picture on every machine
-        anchor=anchor,
-        stroke_width=0.5 if text.bold else 0,
-    )
+    for shift in (0.0, 0.4) if text.bold else (0.0,):  # there is no bold one
+        place = (text.x + shift) * _PIXELS, text.y * _PIXELS
+        pencil.text(place, text.text, fill=COLORS[text.color][0], font=font, anchor=anchor)
 
 
 def _corners(left: float, top: float, right: float, bottom: float) -> list[float]:

@@ -24,6 +24,11 @@ class SetUpProgress:
         self._begin = 0.0
         self._bar: Any = None
 
+    @property
+    def shown(self) -> bool:
+        """Whether there is a bar now."""
+        return self._bar is not None
+
     def __call__(self, done: int, total: int) -> None:
         """So many bytes are done, of so many; zero begins anew."""
         if not done:
