@@ -56,8 +56,8 @@ class CallbackMixin(_Base):
                 f"`{type(self).__name__}` does nothing: it describes `Trainer(strategy='superpipeline')`, but this"
                 f" Trainer runs `{type(strategy).__name__}`."
             )
-        elif trainer.progress_bar_callback is not None:
-            strategy.progress = self._progress
+        else:
+            strategy.progress = None if trainer.progress_bar_callback is None else self._progress
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -156,6 +156,7 @@ class CallbackMixin(_Base):
             if self._recorder is not None:
                 self._recorder.finish()
         self._recorder = self._counters = None
+        self._progress.close()
 
     # ------------------------------------------------------------------------------------------------- what they do
 
@@ -262,8 +263,8 @@ def outcome(stats: Stats, summary: Summary) -> str:
         f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {readable_bytes(stats.bytes_to_device)} to the"
         f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late,"
         f" {stats.heals} were repeated.\n"
-        f"Weights on {summary.device}: at most {readable_bytes(summary.device_bytes)} of"
-        f" {readable_bytes(summary.model_bytes)} ({summary.saved:.0%} saved).\n"
+        f"Weights on {summary.device}, k={summary.k}, k_prime={summary.k_prime}: at most"
+        f" {readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)} ({summary.saved:.0%} saved).\n"
         f"On the host: weights {readable_bytes(summary.host_bytes)}, gradients"
         f" {readable_bytes(summary.host_gradient_bytes)}, optimizer {readable_bytes(summary.optimizer_bytes)};"
         f" {summary.host_bytes_per_parameter:.1f} bytes per parameter."

@@ -95,7 +95,7 @@ def test_outcome_in_numbers():
     text = outcome(Stats(steps=5, loads=40, bytes_to_device=8 << 30, bytes_to_host=2 << 20, misses=1), SUMMARY)
     assert text == (
         "Superpipeline: 5 steps, 40 unit loads, 8.0 GiB to the device, 2.0 MiB back; 1 loads came late, 0 were"
-        " repeated.\nWeights on cuda:0: at most 1.0 GiB of 4.0 GiB (75% saved).\n"
+        " repeated.\nWeights on cuda:0, k=2, k_prime=1: at most 1.0 GiB of 4.0 GiB (75% saved).\n"
         "On the host: weights 4.0 GiB, gradients 1.0 GiB, optimizer 8.0 GiB; 13.0 bytes per parameter."
     )
     assert "(0% saved)" in outcome(Stats(), replace(SUMMARY, model_bytes=0))
@@ -425,9 +425,9 @@ def test_when_steps_are_recorded():
                 ends.append(pipe.step)
         return pipe.begun, ends
 
-    assert recorded(1, 50, 100) == ([3, 48, 98], [4, 49, 99])
-    assert recorded(3, 1, 1000) == ([3, 16, 36, 56, 76, 96], [6, 19, 39, 59, 79, 99])
-    assert recorded(1, 50, math.inf, 5) == ([3], [4])
+    assert recorded(1, 50, 100) == ([5, 48, 98], [6, 49, 99])
+    assert recorded(3, 1, 1000) == ([5, 16, 36, 56, 76, 96], [8, 19, 39, 59, 79, 99])
+    assert recorded(1, 50, math.inf, 7) == ([5], [6])
     assert recorded(2, 50, 4, 4) == ([1], [3])
     assert recorded(30, 10, 1000, 62) == ([0, 31], [30, 61])
 
@@ -457,6 +457,7 @@ def evidence(**changes) -> Evidence:
         ),
         ({"load": 5e-3}, []),
         ({"load": 5e-3, "device_total": None}, []),
+        ({"load": 5e-3, "device_peak": 4 << 30, "memory_budget": "4GB"}, []),
         ({"load": 5e-3, "device_peak": 4 << 30}, ["6.0 GiB of the device are free: a larger batch computes more"]),
         ({"load": 5e-3, "summary": {"pinned": False}}, ["Host memory is not page-locked"]),
         ({"load": 5e-3, "summary": {"pinned": False, "device": "cpu"}}, []),

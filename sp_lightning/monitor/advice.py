@@ -23,7 +23,7 @@ class Evidence:
         summary: The plan.
         options: What the user chose.
         device_peak: The most device memory that was held.
-        device_total: How much there is; None if nobody knows.
+        device_total: How much this process could have; None if nobody knows.
         waits_for_optimizer: Why the optimizer steps all weights after backward; None if it does not.
     """
 
@@ -37,9 +37,11 @@ class Evidence:
 
     @property
     def free(self) -> int:
-        """Device memory that was never used, if that is known and worth mentioning."""
-        free = 0 if self.device_total is None else self.device_total - self.device_peak
-        return free if self.device_total and free > _WORTH_ROOM * self.device_total else 0
+        """Device memory that was never used; zero if that is not known, not much, or what the user wants."""
+        if self.device_total is None or self.options.memory_budget is not None:
+            return 0
+        free = self.device_total - self.device_peak
+        return free if free > _WORTH_ROOM * self.device_total else 0
 
     def part_of_lane(self, kind: Kind) -> float:
         """How much of a lane's work is of one kind."""

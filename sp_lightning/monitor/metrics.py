@@ -88,13 +88,13 @@ def timed_metrics(numbers: Breakdown) -> dict[str, float]:
 
 
 def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
-    """The most device memory that was held so far, and how much there is, as far as torch tells.
+    """The most device memory that was held so far, and how much this process can have, as far as torch tells.
 
     Args:
         pipeline: The engine; on a device whose memory torch does not count, what it has counted itself.
     """
     if pipeline.device.type == "cuda":
-        total = torch.cuda.get_device_properties(pipeline.device).total_memory
-        return torch.cuda.max_memory_allocated(pipeline.device), total
+        free, _ = torch.cuda.mem_get_info(pipeline.device)
+        return torch.cuda.max_memory_allocated(pipeline.device), free + torch.cuda.memory_reserved(pipeline.device)
     summary, stats = pipeline.summary(), pipeline.stats
     return summary.device_bytes + summary.gradient_bytes + stats.activation_peak_bytes, None

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from sp_lightning.pipeline import Pipeline, Recording
 
-_SETTLING_STEPS = 3  # in the first steps the engine still learns
+_SETTLING_STEPS = 5  # in the first ones the engine learns, measures and plans
 _LEAST_INTERVAL = 20  # steps from one recording to the next: at the end of each the host waits for the device
 
 

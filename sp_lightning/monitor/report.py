@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sp_lightning.pipeline import Pipeline, Summary, as_table, readable_bytes
 
+_WINDOW = "k, k_prime"
 _ACTIVATIONS = {
     "keep": "stay on the device",
     "recompute": "computed again in backward",
@@ -22,7 +23,8 @@ def plan_rows(pipeline: Pipeline, optimizers: Sequence[str]) -> list[tuple[str, 
         optimizers: How each optimizer steps, and why; empty where none does.
     """
     summary, module = pipeline.summary(), pipeline.module
-    rows = summary.rows()
+    automatic = "auto" in (pipeline.options.k, pipeline.options.k_prime)
+    rows = [(name, f"{value} (auto)" if automatic and name == _WINDOW else value) for name, value in summary.rows()]
     up = bytes_to_device(summary, trains=bool(optimizers))
     moves = f"at most {readable_bytes(up)} of weights to the device"
     if optimizers:
