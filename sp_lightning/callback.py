@@ -231,15 +231,16 @@ class CallbackMixin(_Base):
         if self.summary:
             self.lightning.info(outcome(pipeline.stats, pipeline.summary()))
             if recording is not None:
-                self.lightning.info("\n".join(diagnose(self._evidence(trainer, pipeline, recording))))
+                evidence = self._evidence(trainer, pipeline, recording, recorder.recomputed)
+                self.lightning.info("\n".join(diagnose(evidence)))
 
-    def _evidence(self, trainer: Trainer, pipeline: Pipeline, recording: Recording) -> Evidence:
+    def _evidence(self, trainer: Trainer, pipeline: Pipeline, recording: Recording, recomputed: float) -> Evidence:
         peak, total = device_memory(pipeline)
         strategy = trainer.strategy
         assert isinstance(strategy, SuperpipelineMixin)
         return Evidence(
             break_down(recording),
-            pipeline.stats,
+            recomputed,
             pipeline.summary(),
             pipeline.options,
             peak,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sp_lightning.pipeline import Kind, Lane, PipelineOptions, Stats, Summary, readable_bytes
+from sp_lightning.pipeline import Kind, Lane, PipelineOptions, Summary, readable_bytes
 from sp_lightning.timeline import Breakdown, headline, readable_seconds
 
 _MUCH = 0.3  # a share that is worth doing something about
@@ -19,7 +19,7 @@ class Evidence:
 
     Attributes:
         numbers: Where the time of a recorded step went.
-        stats: Counters.
+        recomputed: How many units computed their forward twice in a step.
         summary: The plan.
         options: What the user chose.
         device_peak: The most device memory that was held.
@@ -28,7 +28,7 @@ class Evidence:
     """
 
     numbers: Breakdown
-    stats: Stats
+    recomputed: float
     summary: Summary
     options: PipelineOptions
     device_peak: int
@@ -59,10 +59,9 @@ def diagnose(evidence: Evidence) -> list[str]:
 
 
 def _computing(evidence: Evidence) -> Iterator[str]:
-    if evidence.stats.recomputed and evidence.free:
-        each = evidence.stats.recomputed / max(1, evidence.stats.steps)
+    if evidence.recomputed >= 1 and evidence.free:
         yield (
-            f"{each:.0f} units compute their forward twice in a step, and {readable_bytes(evidence.free)} of the device"
+            f"{evidence.recomputed:.0f} units compute their forward twice in a step, and {readable_bytes(evidence.free)} of the device"
             " are free: `activations='keep'`, or 'offload', computes it once."
         )
 

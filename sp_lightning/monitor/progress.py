@@ -32,6 +32,7 @@ class SetUpProgress:
     def __call__(self, done: int, total: int) -> None:
         """So many bytes are done, of so many; zero begins anew."""
         if not done:
+            self.close()
             self._begin = self._clock()
         if self._bar is None and total >= _LEAST_BYTES and self._clock() - self._begin >= _PATIENCE and done < total:
             self._bar = tqdm(

@@ -25,10 +25,12 @@ class Recorder:
 
     Attributes:
         latest: What was recorded last; None before.
+        recomputed: How many units computed their forward twice in a step then.
     """
 
     def __init__(self, pipeline: Pipeline, steps: int, interval: int, expected: float) -> None:
         self.latest: Recording | None = None
+        self.recomputed = 0.0
         self._pipeline = pipeline
         self._steps = steps + 1
         self._interval = max(interval, _LEAST_INTERVAL, self._steps)
@@ -37,6 +39,7 @@ class Recorder:
         self._left = 0
         self._scope = ExitStack()
         self._recording: Recording | None = None
+        self._recomputed_before = 0
 
     def step_begins(self) -> None:
         """The next step is about to begin."""
@@ -44,6 +47,7 @@ class Recorder:
         if due and self._recording is None:
             self._recording = self._scope.enter_context(self._pipeline.record())
             self._left = self._steps
+            self._recomputed_before = self._pipeline.stats.recomputed
         self._seen += 1
 
     def step_ends(self) -> Recording | None:
@@ -59,6 +63,7 @@ class Recorder:
         self._scope.close()
         if not recording.steps:
             return None
+        self.recomputed = (self._pipeline.stats.recomputed - self._recomputed_before) / len(recording.steps)
         if len(recording.steps) > 1:
             recording.steps = recording.steps[1:]
         self.latest = recording
