@@ -61,8 +61,9 @@ def diagnose(evidence: Evidence) -> list[str]:
 def _computing(evidence: Evidence) -> Iterator[str]:
     if evidence.recomputed >= 1 and evidence.free:
         yield (
-            f"{evidence.recomputed:.0f} units compute their forward twice in a step, and {readable_bytes(evidence.free)} of the device"
-            " are free: `activations='keep'`, or 'offload', computes it once."
+            f"{evidence.recomputed:.0f} units compute their forward twice in a step, and"
+            f" {readable_bytes(evidence.free)} of the device are free: `activations='keep'`, or 'offload', computes it"
+            " once."
         )
 
 

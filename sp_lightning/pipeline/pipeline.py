@@ -154,6 +154,7 @@ class Pipeline:
         with self._at_work:
             self._overlap.after_step()
             self._window.suspect_all()
+            self.stats.optimizer_steps += 1
             self._close()
 
     def weights_changed(self) -> None:
@@ -262,8 +263,26 @@ class Pipeline:
             self._schedule.forget_position()
             self._window.forget()
             self._depth = 0
+            self._graphs.begin()
             resume_all_guards()
             self._guard.disarm()
+
+    def has_gradients(self) -> bool:
+        """Whether a gradient is there that the next backward pass would add to."""
+        return any(self._returns.gradient_of(weight) is not None for weight in self._plan.weights)
+
+    def shrink(self) -> str | None:
+        """Take less device memory from the next step on, of what `"auto"` leaves open.
+
+        Returns:
+            What was given up, in words; None if nothing is left to give up.
+        """
+        if self.options.activations == "auto" and self._activations.recompute_from_now_on():
+            return "units compute their activations a second time in backward from now on"
+        if self.options.k == "auto" and self._plan.k > self._plan.k_prime and not self._learned.short_of_memory:
+            self._learned.short_of_memory = self._rearrange = True
+            return f"`k` is {self._plan.k_prime} from now on, and was {self._plan.k}"
+        return None
 
     def rebuild(self) -> None:
         """Take in a changed module tree: other Parameter objects, added or removed modules.
@@ -334,6 +353,7 @@ class Pipeline:
         plan = self._plan = Arrangement(
             self.module, self.options, self._learned, self._backend, autocast, self._progress
         )
+        self.stats.arrangements += 1
         self._schedule = Schedule(len(plan.streamed_members))
         self._saved.twins = plan.twins
         self._returns = GradientReturn(
@@ -410,7 +430,7 @@ class Pipeline:
 
     def _auto_policy(self) -> AutoPolicy | None:
         """What chooses for each unit, where there is a limit to what activations may take."""
-        if self.options.activations != "auto" or self._room_for_activations() is None:
+        if not self._activations.chooses or self._room_for_activations() is None:
             return None
         return AutoPolicy(self._backend, self._meter, lambda: self._room_for_activations() or 0)
 
@@ -441,6 +461,8 @@ class Pipeline:
                 self._saved.pop()
             if self._depth:
                 self._depth -= 1
+                if self._depth == 0 and not in_backward():
+                    self._graphs.begin()  # who holds the old one waits for its backward
                 self._close()
 
     def _checked(self) -> AbstractContextManager[Any]:
@@ -463,7 +485,6 @@ class Pipeline:
         if not self._graphs.waiting():
             self._backend.trace.begin_step()
             self._activations.begin_step()
-        self._graphs.begin()
         self._offloader.begin()
         self._untouched = True
         self._activate()
@@ -639,9 +660,9 @@ class Pipeline:
             return
         outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
         for weight in outermost:
-            if weight.used_for is self._graphs.current:
+            if weight.used_for is not None and weight.used_for() is self._graphs.current:
                 self._keep_as_is(weight)
-            weight.used_for = self._graphs.current
+            weight.used_for = weakref.ref(self._graphs.current)
 
     def _leave(self, member: Member) -> None:
         with self._at_work:
