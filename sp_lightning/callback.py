@@ -203,8 +203,11 @@ class CallbackMixin(_Base):
         name = type(trainer.lightning_module).__name__
         assert trainer.state.fn is not None
         caption = f"{name}, {trainer.state.fn.value}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
-        write_timeline(recording, self.timeline, caption=caption)
         self._written = recording
+        try:
+            write_timeline(recording, self.timeline, caption=caption)
+        except OSError as error:  # a picture is not worth a training
+            self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: {error}.")
 
     def _log(self, trainer: Trainer) -> None:
         """To the loggers themselves: what the user's module logs, and what callbacks monitor, is not touched."""

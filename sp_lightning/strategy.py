@@ -353,7 +353,7 @@ class SuperpipelineMixin(_Base):
 
     def describe_optimizers(self) -> list[str]:
         """How each optimizer is going to step, and why. What is said here is not said again in the first step."""
-        texts = list(map(str, self._expected_plans()))
+        texts = list(dict.fromkeys(map(str, self._expected_plans())))
         self._said.update(texts)
         return [text.removeprefix("Superpipeline: ") for text in texts]
 

@@ -14,13 +14,16 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import pytorch_lightning
+import pytorch_lightning.demos.boring_classes
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichModelSummary
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
 
-from sp_lightning import Pipeline, PipelineOptions, SuperpipelineCallback, SuperpipelineStrategy, superpipeline
-from sp_lightning.callback import outcome
+import sp_lightning.pytorch_lightning as twin
+from sp_lightning import Pipeline, PipelineOptions, SuperpipelineCallback, superpipeline
+from sp_lightning.callback import CallbackMixin, outcome
 from sp_lightning.monitor.advice import Evidence, diagnose
 from sp_lightning.monitor.metrics import COUNTED, PREFIX, TIMED, Counters
 from sp_lightning.monitor.progress import SetUpProgress
@@ -157,14 +160,16 @@ def test_quiet_where_no_summary_is_wanted(messages):
     assert not [text for text in messages() if "unit loads" in text or "k_prime" in text]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_each_namespace_has_its_own():
-    import pytorch_lightning
-
-    import sp_lightning.pytorch_lightning as twin
-
-    assert twin.SuperpipelineStrategy.default_callback is twin.SuperpipelineCallback
-    assert issubclass(twin.SuperpipelineCallback, pytorch_lightning.Callback)
-    assert SuperpipelineStrategy.default_callback is SuperpipelineCallback
+    run = pytorch_lightning.Trainer(
+        strategy="superpipeline", accelerator="cpu", max_steps=8, logger=Notes(), enable_checkpointing=False
+    )
+    run.fit(pytorch_lightning.demos.boring_classes.BoringModel())
+    (callback,) = [one for one in run.callbacks if isinstance(one, CallbackMixin)]
+    assert type(callback) is twin.SuperpipelineCallback
+    assert not isinstance(callback, SuperpipelineCallback)
+    assert callback.summary
 
 
 @pytest.mark.parametrize("rich", [True, False], ids=["rich", "text"])
@@ -340,6 +345,14 @@ def test_a_run_without_steps_says_that_there_is_no_timeline(tmp_path):
     run = trainer(streamed(), callbacks=SuperpipelineCallback(tmp_path / "a.html"))
     with pytest.warns(UserWarning, match=r"`timeline='.*a.html'` was not written: no step was recorded"):
         fit(run, Skips())
+
+
+def test_a_timeline_that_cannot_be_written_stops_nothing(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    run = trainer(streamed(), max_epochs=1, callbacks=SuperpipelineCallback(tmp_path / "file" / "a.html"))
+    with pytest.warns(UserWarning, match=r"`timeline='.*a.html'` was not written: .*file"):
+        fit(run, Base())
+    assert run.global_step == 6
 
 
 @pytest.mark.parametrize("batch", [0, 4, 5])

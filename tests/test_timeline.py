@@ -19,7 +19,7 @@ import sp_lightning
 from sp_lightning.pipeline import Kind, Lane, Recording, Span
 from sp_lightning.timeline import break_down, headline, write_timeline
 from sp_lightning.timeline.breakdown import length, union, without
-from sp_lightning.timeline.drawing import COLORS, Box
+from sp_lightning.timeline.drawing import COLORS, Box, Text
 from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline, where_time_goes
 from sp_lightning.timeline.scale import readable_seconds, round_steps, ticks
 
@@ -206,6 +206,16 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="has no step"):
         write_timeline(Recording(), "a.html")
     assert not list(Path().iterdir())
+
+
+def test_many_steps():
+    """Their names do not lie on top of each other."""
+    texts = {steps: draw_timeline(make_recording(units=4, steps=steps)).shapes for steps in (1, 5, 50)}
+    named = {
+        steps: [shape.text for shape in shapes if isinstance(shape, Text) and shape.role == "step" and shape.text]
+        for steps, shapes in texts.items()
+    }
+    assert named == {1: [], 5: [f"step {number}" for number in range(1, 6)], 50: []}
 
 
 # -------------------------------------------------------------------------------------------------------- in a browser

@@ -13,6 +13,7 @@ PLOT_LEFT, PLOT_RIGHT = 250, WIDTH - MARGIN
 _LANE_HEIGHT, _LANE_GAP = 58, 12
 _STRIP_TOP, _STRIP_HEIGHT = 104, 30
 _LANES_TOP = 196
+_STEP_ROOM = 56  # for the words "step 100"
 
 WORDS = {
     Kind.FORWARD: "forward",
@@ -124,11 +125,12 @@ def _draw_axis(drawing: Drawing, recording: Recording, numbers: Breakdown) -> No
         x = PLOT_LEFT + _per_second(numbers) * moment
         drawing.add(Line([(x, _LANES_TOP - 6), (x, bottom)], "grid", role="tick"))
         drawing.add(Text(x, bottom + 16, words, 11, "muted", "middle", role="tick"))
-    for number, (begin, _) in enumerate(recording.steps, 1):
+    for number, (begin, end) in enumerate(recording.steps, 1):
+        words = f"step {number}" if _per_second(numbers) * (end - begin) >= _STEP_ROOM else ""
         x = PLOT_LEFT + _per_second(numbers) * (begin - numbers.begin)
         if len(recording.steps) > 1:
             drawing.add(Line([(x, _LANES_TOP - 22), (x, bottom)], "edge", role="step"))
-            drawing.add(Text(x + 6, _LANES_TOP - 12, f"step {number}", 11, "muted", role="step"))
+            drawing.add(Text(x + 6, _LANES_TOP - 12, words, 11, "muted", role="step"))
 
 
 def _draw_lane(drawing: Drawing, lane: Lane, top: float, numbers: Breakdown) -> None:
