@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sp_lightning.api import superpipeline
 from sp_lightning.losses import chunked_cross_entropy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.timeline import write_timeline
 
 if TYPE_CHECKING:
     from sp_lightning.lightning import SuperpipelineCallback, SuperpipelineCheckpointIO, SuperpipelineStrategy
@@ -31,6 +32,7 @@ __all__ = [
     "__version__",
     "chunked_cross_entropy",
     "superpipeline",
+    "write_timeline",
 ]
 
 _ADAPTORS = {"lightning": "sp_lightning.lightning", "pytorch_lightning": "sp_lightning.pytorch_lightning"}

@@ -30,6 +30,9 @@ class Namespace:
         precisions: Plugins whose weights are plain tensors that live anywhere.
         precision: The base class of all precision plugins, which is also the plugin of `32-true`.
         mixed_precision: The plugin of `16-mixed` and `bf16-mixed`.
+        rich: Callbacks with which Lightning shows that it draws with rich.
+        summary: The callback that prints what the model is.
+        checkpoints: Callbacks that have to stay the last ones.
         averaging: Callbacks that keep a second copy of the model, on the device unless told otherwise.
         closure: Private. What automatic optimization gives an optimizer to call: nothing of the user's is in it.
         wrapping_checkpoint_io: Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
@@ -45,6 +48,9 @@ class Namespace:
     precisions: tuple[type, ...]
     precision: Any
     mixed_precision: Any
+    rich: tuple[type, ...]
+    summary: type
+    checkpoints: type
     averaging: tuple[type, ...]
     closure: type
     wrapping_checkpoint_io: type
@@ -75,6 +81,16 @@ class Namespace:
             raise self.misconfiguration(message)
 
 
+def logs_now(trainer: Any) -> bool:
+    """Private. Whether Lightning writes to its loggers after this batch; its own monitors ask the same."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def logged_step(trainer: Any) -> int:
+    """Private. The step under which Lightning logs: unlike `global_step` it does not count optimizers twice."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
 @cache
 def namespace(name: str) -> Namespace:
     """Return what the adaptor borrows from `lightning.pytorch` or `pytorch_lightning`."""
@@ -91,6 +107,9 @@ def namespace(name: str) -> Namespace:
         precisions=(plugins.HalfPrecision, plugins.DoublePrecision, plugins.MixedPrecision),
         precision=plugins.Precision,
         mixed_precision=plugins.MixedPrecision,
+        rich=(callbacks.RichModelSummary, callbacks.RichProgressBar),
+        summary=callbacks.ModelSummary,
+        checkpoints=callbacks.Checkpoint,
         averaging=tuple(cls for cls in averaging if cls is not None),
         closure=import_module(f"{name}.loops.optimization.automatic").Closure,
         wrapping_checkpoint_io=import_module(f"{name}.plugins.io.wrapper")._WrappingCheckpointIO,

@@ -1,14 +1,26 @@
-"""The Callback: prints the plan and what came of it. It only observes; the strategy is complete without it."""
+"""The Callback: shows the plan, measures while a model trains, and says in the end where the time went.
+
+It only observes; the strategy is complete without it. The strategy adds one to the Trainer's callbacks if the user gave
+none. Nothing of it is in checkpoints.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from sp_lightning._namespace import Namespace
-from sp_lightning.pipeline import Stats, Summary, readable_bytes
+from sp_lightning._namespace import Namespace, logged_step, logs_now
+from sp_lightning.monitor.advice import Evidence, diagnose
+from sp_lightning.monitor.metrics import Counters, device_memory, timed_metrics
+from sp_lightning.monitor.progress import SetUpProgress
+from sp_lightning.monitor.recorder import Recorder
+from sp_lightning.monitor.report import plan_rows, show_table
+from sp_lightning.pipeline import Pipeline, Recording, Stats, Summary, readable_bytes
 from sp_lightning.strategy import SuperpipelineMixin
+from sp_lightning.timeline import break_down, check_timeline_path, write_timeline
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -22,59 +34,226 @@ class CallbackMixin(_Base):
 
     lightning: ClassVar[Namespace]
 
+    def __init__(self, timeline: str | Path | None, timeline_steps: int, summary: bool) -> None:
+        super().__init__()
+        if timeline_steps < 1:
+            raise ValueError(f"`timeline_steps={timeline_steps}` must be at least 1.")
+        self.timeline = None if timeline is None else check_timeline_path(timeline, "timeline")
+        self.timeline_steps = timeline_steps
+        self.summary = summary
+        self._progress = SetUpProgress()
+        self._recorder: Recorder | None = None
+        self._counters: Counters | None = None
+        self._logged: int | None = None
+        self._timed: dict[str, float] = {}
+        self._written: Recording | None = None
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not isinstance(trainer.strategy, SuperpipelineMixin):
+        strategy = trainer.strategy
+        if not isinstance(strategy, SuperpipelineMixin):
             self.lightning.warn(
                 f"`{type(self).__name__}` does nothing: it describes `Trainer(strategy='superpipeline')`, but this"
-                f" Trainer runs `{type(trainer.strategy).__name__}`."
+                f" Trainer runs `{type(strategy).__name__}`."
             )
+        else:
+            strategy.progress = None if trainer.progress_bar_callback is None else self._progress
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._progress.close()
 
     # The strategy sets up after `setup` above and is torn down before `on_fit_end`: these hooks run in between.
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._plan(trainer)
+        self._show_plan(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        batches = trainer.num_training_batches
+        if trainer.max_steps > 0:
+            batches = min(batches, trainer.max_steps * trainer.accumulate_grad_batches)
+        self._begin(trainer, batches)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != self.lightning.fitting:
-            self._plan(trainer)
+        if trainer.state.fn == self.lightning.fitting:
+            self._finish_recording(trainer)
+        else:
+            self._show_plan(trainer)
+            self._begin(trainer, sum(trainer.num_val_batches))
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._plan(trainer)
+        self._show_plan(trainer)
+        self._begin(trainer, sum(trainer.num_test_batches))
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._plan(trainer)
+        self._show_plan(trainer)
+        self._begin(trainer, sum(trainer.num_predict_batches))
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self._step_begins()
+
+    @override
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.state.fn != self.lightning.fitting:
+            self._step_begins()
+
+    @override
+    def on_test_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self._step_begins()
+
+    @override
+    def on_predict_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self._step_begins()
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._step_ends(trainer)
+        self._log(trainer)
+
+    @override
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.state.fn != self.lightning.fitting:
+            self._step_ends(trainer)
+
+    @override
+    def on_test_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._step_ends(trainer)
+
+    @override
+    def on_predict_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._step_ends(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish_recording(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._outcome(trainer)
+        self._end(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != self.lightning.fitting:
-            self._outcome(trainer)
+            self._end(trainer)
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._outcome(trainer)
+        self._end(trainer)
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._outcome(trainer)
+        self._end(trainer)
 
-    def _plan(self, trainer: Trainer) -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, SuperpipelineMixin) and strategy.pipeline is not None:
-            self.lightning.info(str(strategy.pipeline.summary()))
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        with suppress(Exception):  # the run has failed for another reason, which must be seen
+            if self._recorder is not None:
+                self._recorder.finish()
+        self._recorder = self._counters = None
+        self._progress.close()
 
-    def _outcome(self, trainer: Trainer) -> None:
+    # ------------------------------------------------------------------------------------------------- what they do
+
+    def _show_plan(self, trainer: Trainer) -> None:
+        strategy, pipeline = trainer.strategy, _pipeline(trainer)
+        if self.summary and pipeline is not None:
+            assert isinstance(strategy, SuperpipelineMixin)
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            rich = any(isinstance(callback, self.lightning.rich) for callback in callbacks)
+            show_table(plan_rows(pipeline, strategy.describe_optimizers()), rich, self.lightning.info)
+
+    def _begin(self, trainer: Trainer, batches: float) -> None:
+        pipeline = _pipeline(trainer)
+        if pipeline is not None:
+            interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+            self._counters = Counters(pipeline)
+            self._recorder = Recorder(pipeline, self.timeline_steps, interval, batches)
+            self._logged, self._timed, self._written = None, {}, None
+
+    def _step_begins(self) -> None:
+        if self._recorder is not None:
+            self._recorder.step_begins()
+
+    def _step_ends(self, trainer: Trainer) -> None:
+        if self._recorder is not None:
+            self._take(trainer, self._recorder.step_ends())
+
+    def _finish_recording(self, trainer: Trainer) -> None:
+        if self._recorder is not None:
+            self._take(trainer, self._recorder.finish())
+
+    def _take(self, trainer: Trainer, recording: Recording | None) -> None:
+        """Something was recorded."""
+        if recording is not None:
+            self._timed = timed_metrics(break_down(recording))
+            if self._written is None:  # the first one at once, who knows when the run ends
+                self._write(trainer, recording)
+
+    def _write(self, trainer: Trainer, recording: Recording) -> None:
+        pipeline = _pipeline(trainer)
+        if self.timeline is None or pipeline is None:
+            return
+        plan = pipeline.summary()
+        name = type(trainer.lightning_module).__name__
+        assert trainer.state.fn is not None
+        caption = f"{name}, {trainer.state.fn.value}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
+        self._written = recording
+        try:
+            write_timeline(recording, self.timeline, caption=caption)
+        except OSError as error:  # a picture is not worth a training
+            self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: {error}.")
+
+    def _log(self, trainer: Trainer) -> None:
+        """To the loggers themselves: what the user's module logs, and what callbacks monitor, is not touched."""
+        if self._counters is None or not trainer.loggers or not logs_now(trainer):
+            return
+        step = logged_step(trainer)
+        if step != self._logged:  # batches that are accumulated belong to one step
+            self._logged = step
+            values, self._timed = {**self._counters.read(), **self._timed}, {}
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
+
+    def _end(self, trainer: Trainer) -> None:
+        recorder, pipeline = self._recorder, _pipeline(trainer)
+        self._recorder = self._counters = None
+        if recorder is None or pipeline is None:
+            return
+        self._take(trainer, recorder.finish())
+        recording = recorder.latest
+        if recording is not None and recording is not self._written:
+            self._write(trainer, recording)
+        if self.timeline is not None and recording is None:
+            self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: no step was recorded.")
+        if self.summary:
+            self.lightning.info(outcome(pipeline.stats, pipeline.summary()))
+            if recording is not None:
+                evidence = self._evidence(trainer, pipeline, recording, recorder.recomputed)
+                self.lightning.info("\n".join(diagnose(evidence)))
+
+    def _evidence(self, trainer: Trainer, pipeline: Pipeline, recording: Recording, recomputed: float) -> Evidence:
+        peak, total = device_memory(pipeline)
         strategy = trainer.strategy
-        if isinstance(strategy, SuperpipelineMixin) and strategy.pipeline is not None:
-            self.lightning.info(outcome(strategy.pipeline.stats, strategy.pipeline.summary()))
+        assert isinstance(strategy, SuperpipelineMixin)
+        return Evidence(
+            break_down(recording),
+            recomputed,
+            pipeline.summary(),
+            pipeline.options,
+            peak,
+            total,
+            strategy.why_optimizer_waits(),
+        )
+
+
+def _pipeline(trainer: Trainer) -> Pipeline | None:
+    return trainer.strategy.pipeline if isinstance(trainer.strategy, SuperpipelineMixin) else None
 
 
 def outcome(stats: Stats, summary: Summary) -> str:
@@ -88,8 +267,9 @@ def outcome(stats: Stats, summary: Summary) -> str:
         f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {readable_bytes(stats.bytes_to_device)} to the"
         f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late,"
         f" {stats.heals} were repeated.\n"
-        f"Weights on {summary.device}: at most {readable_bytes(summary.device_bytes)} of"
-        f" {readable_bytes(summary.model_bytes)} ({summary.saved:.0%} saved).\n"
+        f"Weights on {summary.device}, k={summary.k}, k_prime={summary.k_prime}: at most"
+        f" {readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)}"
+        f" ({summary.saved:.0%} saved).\n"
         f"On the host: weights {readable_bytes(summary.host_bytes)}, gradients"
         f" {readable_bytes(summary.host_gradient_bytes)}, optimizer {readable_bytes(summary.optimizer_bytes)};"
         f" {summary.host_bytes_per_parameter:.1f} bytes per parameter."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -24,6 +25,35 @@ from sp_lightning.strategy import SuperpipelineMixin
 
 class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """Lightning's `TorchCheckpointIO`, without its second copy of the checkpoint in host memory."""
+
+
+class SuperpipelineCallback(CallbackMixin, Callback):
+    """Shows the plan, logs what is streamed, and says in the end where the time went. It observes only.
+
+    The strategy adds one by itself, unless the Trainer has one or is `barebones`. While a model trains, its loggers get
+    metrics under `superpipeline/`. Every now and then a step is recorded, for times; at the end of each recording the
+    host waits once for the device.
+
+    Args:
+        timeline: A file for a picture of where the time of a step goes, for a name that ends in ".html" (a page to
+            zoom into) or ".png", or a Chrome trace for ".json". It is written once a few steps are done, and with
+            later steps at the end.
+        timeline_steps: How many steps it shows.
+        summary: Whether to print a table when a run begins, and in the end what was streamed and what would help.
+
+    Raises:
+        ImportError: `timeline` ends in ".png", and Pillow is not installed.
+        ValueError: `timeline` ends in something else, or `timeline_steps` is less than one.
+
+    Example::
+
+        trainer = Trainer(strategy="superpipeline", callbacks=SuperpipelineCallback(timeline="timeline.html"))
+    """
+
+    lightning: ClassVar[Namespace] = namespace("lightning.pytorch")
+
+    def __init__(self, timeline: str | Path | None = None, timeline_steps: int = 1, summary: bool = True) -> None:
+        super().__init__(timeline, timeline_steps, summary)
 
 
 class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
@@ -73,6 +103,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
 
     lightning: ClassVar[Namespace] = namespace("lightning.pytorch")
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
+    default_callback: ClassVar[type[Callback]] = SuperpipelineCallback
 
     def __init__(
         self,
@@ -117,17 +148,6 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
                 debug=debug,
             ),
         )
-
-
-class SuperpipelineCallback(CallbackMixin, Callback):
-    """Prints the plan when a run begins, and what was streamed and saved when it ends. It observes only.
-
-    Example::
-
-        trainer = Trainer(strategy="superpipeline", callbacks=SuperpipelineCallback())
-    """
-
-    lightning: ClassVar[Namespace] = namespace("lightning.pytorch")
 
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)

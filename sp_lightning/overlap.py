@@ -7,7 +7,7 @@ them. Stepping in backward is right only where none of them is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -84,7 +84,7 @@ def plan_overlap(
     pipeline: Pipeline,
     module: LightningModule,
     optimizer: Optimizer,
-    closure: Callable[[], Any],
+    automatic: bool,
     precision: Any,
     lightning: Namespace,
 ) -> OverlapPlan:
@@ -94,7 +94,7 @@ def plan_overlap(
         pipeline: The engine.
         module: The user's module, attached to its Trainer.
         optimizer: The optimizer about to step.
-        closure: What it was given to call.
+        automatic: Whether Lightning's own loop steps it.
         precision: The precision plugin.
         lightning: Where the module comes from.
 
@@ -105,7 +105,7 @@ def plan_overlap(
     clips = bool(trainer.gradient_clip_val)
     by_value = clips and trainer.gradient_clip_algorithm == "value"
     scales = getattr(precision, "scaler", None) is not None
-    reasons = _hindrances(module, trainer.callbacks, closure, precision, lightning)
+    reasons = _hindrances(module, trainer.callbacks, automatic, precision, lightning)
     if pipeline.options.overlap_optimizer is False:
         why_not: str | None = "`overlap_optimizer=False`"
     else:
@@ -126,11 +126,11 @@ def plan_overlap(
 
 
 def _hindrances(
-    module: LightningModule, callbacks: Iterable[Any], closure: Callable[[], Any], precision: Any, lightning: Namespace
+    module: LightningModule, callbacks: Iterable[Any], automatic: bool, precision: Any, lightning: Namespace
 ) -> list[str]:
     """What may look at gradients, or change them, between backward and the step."""
     hindrances = []
-    if not isinstance(closure, lightning.closure):
+    if not automatic:
         hindrances.append("the step is not one of automatic optimization")
     elif not isinstance(precision, lightning.precisions) and type(precision) is not lightning.precision:
         hindrances.append(f"`{type(precision).__name__}` may do anything to gradients")

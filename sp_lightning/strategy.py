@@ -49,8 +49,10 @@ class SuperpipelineMixin(_Base):
         presets: Other registered names, and the arguments that each stands for.
         lightning: What is borrowed from the namespace.
         streaming_checkpoint_io: The namespace's default checkpoint plugin.
+        default_callback: What is added to the Trainer's callbacks if it has none of this class.
         num_nodes: Set by the Trainer.
         pipeline: The engine, from `setup` to `teardown`; `None` otherwise.
+        progress: Told how far setting up the pipeline is; the callback sets it.
     """
 
     strategy_name = "superpipeline"
@@ -59,6 +61,7 @@ class SuperpipelineMixin(_Base):
     }
     lightning: ClassVar[Namespace]
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
+    default_callback: ClassVar[type[Any]]
 
     def __init__(
         self, *, options: PipelineOptions, process_group_backend: str | None, timeout: timedelta | None, **plugins: Any
@@ -69,6 +72,7 @@ class SuperpipelineMixin(_Base):
         self.timeout = timeout
         self.num_nodes = 1
         self.pipeline: Pipeline | None = None
+        self.progress: Callable[[int, int], None] | None = None
         self._threads_before: int | None = None
         self._overlap: OverlapPlan | None = None
         self._retry: OutOfMemoryRetry | None = None
@@ -186,6 +190,7 @@ class SuperpipelineMixin(_Base):
     def setup_environment(self) -> None:
         # Before any work: callbacks copy the model in their `setup`, long before ours.
         self._refuse_averaging_on_device()
+        self._add_callback()
         super().setup_environment()
         if self.root_device.type != "cpu" and self._threads_before is None:
             # On the CPU the same threads compute the model, and other numbers of threads sum in another order than
@@ -210,6 +215,17 @@ class SuperpipelineMixin(_Base):
                     f"`{name}(device={chosen!r})` keeps a second copy of the whole model on {device}, but"
                     f" `strategy='superpipeline'` keeps weights in host memory. Set `{name}(device='cpu')`.",
                 )
+
+    def _add_callback(self) -> None:
+        """Give the Trainer our callback: after those that the user and the module gave, before any `setup` hook."""
+        trainer: Any = self._module._trainer
+        if trainer is None or trainer.barebones or any(isinstance(c, self.default_callback) for c in trainer.callbacks):
+            return
+        # Who wants no model summary wants no table: metrics alone.
+        summary = any(isinstance(callback, self.lightning.summary) for callback in trainer.callbacks)
+        others = [callback for callback in trainer.callbacks if not isinstance(callback, self.lightning.checkpoints)]
+        checkpoints = [callback for callback in trainer.callbacks if isinstance(callback, self.lightning.checkpoints)]
+        trainer.callbacks = [*others, self.default_callback(summary=summary), *checkpoints]
 
     @contextmanager
     @override
@@ -249,7 +265,9 @@ class SuperpipelineMixin(_Base):
         if next(module.parameters(), None) is None:
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
         else:
-            self.pipeline = Pipeline(module, self.root_device, options=self.options, planner=AutoPlanner())
+            self.pipeline = Pipeline(
+                module, self.root_device, options=self.options, planner=AutoPlanner(), progress=self.progress
+            )
             self._retry = OutOfMemoryRetry(self.pipeline, module, self.lightning)
         lend_pipeline(self.precision_plugin, self.pipeline, self.lightning)
         # Hazard 1: `self.device`, `self.log` and others rely on it, and nothing was moved that would have set it.
@@ -317,9 +335,7 @@ class SuperpipelineMixin(_Base):
         **kwargs: Any,
     ) -> Any:
         if self.pipeline is not None:
-            self._overlap = plan_overlap(
-                self.pipeline, self._module, optimizer, closure, self.precision_plugin, self.lightning
-            )
+            self._overlap = self._plan_overlap(optimizer, isinstance(closure, self.lightning.closure))
             self._say_once(self._overlap)
         try:
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -328,6 +344,25 @@ class SuperpipelineMixin(_Base):
         if self.pipeline is not None:
             self.pipeline.weights_changed()
         return result
+
+    def _plan_overlap(self, optimizer: Optimizer, automatic: bool) -> OverlapPlan:
+        assert self.pipeline is not None
+        return plan_overlap(self.pipeline, self._module, optimizer, automatic, self.precision_plugin, self.lightning)
+
+    def _expected_plans(self) -> list[OverlapPlan]:
+        if self._module.trainer.state.fn != self.lightning.fitting:  # optimizers of an earlier fit are still there
+            return []
+        return [self._plan_overlap(optimizer, self._module.automatic_optimization) for optimizer in self.optimizers]
+
+    def describe_optimizers(self) -> list[str]:
+        """How each optimizer is going to step, and why. What is said here is not said again in the first step."""
+        texts = list(dict.fromkeys(map(str, self._expected_plans())))
+        self._said.update(texts)
+        return [text.removeprefix("Superpipeline: ") for text in texts]
+
+    def why_optimizer_waits(self) -> str | None:
+        """Why an optimizer steps all of its weights after backward; None if none does."""
+        return next((plan.why_not for plan in self._expected_plans() if plan.why_not is not None), None)
 
     def _say_once(self, overlap: OverlapPlan) -> None:
         text = str(overlap)

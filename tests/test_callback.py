@@ -1,17 +1,60 @@
-"""The callback prints a plan and an outcome, changes nothing, and says when it is of no use."""
+"""The callback shows a plan, measures, draws and gives advice; it changes nothing, and says when it is of no use."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import re
+import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
+from pathlib import Path
 
+import lightning as L
 import pytest
+import pytorch_lightning
+import pytorch_lightning.demos.boring_classes
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichModelSummary
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.tuner import Tuner
 
-from sp_lightning import SuperpipelineCallback
-from sp_lightning.callback import outcome
-from sp_lightning.pipeline import Stats, Summary
+import sp_lightning.pytorch_lightning as twin
+from sp_lightning import Pipeline, PipelineOptions, SuperpipelineCallback, superpipeline
+from sp_lightning.callback import CallbackMixin, outcome
+from sp_lightning.monitor.advice import Evidence, diagnose
+from sp_lightning.monitor.metrics import COUNTED, PREFIX, TIMED, Counters
+from sp_lightning.monitor.progress import SetUpProgress
+from sp_lightning.monitor.recorder import Recorder
+from sp_lightning.monitor.report import bytes_to_device
+from sp_lightning.pipeline import Recording, Stats, Summary
+from sp_lightning.timeline import break_down
 
 from .lightning_modules import Base, assert_same_training, fit, loader, plain, streamed, trainer
+from .recordings import make_recording
+
+SUMMARY = Summary(
+    device="cuda:0",
+    units=8,
+    k=2,
+    k_prime=1,
+    model_bytes=4 << 30,
+    device_bytes=1 << 30,
+    gradient_bytes=0,
+    resident=(),
+    resident_bytes=0,
+    host_bytes=4 << 30,
+    host_gradient_bytes=1 << 30,
+    optimizer_bytes=8 << 30,
+    host_activation_bytes=0,
+    parameters=1 << 30,
+    unit_names=(),
+    unit_bytes=(),
+    lowered=0,
+    pinned=True,
+)
 
 
 @pytest.fixture
@@ -52,29 +95,444 @@ def test_says_that_it_does_nothing_under_another_strategy(messages):
 
 
 def test_outcome_in_numbers():
-    summary = Summary(
-        device="cuda:0",
-        units=8,
-        k=2,
-        k_prime=1,
-        model_bytes=4 << 30,
-        device_bytes=1 << 30,
-        gradient_bytes=0,
-        resident=(),
-        resident_bytes=0,
-        host_bytes=4 << 30,
-        host_gradient_bytes=1 << 30,
-        optimizer_bytes=8 << 30,
-        parameters=1 << 30,
-        unit_names=(),
-        unit_bytes=(),
-        lowered=0,
-        pinned=True,
-    )
-    text = outcome(Stats(steps=5, loads=40, bytes_to_device=8 << 30, bytes_to_host=2 << 20, misses=1), summary)
+    text = outcome(Stats(steps=5, loads=40, bytes_to_device=8 << 30, bytes_to_host=2 << 20, misses=1), SUMMARY)
     assert text == (
         "Superpipeline: 5 steps, 40 unit loads, 8.0 GiB to the device, 2.0 MiB back; 1 loads came late, 0 were"
-        " repeated.\nWeights on cuda:0: at most 1.0 GiB of 4.0 GiB (75% saved).\n"
+        " repeated.\nWeights on cuda:0, k=2, k_prime=1: at most 1.0 GiB of 4.0 GiB (75% saved).\n"
         "On the host: weights 4.0 GiB, gradients 1.0 GiB, optimizer 8.0 GiB; 13.0 bytes per parameter."
     )
-    assert "(0% saved)" in outcome(Stats(), replace(summary, model_bytes=0))
+    assert "(0% saved)" in outcome(Stats(), replace(SUMMARY, model_bytes=0))
+
+
+# ------------------------------------------------------------------------------------------- attached by the strategy
+
+
+def ours(trainer_) -> list[SuperpipelineCallback]:
+    return [callback for callback in trainer_.callbacks if isinstance(callback, SuperpipelineCallback)]
+
+
+def test_attached_by_the_strategy(tmp_path):
+    """Once, before what saves checkpoints, and with the table that the Trainer's model summary asks for."""
+    run = trainer(
+        streamed(),
+        enable_model_summary=True,
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+        callbacks=[ModelCheckpoint(tmp_path, save_last=True)],
+    )
+    assert not ours(run)
+    for _ in range(2):
+        fit(run, Base())
+        run.fit_loop.epoch_progress.reset()
+    assert [callback.summary for callback in ours(run)] == [True]
+    assert isinstance(run.callbacks[-1], ModelCheckpoint)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    assert not [key for key in saved["callbacks"] if "Superpipeline" in key]
+
+
+class BringsItsOwn(Base):
+    def configure_callbacks(self):
+        return [SuperpipelineCallback(summary=False, timeline_steps=3)]
+
+
+class Mine(SuperpipelineCallback):
+    pass
+
+
+def test_the_users_own_is_used():
+    for module, given in ((Base(), Mine()), (BringsItsOwn(), None)):
+        run = trainer(streamed(), enable_model_summary=True, callbacks=given)
+        fit(run, module)
+        assert [callback.timeline_steps for callback in ours(run)] == [3 if given is None else 1]
+        assert given is None or ours(run) == [given]
+
+
+def test_none_where_nothing_but_speed_counts():
+    run = L.Trainer(strategy=streamed(), accelerator="cpu", max_steps=1, barebones=True)
+    fit(run, Base())
+    assert not ours(run)
+
+
+def test_quiet_where_no_summary_is_wanted(messages):
+    run = trainer(streamed())
+    fit(run, Base())
+    assert [callback.summary for callback in ours(run)] == [False]
+    assert not [text for text in messages() if "unit loads" in text or "k_prime" in text]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_namespace_has_its_own():
+    run = pytorch_lightning.Trainer(
+        strategy="superpipeline", accelerator="cpu", max_steps=8, logger=Notes(), enable_checkpointing=False
+    )
+    run.fit(pytorch_lightning.demos.boring_classes.BoringModel())
+    (callback,) = [one for one in run.callbacks if isinstance(one, CallbackMixin)]
+    assert type(callback) is twin.SuperpipelineCallback
+    assert not isinstance(callback, SuperpipelineCallback)
+    assert callback.summary
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "text"])
+def test_the_table_is_drawn_as_lightning_draws_its_own(capsys, messages, rich):
+    summary = RichModelSummary() if rich else ModelSummary()
+    fit(trainer(streamed(), max_epochs=1, callbacks=[summary], enable_model_summary=True), Base())
+    drawn, said = capsys.readouterr().out, "\n".join(messages())
+    where, other = (drawn, said) if rich else (said, drawn)
+    assert where.count("k, k_prime") == 1
+    assert "k, k_prime" not in other
+    text = re.sub(r"[│\s]+", " ", where)
+    assert "optimizer AdamW steps unit by unit under the next forward: `Base.on_before_optimizer_step`" in text
+    assert "activations auto: for each unit what is cheapest" in text
+    # four blocks of two slots, and a head that may be on the device for good
+    assert "a step moves at most " in text
+    assert said.count("AdamW") == (0 if rich else 1), "the table has said it"
+
+
+def test_bytes_of_a_step():
+    """As many as are counted: the last units of forward are there for backward."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+    pipeline = superpipeline(model, "cpu", k=2, overlap_optimizer=False)
+    for _ in range(2):
+        before = pipeline.stats.bytes_to_device
+        model(torch.ones(1, 8)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    sent = pipeline.stats.bytes_to_device - before
+    padded = 512 / (8 * 8 * 4 + 8 * 4)  # weights lie 256 bytes apart
+    assert sent == pytest.approx(padded * bytes_to_device(pipeline.summary(), trains=True))
+    assert bytes_to_device(pipeline.summary(), trains=False) == sum(pipeline.summary().unit_bytes)
+    pipeline.detach()
+
+
+# ----------------------------------------------------------------------------------------------------------- metrics
+
+
+class Notes(Logger):
+    """Keeps what is logged."""
+
+    name = version = "notes"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def log_hyperparams(self, *args, **kwargs) -> None:
+        pass
+
+    def log_metrics(self, metrics, step) -> None:
+        self.lines.append((step, dict(metrics)))
+
+    def ours(self) -> list[tuple[int, dict[str, float]]]:
+        return [(step, values) for step, values in self.lines if any(name.startswith(PREFIX) for name in values)]
+
+
+def test_metrics_of_a_fit():
+    """Counters whenever Lightning logs, times when a step was recorded; what the user logs stays as it is."""
+    notes, plain_notes = Notes(), Notes()
+    arguments = {"max_epochs": 4, "log_every_n_steps": 4, "callbacks": None}
+    fit(trainer(plain(), logger=plain_notes, **arguments), Base())
+    run = trainer(streamed(k=2), logger=notes, **arguments)
+    fit(run, Base())
+    lines = notes.ours()
+    assert [step for step, _ in lines] == [3, 7, 11, 15, 19, 23]
+    names = [{name.removeprefix(PREFIX) for name in values} for _, values in lines]
+    assert set(COUNTED) | set(TIMED) in names
+    assert all(set(COUNTED) <= found <= set(COUNTED) | set(TIMED) for found in names)
+    others = [(step, values) for step, values in notes.lines if (step, values) not in lines]
+    assert [(step, set(values)) for step, values in others] == [(s, set(v)) for s, v in plain_notes.lines]
+    assert not [name for name in {**run.callback_metrics, **run.logged_metrics} if "superpipeline" in name]
+    last = {name.removeprefix(PREFIX): value for name, value in lines[-1][1].items()}
+    assert last["loads"] == 2 * 4 - 2  # four blocks in two slots; the head is small, and resident
+    assert last["heals"] == last["late_loads"] == 0
+    timed = next(values for _, values in lines if PREFIX + "overlap" in values)
+    assert 0 <= timed[PREFIX + "overlap"] <= 1
+    assert 0 < timed[PREFIX + "compute_share"] <= 1
+    assert timed[PREFIX + "step_seconds"] > timed[PREFIX + "stall_seconds"] >= 0
+    assert all(math.isfinite(value) for _, values in lines for value in values.values())
+
+
+def test_accumulated_batches_are_one_step():
+    notes = Notes()
+    run = trainer(streamed(), logger=notes, log_every_n_steps=1, accumulate_grad_batches=3, max_epochs=1)
+    fit(run, Base())
+    assert [step for step, _ in notes.ours()] == [0, 1]
+
+
+def test_nothing_is_logged_where_lightning_logs_nothing():
+    notes = Notes()
+    fit(trainer(streamed(), logger=notes, log_every_n_steps=0), Base())
+    assert not notes.ours()
+
+
+def test_reading_counters_waits_for_nobody(monkeypatch):
+    """Metrics come while units are being stepped: whoever looked at a weight would wait for all of them."""
+    reading, read, settle = [False], Counters.read, Pipeline.settle
+    settled = []
+
+    def watched_read(self):
+        reading[0] = True
+        values = read(self)
+        reading[0] = False
+        return values
+
+    def watched_settle(self):
+        settled.append(reading[0])
+        settle(self)
+
+    monkeypatch.setattr(Counters, "read", watched_read)
+    monkeypatch.setattr(Pipeline, "settle", watched_settle)
+    notes = Notes()
+    fit(trainer(streamed(), logger=notes, log_every_n_steps=1), Base())
+    assert len(notes.ours()) == 12
+    assert settled
+    assert not any(settled)
+
+
+def test_the_documented_metrics_are_those_there_are():
+    text = (Path(__file__).parents[1] / "docs" / "timeline.md").read_text(encoding="utf-8")
+    documented = dict(re.findall(r"^\| `superpipeline/(\w+)` \| (.+) \|$", text, re.MULTILINE))
+    assert documented == {**COUNTED, **TIMED}
+
+
+# ------------------------------------------------------------------------------------------------ timeline, diagnosis
+
+
+def test_the_timeline_of_a_fit(tmp_path, messages):
+    """One picture of the steps asked for, and at the end a diagnosis with its evidence."""
+    path = tmp_path / "new" / "timeline.html"
+    assert_same_training(
+        arguments=lambda: {"callbacks": SuperpipelineCallback(path, timeline_steps=2), "max_epochs": 3},
+    )
+    text = path.read_text(encoding="utf-8")
+    assert "2 steps of" in text
+    assert "Base, fit, k=2, k_prime=1, cpu" in text
+    assert "forward: blocks.0" in text
+    (said,) = [text for text in messages() if text.startswith("A step takes")]
+    assert "The device computes" in said
+
+
+@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+def test_the_timeline_of_an_evaluation(tmp_path, entry):
+    run = trainer(streamed(), callbacks=SuperpipelineCallback(tmp_path / "a.json"))
+    getattr(run, entry)(Base(), loader(6))
+    events = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["traceEvents"]
+    kinds = {event["cat"] for event in events if event["ph"] == "X"}
+    assert {"forward", "load", "step"} <= kinds
+    assert "backward" not in kinds
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"fast_dev_run": True},
+        {"max_steps": 1},
+        {"max_epochs": 1, "limit_train_batches": 2},
+        {"max_epochs": 1, "val_check_interval": 2},
+        {"max_epochs": 1, "num_sanity_val_steps": 2},
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_the_timeline_of_a_short_run(tmp_path, arguments):
+    run = trainer(streamed(), callbacks=SuperpipelineCallback(tmp_path / "a.html", 4), **arguments)
+    fit(run, Base())
+    assert (tmp_path / "a.html").is_file()
+
+
+def test_a_run_without_steps_says_that_there_is_no_timeline(tmp_path):
+    class Skips(Base):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1
+
+    run = trainer(streamed(), callbacks=SuperpipelineCallback(tmp_path / "a.html"))
+    with pytest.warns(UserWarning, match=r"`timeline='.*a.html'` was not written: no step was recorded"):
+        fit(run, Skips())
+
+
+def test_a_timeline_that_cannot_be_written_stops_nothing(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    run = trainer(streamed(), max_epochs=1, callbacks=SuperpipelineCallback(tmp_path / "file" / "a.html"))
+    with pytest.warns(UserWarning, match=r"`timeline='.*a.html'` was not written: .*file"):
+        fit(run, Base())
+    assert run.global_step == 6
+
+
+@pytest.mark.parametrize("batch", [0, 4, 5])
+def test_an_exception_in_a_recorded_step(tmp_path, batch):
+    """The user's own comes out, and the same Trainer's callback serves the next run."""
+
+    class Fails(Base):
+        fails = True
+
+        def training_step(self, *args):
+            if self.fails and args[1] == batch:
+                raise RuntimeError("the user's")
+            return super().training_step(*args)
+
+    callback, module = SuperpipelineCallback(tmp_path / "a.html"), Fails()
+    with pytest.raises(RuntimeError, match="the user's"):
+        fit(trainer(streamed(), callbacks=callback), module)
+    Fails.fails = False
+    fit(trainer(streamed(), callbacks=callback), module)
+    assert (tmp_path / "a.html").is_file()
+
+
+def test_tuners_take_callbacks_away():
+    class Tunable(Base):
+        batch_size = 2
+        lr = 1e-3
+
+        def train_dataloader(self):
+            return loader(12, self.batch_size)
+
+        def val_dataloader(self):
+            return loader(1)
+
+    run = trainer(streamed(), max_epochs=1, enable_model_summary=True)
+    module = Tunable()
+    Tuner(run).scale_batch_size(module, max_trials=2, steps_per_trial=2)
+    assert module.batch_size > 2
+    Tuner(run).lr_find(module, num_training=8, min_lr=1e-5)
+    assert len(ours(run)) <= 1
+    run.fit(module)
+    assert len(ours(run)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"timeline": "a.pdf"}, ValueError, r"`timeline='a.pdf'` must end in `.html`"),
+        ({"timeline": "a.png"}, ImportError, r"`timeline='a.png'` needs Pillow"),
+        ({"timeline_steps": 0}, ValueError, r"`timeline_steps=0` must be at least 1"),
+    ],
+)
+def test_bad_arguments(monkeypatch, arguments, error, message):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(error, match=message):
+        SuperpipelineCallback(**arguments)
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+def test_when_steps_are_recorded():
+    """The last step of each interval, with one before it; an early one; none after the run has ended."""
+
+    class Pipe:
+        def __init__(self):
+            self.begun, self.step, self.stats = [], 0, Stats()
+
+        @contextmanager
+        def record(self):
+            self.begun.append(self.step)
+            recording = Recording()
+            yield recording
+            self.stats.recomputed += 7
+            recording.steps = [(0.0, 1.0)] * (self.step + 1 - self.begun[-1])
+
+    def recorded(steps, interval, expected, run=100):
+        pipe = Pipe()
+        recorder = Recorder(pipe, steps, interval, expected)
+        ends = []
+        for pipe.step in range(run):
+            recorder.step_begins()
+            if (recording := recorder.step_ends()) is not None:
+                assert len(recording.steps) == steps
+                assert recorder.recomputed == 7 / (steps + 1)
+                ends.append(pipe.step)
+        return pipe.begun, ends
+
+    assert recorded(1, 50, 100) == ([5, 48, 98], [6, 49, 99])
+    assert recorded(3, 1, 1000) == ([5, 16, 36, 56, 76, 96], [8, 19, 39, 59, 79, 99])
+    assert recorded(1, 50, math.inf, 7) == ([5], [6])
+    assert recorded(2, 50, 4, 4) == ([1], [3])
+    assert recorded(30, 10, 1000, 62) == ([0, 31], [30, 61])
+
+
+def evidence(**changes) -> Evidence:
+    recording = {name: changes.pop(name) for name in [*changes] if name in signature(make_recording).parameters}
+    options = PipelineOptions(**{name: changes.pop(name) for name in [*changes] if hasattr(PipelineOptions, name)})
+    return Evidence(
+        numbers=break_down(make_recording(steps=3, **recording)),
+        recomputed=changes.pop("recomputed", 0.0),
+        summary=replace(SUMMARY, **changes.pop("summary", {})),
+        options=options,
+        device_peak=changes.pop("device_peak", 9 << 30),
+        device_total=changes.pop("device_total", 10 << 30),
+        waits_for_optimizer=changes.pop("waits_for_optimizer", None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({}, []),
+        ({"recomputed": 8.0}, []),
+        (
+            {"recomputed": 8.0, "device_peak": 4 << 30},
+            ["8 units compute their forward twice in a step, and 6.0 GiB of the device are free: `activations='keep'`"],
+        ),
+        ({"load": 5e-3}, []),
+        ({"load": 5e-3, "device_total": None}, []),
+        ({"load": 5e-3, "device_peak": 4 << 30, "memory_budget": "4GB"}, []),
+        ({"load": 5e-3, "device_peak": 4 << 30}, ["6.0 GiB of the device are free: a larger batch computes more"]),
+        ({"load": 5e-3, "summary": {"pinned": False}}, ["Host memory is not page-locked"]),
+        ({"load": 5e-3, "summary": {"pinned": False, "device": "cpu"}}, []),
+        ({"gradients": 7e-3, "summary": {"pinned": False}}, ["Host memory is not page-locked"]),
+        ({"step": 7e-3}, ["The optimizer's steps take 46.3 ms of the host's time in a step: a larger batch"]),
+    ],
+    ids=str,
+)
+def test_advice_needs_evidence(monkeypatch, changes, advice):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    headline, *given = diagnose(evidence(**changes))
+    assert headline.startswith("A step takes ")
+    assert len(given) == len(advice), given
+    for text, expected in zip(given, advice, strict=True):
+        assert text.removeprefix("  - ").startswith(expected)
+
+
+def test_advice_on_threads(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    assert "OMP_NUM_THREADS=1 holds them to 1 of 16 cores" in diagnose(evidence(step=7e-3))[-1]
+    assert "OMP_NUM_THREADS" not in diagnose(evidence(step=7e-3, host_threads=4))[-1]
+
+
+def test_advice_where_no_unit_computes():
+    known = evidence(waits_for_optimizer="LBFGS looks at all weights")
+    numbers = replace(known.numbers, end=2 * known.numbers.end)
+    assert diagnose(replace(known, numbers=numbers))[1:] == [
+        "  - The optimizer steps while the device waits: LBFGS looks at all weights."
+    ]
+    assert "profiler" in diagnose(replace(known, numbers=numbers, waits_for_optimizer=None))[1]
+
+
+def test_a_bar_for_what_takes_long(capsys):
+    """Nothing for two seconds, nothing for what is small; then a bar up to the end, also a second time."""
+    now = [0.0]
+    progress = SetUpProgress(lambda: now[0])
+    for total, shown in ((1 << 29, False), (8 << 30, True), (8 << 30, True)):
+        for part in range(9):
+            now[0] += 0.5
+            progress(part * total // 8, total)
+            assert progress.shown == (shown and 4 <= part < 8), part
+        assert ("weights into place" in capsys.readouterr().err) == shown
+    progress(0, 8 << 30)
+    now[0] += 3
+    progress(1 << 30, 8 << 30)
+    progress.close()
+    assert not progress.shown
+
+
+def test_setting_up_tells_how_far_it_is():
+    calls = []
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+    pipeline = Pipeline(model, "cpu", progress=lambda done, total: calls.append((done, total)))
+    pipeline.detach()
+    assert calls == [(part * 512, 6 * 512) for part in range(7)]
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_progress_goes_with_the_trainers_bar(bar):
+    run = trainer(streamed(), max_epochs=1, enable_progress_bar=bar)
+    fit(run, Base())
+    assert (run.strategy.progress is not None) == bar

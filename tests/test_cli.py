@@ -16,6 +16,7 @@ import sp_lightning
 from sp_lightning import SuperpipelineStrategy
 
 CLASS = "sp_lightning.SuperpipelineStrategy"
+CALLBACK = "sp_lightning.SuperpipelineCallback"
 
 
 def cli(*arguments: str, **options: Any) -> SuperpipelineStrategy:
@@ -80,7 +81,10 @@ def test_yaml(tmp_path):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_yaml_with_the_callback_in_any_order(tmp_path, reverse):
-    entries = [("strategy", "superpipeline"), ("callbacks", [{"class_path": "sp_lightning.SuperpipelineCallback"}])]
+    entries = [
+        ("strategy", "superpipeline"),
+        ("callbacks", [{"class_path": CALLBACK, "init_args": {"timeline": "a.html"}}]),
+    ]
     path = tmp_path / "a.yaml"
     path.write_text(yaml.safe_dump({"trainer": dict(reversed(entries) if reverse else entries)}, sort_keys=False))
     assert cli(f"--config={path}").options.k == "auto"

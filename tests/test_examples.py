@@ -167,3 +167,24 @@ def test_the_benchmark_of_the_host_step_measures(tmp_path):
     ]
     assert all(value > 0 for row in rows for value in row["ms"].values())
     assert f"{rows[0]['fused / by unit, fused']:.2f}" in output
+
+
+def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path):
+    """The more units are on the device, the more memory they take; and the picture has every point."""
+    small = ["--device=cpu", "--blocks=4", "--width=8", "--rows=2", "--steps=1", "--warm-up=2", "--rounds=1"]
+    printed = run("benchmarks/sweep_k.py", *small, f"--output={tmp_path / 'k.json'}")
+    result = json.loads((tmp_path / "k.json").read_text(encoding="utf-8"))
+    points = result["points"]
+    assert [point["k"] for point in points] == [1, 2, 4]
+    assert all(point["step_seconds"] > 0 for point in points)
+    memory = [point["device_bytes"] for point in points]
+    assert memory == sorted(set(memory))
+    assert printed.count("ms a step") == 3
+    for name in ("k.svg", "k.png"):
+        run("benchmarks/plot_k.py", str(tmp_path / "k.json"), f"--output={tmp_path / name}")
+    drawn = (tmp_path / "k.svg").read_text(encoding="utf-8")
+    assert drawn.count("<circle") == 2 * 3 + 1
+    assert result["title"] in drawn
+    assert (tmp_path / "k.png").read_bytes().startswith(b"\x89PNG")
+    output = run("benchmarks/plot_k.py", str(tmp_path / "k.json"), "--output=k.pdf", code=2)
+    assert "--output k.pdf must end in .png or .svg" in output

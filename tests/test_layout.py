@@ -19,9 +19,10 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sp_lightning"
 EXAMPLES = ROOT / "examples"
+OPTIONAL = {"PIL", "rich"}  # used where they are installed
 
 # The rooms, from the lowest up: a room imports from itself and from rooms before it in this list.
-ROOMS = ["pipeline", "planning", "glue"]
+ROOMS = ["pipeline", "planning", "timeline", "monitor", "glue"]
 
 
 def modules(folder: Path) -> list[Path]:
@@ -77,7 +78,7 @@ def test_examples_use_public_names_alone(path):
     public = {"sp_lightning", *(f"sp_lightning.{name}" for name in sp_lightning.__all__)}
     ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
     if path.parent.name == "benchmarks":
-        ours = {name for name in ours if not name.startswith("sp_lightning.pipeline.")}
+        ours = {name for name in ours if not name.startswith(("sp_lightning.pipeline.", "sp_lightning.timeline."))}
     assert not ours - public
 
 
@@ -122,6 +123,6 @@ def test_declared_dependencies_are_those_imported():
     """What the package imports is declared, and nothing else is."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {line.split(">=")[0].replace("-", "_") for line in project["dependencies"]}
-    found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
+    found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)} - OPTIONAL
     # Every `lightning` brings `pytorch_lightning` of the same release.
     assert found - sys.stdlib_module_names - {"sp_lightning", "pytorch_lightning"} == declared

@@ -6,7 +6,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.planned import Planner, WindowPlan
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.summary import Summary, readable_bytes
+from sp_lightning.pipeline.summary import Summary, as_table, readable_bytes
 from sp_lightning.pipeline.trace import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.transfer import Backend
 
@@ -24,5 +24,6 @@ __all__ = [
     "Stats",
     "Summary",
     "WindowPlan",
+    "as_table",
     "readable_bytes",
 ]

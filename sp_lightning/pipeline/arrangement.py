@@ -7,7 +7,7 @@ unit, a weight that autocast lowers) or when the module tree has changed. Master
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,7 @@ class Arrangement:
         learned: What earlier steps have shown.
         backend: Allocates and pins.
         autocast: The dtype that autocast lowers to in the steps to come, if it is on.
+        progress: Told how many bytes of weights have been laid out, and of how many: it may take minutes.
 
     Attributes:
         units: Streamed units in expected order.
@@ -107,6 +108,7 @@ class Arrangement:
         learned: Learned,
         backend: Backend,
         autocast: torch.dtype | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.autocast = autocast
         self._options = options
@@ -133,7 +135,7 @@ class Arrangement:
         self.pin, self.pin_gradients = self._may_pin()
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
-        self._lay_out(learned)
+        self._lay_out(learned, progress or (lambda done, total: None))
         self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
 
     def make_resident(self, weight: Weight) -> Twin:
@@ -260,11 +262,14 @@ class Arrangement:
 
     # ------------------------------------------------------------------------------------------------------ memory
 
-    def _lay_out(self, learned: Learned) -> None:
+    def _lay_out(self, learned: Learned, progress: Callable[[int, int], None]) -> None:
         before, learned.buffers = learned.buffers, {}
+        total = sum(map(sent_bytes, self._parts))
+        progress(0, total)
         for index, part in enumerate(self._parts):
             self.groups.append(self._make_group(index, part, before, learned.buffers))
             self.groups[-1].kept = part[0] in self._kept
+            progress(sum(group.nbytes for group in self.groups), total)
         streamed = [group for group in self.groups if not group.kept]
         offsets, arena_bytes = place_in_arena([group.nbytes for group in streamed], self._window)
         self.arena = self._backend.allocate(arena_bytes)

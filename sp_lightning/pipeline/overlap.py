@@ -503,8 +503,9 @@ class Overlap:
     def optimizer_bytes(self) -> int:
         """Host memory for what optimizers keep about weights."""
         with without_torch_function():
-            kept = [state for optimizer in self._known for state in optimizer.state.values()]
-        return sum(value.nbytes for state in kept for value in state.values() if isinstance(value, Tensor))
+            # lists, because the thread that steps may put in more at this moment
+            kept = [state for optimizer in self._known for state in list(optimizer.state.values())]
+        return sum(value.nbytes for state in kept for value in list(state.values()) if isinstance(value, Tensor))
 
     @property
     def settled(self) -> bool:

@@ -73,6 +73,7 @@ class Pipeline:
         options: Choices; the defaults work.
         backend: How to copy; made for the device by default.
         planner: Chooses what `options` leave to it, between steps; without one the window stays as small as it is.
+        progress: Told how many bytes of weights have been laid out on the host, and of how many.
 
     Raises:
         ValueError: If an option does not fit the module or the memory; nothing is attached then.
@@ -92,8 +93,10 @@ class Pipeline:
         options: PipelineOptions | None = None,
         backend: Backend | None = None,
         planner: Planner | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.module = module
+        self._progress = progress
         self.device = _full_device(device)
         self.options = options or PipelineOptions()
         self.stats = Stats()
@@ -343,6 +346,7 @@ class Pipeline:
             host_bytes=sum(group.host.host_bytes() for group in plan.groups if group.units),
             host_gradient_bytes=self._returns.host_bytes(),
             optimizer_bytes=self._overlap.optimizer_bytes(),
+            host_activation_bytes=self._pool.held,
             parameters=sum(weight.host.numel() for weight in plan.weights),
             unit_names=tuple(unit.name for unit in plan.units),
             unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.weights) for unit in plan.units),
@@ -389,7 +393,9 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------ attach and take off
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
-        plan = self._plan = Arrangement(self.module, self.options, self._learned, self._backend, autocast)
+        plan = self._plan = Arrangement(
+            self.module, self.options, self._learned, self._backend, autocast, self._progress
+        )
         self.stats.arrangements += 1
         self._schedule = Schedule(len(plan.streamed_members))
         self._saved.twins = plan.twins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sp_lightning.pipeline.planned import WindowPlan
@@ -24,6 +25,7 @@ class Summary:
         host_bytes: Host memory for weights and for what is sent of them.
         host_gradient_bytes: Host memory for gradients, as far as they have needed any.
         optimizer_bytes: Host memory for what optimizers keep about the weights, as far as they have stepped them.
+        host_activation_bytes: Host memory for activations that wait there, as far as they have needed any.
         parameters: How many numbers the weights have.
         unit_names: Names of the units.
         unit_bytes: Bytes that each unit sends.
@@ -44,6 +46,7 @@ class Summary:
     host_bytes: int
     host_gradient_bytes: int
     optimizer_bytes: int
+    host_activation_bytes: int
     parameters: int
     unit_names: tuple[str, ...]
     unit_bytes: tuple[int, ...]
@@ -62,10 +65,11 @@ class Summary:
         """The share of the weights that never has to be on the device at once with the rest."""
         return max(0.0, 1 - self.device_bytes / self.model_bytes) if self.model_bytes else 0.0
 
-    def __str__(self) -> str:
+    def rows(self) -> list[tuple[str, str]]:
+        """The plan as a table of names and values."""
         streamed = "all on the device, none streamed" if self.k >= self.units else "streamed"
         largest = max(self.unit_bytes, default=0)
-        rows = [
+        return [
             ("device", self.device),
             ("units", f"{self.units} ({streamed}), largest {readable_bytes(largest)}"),
             ("k, k_prime", f"{self.k}, {self.k_prime}"),
@@ -74,8 +78,15 @@ class Summary:
             ("saved on the device", f"{self.saved:.0%} of the weights"),
             ("weights on the host", readable_bytes(self.host_bytes) + (", page-locked" if self.pinned else "")),
         ]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def __str__(self) -> str:
+        return as_table(self.rows())
+
+
+def as_table(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values as lines of text, one below the other."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def readable_bytes(count: int) -> str:

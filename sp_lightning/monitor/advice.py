@@ -1,0 +1,116 @@
+"""What a step hangs on, and what would help: said only where numbers of this run show it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sp_lightning.pipeline import Kind, Lane, PipelineOptions, Summary, readable_bytes
+from sp_lightning.timeline import Breakdown, headline, readable_seconds
+
+_MUCH = 0.3  # a share that is worth doing something about
+_WORTH_ROOM = 0.1  # of the device's memory: what a larger batch or window would need at least
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known about a run.
+
+    Attributes:
+        numbers: Where the time of a recorded step went.
+        recomputed: How many units computed their forward twice in a step.
+        summary: The plan.
+        options: What the user chose.
+        device_peak: The most device memory that was held.
+        device_total: How much this process could have; None if nobody knows.
+        waits_for_optimizer: Why the optimizer steps all weights after backward; None if it does not.
+    """
+
+    numbers: Breakdown
+    recomputed: float
+    summary: Summary
+    options: PipelineOptions
+    device_peak: int
+    device_total: int | None
+    waits_for_optimizer: str | None
+
+    @property
+    def free(self) -> int:
+        """Device memory that was never used; zero if that is not known, not much, or what the user wants."""
+        if self.device_total is None or self.options.memory_budget is not None:
+            return 0
+        free = self.device_total - self.device_peak
+        return free if free > _WORTH_ROOM * self.device_total else 0
+
+    def part_of_lane(self, kind: Kind) -> float:
+        """How much of a lane's work is of one kind."""
+        busy = self.numbers.busy[kind.lane]
+        return self.numbers.kinds[kind] / busy if busy else 0.0
+
+
+def diagnose(evidence: Evidence) -> list[str]:
+    """Where the time of a step went, and what would make it shorter, a sentence each."""
+    numbers = evidence.numbers
+    lines = [f"A step takes {readable_seconds(numbers.seconds / numbers.steps)}. {headline(numbers)}"]
+    sources = {Lane.COMPUTE: _computing, Lane.TO_DEVICE: _to_device, Lane.TO_HOST: _to_host, Lane.HOST: _host}
+    lane = numbers.bottleneck
+    return lines + [f"  - {advice}" for advice in (_elsewhere if lane is None else sources[lane])(evidence)]
+
+
+def _computing(evidence: Evidence) -> Iterator[str]:
+    if evidence.recomputed >= 1 and evidence.free:
+        yield (
+            f"{evidence.recomputed:.0f} units compute their forward twice in a step, and"
+            f" {readable_bytes(evidence.free)} of the device are free: `activations='keep'`, or 'offload', computes it"
+            " once."
+        )
+
+
+def _to_device(evidence: Evidence) -> Iterator[str]:
+    yield from _not_pinned(evidence)
+    fetched = evidence.part_of_lane(Kind.FETCH)
+    if fetched > _MUCH:
+        yield f"{fetched:.0%} of these copies are activations that come back: `activations='recompute'` moves none."
+    yield from _room_for_more(evidence)
+
+
+def _to_host(evidence: Evidence) -> Iterator[str]:
+    yield from _not_pinned(evidence)
+    leaving = evidence.part_of_lane(Kind.OFFLOAD)
+    if leaving > _MUCH:
+        yield f"{leaving:.0%} of these copies are activations that leave: `activations='recompute'` moves none."
+    yield from _room_for_more(evidence)
+
+
+def _host(evidence: Evidence) -> Iterator[str]:
+    numbers = evidence.numbers
+    stepping = readable_seconds(numbers.kinds[Kind.STEP] / numbers.steps)
+    if evidence.part_of_lane(Kind.STEP) > _MUCH:
+        yield (
+            f"The optimizer's steps take {stepping} of the host's time in a step: a larger batch, or"
+            " `accumulate_grad_batches`, steps less often for the same data."
+        )
+    limit, cores = os.environ.get("OMP_NUM_THREADS"), os.cpu_count() or 1
+    if evidence.options.host_threads == "auto" and limit is not None and limit.isdecimal() and int(limit) < cores // 2:
+        yield f"OMP_NUM_THREADS={limit} holds them to {limit} of {cores} cores: `host_threads` overrides it."
+
+
+def _elsewhere(evidence: Evidence) -> Iterator[str]:
+    if evidence.waits_for_optimizer is not None:
+        yield f"The optimizer steps while the device waits: {evidence.waits_for_optimizer}."
+    else:
+        yield "Lightning's `Trainer(profiler='simple')` shows what the loop does in that time."
+
+
+def _not_pinned(evidence: Evidence) -> Iterator[str]:
+    if not evidence.summary.pinned and evidence.summary.device != "cpu":
+        yield "Host memory is not page-locked, which makes copies slow: see `ulimit -l` and `pin_memory`."
+
+
+def _room_for_more(evidence: Evidence) -> Iterator[str]:
+    if evidence.free:
+        yield (
+            f"{readable_bytes(evidence.free)} of the device are free: a larger batch computes more for the same"
+            " copies of weights and gradients."
+        )

@@ -1,0 +1,100 @@
+"""What is logged while a model trains: counters of the engine, and times of a recorded step, under `superpipeline/`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from sp_lightning.pipeline import Lane, Pipeline
+from sp_lightning.timeline import Breakdown
+
+PREFIX = "superpipeline/"
+
+COUNTED = {
+    "device_peak_bytes": "most device memory held so far: as torch's allocator counts it, on a CPU as the engine does",
+    "host_bytes": "host memory for weights, gradients, optimizer state and activations that wait there",
+    "to_device_bytes": "bytes copied to the device in a step",
+    "to_host_bytes": "bytes copied to the host in a step",
+    "loads": "units copied to the device in a step",
+    "late_loads": "loads in a step that nothing had asked for ahead of time",
+    "heals": "weights in a step that backward needed and that had to be brought back without notice",
+}
+"""What is logged whenever Lightning logs; numbers of a step are means over the steps since the last time."""
+
+TIMED = {
+    "step_seconds": "time of a step",
+    "compute_share": "part of that time in which the device computed units",
+    "stall_seconds": "time in a step in which computing waited for copies",
+    "stall_seconds_weights": "... for weights",
+    "stall_seconds_gradients": "... for room for gradients",
+    "stall_seconds_activations": "... for activations on their way",
+    "to_device_gb_per_s": "10^9 bytes per second to the device, while it was copied to",
+    "to_host_gb_per_s": "10^9 bytes per second to the host, while there were copies",
+    "host_seconds": "time in a step in which the host stepped units or added gradients up",
+    "overlap": "part of all copying and work on the host that ran while the device computed",
+}
+"""What is logged after a step was recorded."""
+
+
+class Counters:
+    """The engine's counters as numbers of one step.
+
+    Args:
+        pipeline: The engine.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._before = replace(pipeline.stats)
+
+    def read(self) -> dict[str, float]:
+        """Values for `COUNTED`, of the steps since the last call."""
+        now, before = replace(self._pipeline.stats), self._before
+        self._before = now
+        steps = max(1, now.steps - before.steps)
+        summary = self._pipeline.summary()
+        values = {
+            "device_peak_bytes": device_memory(self._pipeline)[0],
+            "host_bytes": summary.host_bytes
+            + summary.host_gradient_bytes
+            + summary.optimizer_bytes
+            + summary.host_activation_bytes,
+            "to_device_bytes": (now.bytes_to_device - before.bytes_to_device) / steps,
+            "to_host_bytes": (now.bytes_to_host - before.bytes_to_host) / steps,
+            "loads": (now.loads - before.loads) / steps,
+            "late_loads": (now.misses - before.misses) / steps,
+            "heals": (now.heals - before.heals) / steps,
+        }
+        return {PREFIX + name: float(value) for name, value in values.items()}
+
+
+def timed_metrics(numbers: Breakdown) -> dict[str, float]:
+    """Values for `TIMED`, of a recorded step."""
+    values = {
+        "step_seconds": numbers.seconds / numbers.steps,
+        "compute_share": numbers.share(numbers.busy[Lane.COMPUTE]),
+        "stall_seconds": numbers.stalled / numbers.steps,
+        **{
+            f"stall_seconds_{cause}": numbers.stalls.get(cause, 0.0) / numbers.steps
+            for cause in ("weights", "gradients", "activations")
+        },
+        "to_device_gb_per_s": numbers.rate(Lane.TO_DEVICE) / 1e9,
+        "to_host_gb_per_s": numbers.rate(Lane.TO_HOST) / 1e9,
+        "host_seconds": numbers.busy[Lane.HOST] / numbers.steps,
+        "overlap": numbers.overlap,
+    }
+    return {PREFIX + name: value for name, value in values.items()}
+
+
+def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
+    """The most device memory that was held so far, and how much this process can have, as far as torch tells.
+
+    Args:
+        pipeline: The engine; on a device whose memory torch does not count, what it has counted itself.
+    """
+    if pipeline.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(pipeline.device)
+        return torch.cuda.max_memory_allocated(pipeline.device), free + torch.cuda.memory_reserved(pipeline.device)
+    summary, stats = pipeline.summary(), pipeline.stats
+    return summary.device_bytes + summary.gradient_bytes + stats.activation_peak_bytes, None

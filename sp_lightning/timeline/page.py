@@ -1,0 +1,41 @@
+"""The timeline as a page of its own: the drawing as inline SVG, which can be zoomed, moved and pointed at.
+
+Without JavaScript the page is the picture. Pieces of work know when they were (`data-begin`, `data-end`), and a script
+moves them when another part of the time is looked at. Nothing is loaded from anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from importlib.resources import files
+
+from sp_lightning.pipeline import Recording
+from sp_lightning.timeline.breakdown import break_down
+from sp_lightning.timeline.drawing import style, to_svg
+from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline
+
+
+def to_page(recording: Recording, caption: str = "") -> str:
+    """The recording as a self-contained HTML page.
+
+    Args:
+        recording: A finished recording of at least one step.
+        caption: What was recorded.
+
+    Raises:
+        ValueError: If the recording has no step.
+    """
+    numbers = break_down(recording)
+    plot = {"left": PLOT_LEFT, "right": PLOT_RIGHT, "seconds": numbers.seconds}
+    steps = [begin - numbers.begin for begin, _ in recording.steps]
+    parts = {
+        "title": escape(f"Timeline {caption}".strip()),
+        "style": style(),
+        "drawing": to_svg(draw_timeline(recording, caption), styled=False),
+        "plot": json.dumps({**plot, "steps": steps}),
+    }
+    page = files("sp_lightning.timeline").joinpath("page.html").read_text(encoding="utf-8")
+    for name, value in parts.items():
+        page = page.replace(f"@{name}@", value, 1)
+    return page

@@ -1,0 +1,53 @@
+"""What the callback measures on a device: torch's own count of memory, and times by the device's events."""
+
+from __future__ import annotations
+
+import json
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning.monitor.metrics import PREFIX
+
+from ..test_callback import Notes
+
+pytestmark = pytest.mark.gpu
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 512)) for _ in range(8)])
+
+    def training_step(self, batch, batch_idx):
+        return self.blocks(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_metrics_and_timeline_of_a_device(tmp_path):
+    notes = Notes()
+    trainer = L.Trainer(
+        strategy=SuperpipelineStrategy(k=2),
+        accelerator="gpu",
+        devices=1,
+        max_epochs=1,
+        logger=notes,
+        log_every_n_steps=4,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[SuperpipelineCallback(tmp_path / "timeline.json")],
+    )
+    trainer.fit(Net(), DataLoader(torch.randn(12 * 64, 512), batch_size=64))
+    (timed,) = [values for _, values in notes.ours() if PREFIX + "step_seconds" in values]
+    assert 0 < timed[PREFIX + "device_peak_bytes"] <= torch.cuda.max_memory_allocated()
+    assert 0 < timed[PREFIX + "step_seconds"] < 10
+    assert 0 < timed[PREFIX + "compute_share"] <= 1
+    assert timed[PREFIX + "to_device_gb_per_s"] > 0
+    events = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert {"forward", "backward", "load", "gradients"} <= {event["cat"] for event in events if event["ph"] == "X"}

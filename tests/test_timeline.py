@@ -1,0 +1,327 @@
+"""A recording in numbers, as a page in a real browser, as a picture and as a trace."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sp_lightning
+from sp_lightning.pipeline import Kind, Lane, Recording, Span
+from sp_lightning.timeline import break_down, headline, write_timeline
+from sp_lightning.timeline.breakdown import length, union, without
+from sp_lightning.timeline.drawing import COLORS, Box, Text
+from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline, where_time_goes
+from sp_lightning.timeline.scale import readable_seconds, round_steps, ticks
+
+from .recordings import make_recording
+
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
+
+
+def span(kind: Kind, begin: float, end: float, name: str = "blocks.0", nbytes: int = 0) -> Span:
+    return Span(kind.lane, kind, name, begin, end, nbytes)
+
+
+# ------------------------------------------------------------------------------------------------------- in numbers
+
+
+def test_a_recording_in_numbers():
+    """By hand: a stall inside of a forward is no computing, work outside of the steps does not count."""
+    numbers = break_down(
+        Recording(
+            [
+                span(Kind.LOAD, -1.0, 1.0, nbytes=2000),
+                span(Kind.FORWARD, 0.0, 4.0),
+                span(Kind.STALL, 1.0, 2.0, "weights"),
+                span(Kind.BACKWARD, 4.0, 8.0),
+                span(Kind.GRADIENTS, 7.0, 9.0, nbytes=300),
+                span(Kind.STALL, 8.0, 9.0, "gradients"),
+                span(Kind.STEP, 9.0, 12.0),
+            ],
+            [(0.0, 10.0)],
+        )
+    )
+    assert numbers.seconds == 10
+    assert numbers.busy == {Lane.COMPUTE: 7, Lane.TO_DEVICE: 1, Lane.TO_HOST: 2, Lane.HOST: 1}
+    assert numbers.nbytes == {Lane.COMPUTE: 0, Lane.TO_DEVICE: 1000, Lane.TO_HOST: 300, Lane.HOST: 0}
+    assert (numbers.kinds[Kind.FORWARD], numbers.kinds[Kind.BACKWARD], numbers.stalled) == (3, 4, 2)
+    assert numbers.stalls == {"weights": 1, "gradients": 1}
+    assert numbers.blamed == {Lane.TO_DEVICE: 0, Lane.TO_HOST: 1, Lane.HOST: 0}
+    assert numbers.elsewhere == 1
+    assert (numbers.hidden, numbers.beside) == (2, 4)
+    assert numbers.rate(Lane.TO_HOST) == 150
+    assert sum(seconds for _, _, seconds in where_time_goes(numbers)) == numbers.seconds
+
+
+def test_intervals():
+    assert union([(3, 4), (0, 1), (1, 2), (3, 3.5)]) == [(0, 2), (3, 4)]
+    assert without([(0, 4), (6, 8)], [(1, 2), (3, 7)]) == [(0, 1), (2, 3), (7, 8)]
+    assert without([(0, 1), (2, 3)], [(0.25, 0.5), (2, 3)]) == [(0, 0.25), (0.5, 1)]
+    assert without([(0, 1)], []) == [(0, 1)]
+    assert length([]) == 0
+
+
+def test_nothing_recorded():
+    with pytest.raises(ValueError, match="has no step"):
+        break_down(Recording())
+    empty = break_down(Recording([], [(0.0, 0.0)]))
+    assert (empty.overlap, empty.share(1.0), empty.rate(Lane.HOST), empty.bottleneck) == (1.0, 0.0, 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("machine", "lane", "words"),
+    [
+        ({}, Lane.COMPUTE, "computes 95% of the time, and waits 5% for weights. Computing is the bottleneck."),
+        ({"load": 5e-3}, Lane.TO_DEVICE, "for weights. The bottleneck is the way from host to device, busy"),
+        ({"step": 7e-3}, Lane.HOST, "for weights. The bottleneck is work on the host"),
+        ({"gradients": 7e-3}, Lane.TO_HOST, "The bottleneck is the way from device to host"),
+    ],
+    ids=["compute", "to device", "host", "to host"],
+)
+def test_what_a_step_hangs_on(machine, lane, words):
+    """Also where computing waits for weights that wait for an optimizer that waits for gradients."""
+    numbers = break_down(make_recording(steps=4, **machine))
+    assert numbers.bottleneck is lane
+    assert words in headline(numbers)
+
+
+def test_time_in_no_lane():
+    recording = make_recording()
+    begin, end = recording.steps[0]
+    recording.steps[0] = begin, end + 0.5 * (end - begin)
+    numbers = break_down(recording)
+    assert numbers.bottleneck is None
+    assert "In 33% of the time no unit computes" in headline(numbers)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.4e-6, "0.40 µs"),
+        (12.34e-6, "12.3 µs"),
+        (0.9999e-3, "1.00 ms"),
+        (0.1234, "123 ms"),
+        (99.96, "100 s"),
+    ],
+)
+def test_times(seconds, text):
+    assert readable_seconds(seconds) == text
+
+
+def test_axes():
+    assert [words for _, words in ticks(0.042)] == ["0", *(f"{n} ms" for n in range(5, 45, 5))]
+    assert round_steps(0) == [0.0]
+    for span in (1e-6, 0.3, 7, 99.9, 123456):
+        steps = round_steps(span)
+        assert 5 <= len(steps) <= 12
+        assert span - steps[1] < steps[-1] <= span * 1.000001
+
+
+# ---------------------------------------------------------------------------------------------------------- as files
+
+
+def test_a_real_recording(tmp_path):
+    """Of the engine itself: units, copies and the optimizer's steps are there, and all of it can be drawn."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = sp_lightning.superpipeline(model, "cpu", k=2)
+    with pipeline.record() as recording:
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+    pipeline.detach()
+    assert len(recording.steps) == 2
+    kinds = {span.kind for span in recording.spans}
+    assert {Kind.FORWARD, Kind.BACKWARD, Kind.LOAD, Kind.GRADIENTS} <= kinds
+    sp_lightning.write_timeline(recording, tmp_path / "new" / "timeline.html", caption="six <layers>")
+    text = (tmp_path / "new" / "timeline.html").read_text(encoding="utf-8")
+    assert "six &lt;layers&gt;" in text
+    assert "2 steps of" in text
+
+
+def test_a_page_that_needs_nothing(tmp_path):
+    """One file: no address to load anything from, tags that close, nothing of the template left."""
+    write_timeline(make_recording(), tmp_path / "a.html", caption="it's a <test> & more")
+    text = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert not re.search(r"@\w+@", text)
+    assert set(re.findall(r"https?://[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg"}
+    open_tags = []
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            if tag not in ("meta",):
+                open_tags.append(tag)
+
+        def handle_endtag(self, tag):
+            assert open_tags.pop() == tag
+
+        def handle_startendtag(self, tag, attributes):
+            pass
+
+    Tags().feed(text)
+    assert not open_tags
+
+
+def test_a_picture(tmp_path):
+    from PIL import Image
+
+    write_timeline(make_recording(load=5e-3), tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as image:
+        colors = {color for _, color in image.getcolors(maxcolors=1 << 24)}
+        assert image.width == 2 * draw_timeline(make_recording()).width
+    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STALL, Kind.LOAD, Kind.GRADIENTS, Kind.STEP):
+        color = COLORS[kind.value][0]
+        assert tuple(bytes.fromhex(color[1:])) in colors, kind
+
+
+def test_a_chrome_trace(tmp_path):
+    recording = make_recording(steps=2, load=5e-3)
+    write_timeline(recording, tmp_path / "a.json", caption="mine")
+    events = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert sorted(names.values()) == sorted(lane.value for lane in Lane)
+    complete = [event for event in events if event["ph"] == "X"]
+    work = {(names[e["tid"]], e["cat"], e["ts"], e["dur"]) for e in complete if e["tid"] in names}
+    assert work == {(s.lane.value, s.kind.value, s.begin * 1e6, (s.end - s.begin) * 1e6) for s in recording.spans}
+    assert [event["name"] for event in complete if event["tid"] not in names] == ["step 1", "step 2"]
+
+
+def test_other_files_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"`path='a.svg'` must end in `.html`"):
+        write_timeline(make_recording(), "a.svg")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"`path='a.png'` needs Pillow: `pip install pillow`"):
+        write_timeline(make_recording(), "a.png")
+    with pytest.raises(ValueError, match="has no step"):
+        write_timeline(Recording(), "a.html")
+    assert not list(Path().iterdir())
+
+
+def test_many_steps():
+    """Their names do not lie on top of each other."""
+    texts = {steps: draw_timeline(make_recording(units=4, steps=steps)).shapes for steps in (1, 5, 50)}
+    named = {
+        steps: [shape.text for shape in shapes if isinstance(shape, Text) and shape.role == "step" and shape.text]
+        for steps, shapes in texts.items()
+    }
+    assert named == {1: [], 5: [f"step {number}" for number in range(1, 6)], 50: []}
+
+
+# -------------------------------------------------------------------------------------------------------- in a browser
+
+
+class Elements(HTMLParser):
+    """The bars that a browser has made of a page, and what its script has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bars: list[dict[str, float | str]] = []
+        self.report = ""
+        self._in_report = False
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        if tag == "g" and "data-begin" in values:
+            self.bars.append({"tip": values["data-tip"], "style": values.get("style") or ""})
+        elif tag == "rect" and self.bars and "x" not in self.bars[-1]:
+            self.bars[-1].update(x=float(values["x"]), width=float(values["width"]))
+        self._in_report = values.get("id") == "report"
+
+    def handle_data(self, data):
+        if self._in_report:
+            self.report += data
+
+
+SCRIPT = """
+<pre id="report"></pre><script>{
+const report = {};
+const bar = words => [...document.querySelectorAll("g[data-tip]")].find(g => g.dataset.tip.startsWith(words));
+const shown = () => [...document.querySelectorAll("g[data-tip]")].filter(g => g.style.display !== "none");
+report.all = shown().length;
+const first = bar("forward: model.layers.0"), before = first.getBoundingClientRect();
+const mouse = (type, where, more) => where.dispatchEvent(new (type === "wheel" ? WheelEvent : PointerEvent)(
+  type, {bubbles: true, cancelable: true, clientX: before.x + 4, clientY: before.y + 4, ...more}));
+mouse("pointermove", first);
+report.tip = [getComputedStyle(tip).display, tip.textContent];
+mouse("wheel", first, {deltaY: -1000});
+report.wider = [plot.seconds / (end - begin), first.getBoundingClientRect().width / before.width];
+report.inView = shown().length;
+report.label = first.querySelector("text").textContent;
+const ticksZoomed = [...document.querySelectorAll("text.tick")].map(t => t.textContent);
+report.ticks = ticksZoomed.length > 3 && new Set(ticksZoomed).size === ticksZoomed.length;
+const at = [begin, end];
+mouse("pointerdown", svg, {clientX: 600}); mouse("pointermove", svg, {clientX: 500}); mouse("pointerup", svg);
+report.moved = begin > at[0] && Math.abs((end - begin) - (at[1] - at[0])) < 1e-12;
+mouse("dblclick", svg);
+report.again = first.getBoundingClientRect().width / before.width;
+report.back = shown().length;
+report.page = getComputedStyle(document.body).backgroundColor;
+document.getElementById("report").textContent = JSON.stringify(report);
+}</script></body>
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome is installed")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_in_a_browser(tmp_path, dark):
+    """It is drawn as laid out; a wheel zooms, a drag moves, a double-click goes back, pointing shows what it is."""
+    page = tmp_path / "timeline.html"
+    recording = make_recording(units=12, steps=2, load=5e-3)
+    write_timeline(recording, page)
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("</body>", SCRIPT, 1), encoding="utf-8")
+    flags = [
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+        "--disable-background-networking", "--disable-component-update", "--window-size=1400,700",
+        f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [CHROMIUM, *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    elements = Elements()
+    elements.feed(done.stdout)
+    assert elements.report, done.stderr
+    report = json.loads(elements.report)
+    assert report["all"] == report["back"] == len(elements.bars) == len(drawn(recording))
+    assert report["tip"][0] == "block"
+    assert report["tip"][1].startswith("forward: model.layers.0\n2.00 ms, from")
+    assert report["wider"] == pytest.approx([math.exp(2)] * 2, rel=0.1)
+    assert 0 < report["inView"] < report["all"] / 2
+    assert report["label"] == "layers.0", "as much of the name as there is room for"
+    assert report["ticks"]
+    assert report["moved"]
+    assert report["again"] == pytest.approx(1, abs=1e-3)
+    assert report["page"] == ("rgb(15, 20, 25)" if dark else "rgb(255, 255, 255)")
+
+
+def test_bars_lie_where_the_work_was():
+    """Without a browser: the picture is to scale, and lanes do not mix."""
+    recording = make_recording(units=6)
+    numbers = break_down(recording)
+    scale = (PLOT_RIGHT - PLOT_LEFT) / numbers.seconds
+    bars = [shape for shape in draw_timeline(recording).shapes if isinstance(shape, Box) and shape.data]
+    tops = {}
+    for span, bar in zip(drawn(recording), bars, strict=True):
+        assert bar.color == span.kind.value
+        assert bar.y == tops.setdefault(span.lane, bar.y)
+        assert bar.x == pytest.approx(PLOT_LEFT + scale * (span.begin - numbers.begin))
+        assert bar.width == pytest.approx(scale * (min(span.end, numbers.end) - span.begin), abs=0.61)
+    assert len(set(tops.values())) == len(Lane)
+
+
+def drawn(recording: Recording) -> list[Span]:
+    """What a picture shows, in its order: what is inside of the steps, and stalls on top."""
+    inside = [span for span in recording.spans if span.begin < recording.steps[-1][1]]
+    return sorted(inside, key=lambda span: (span.kind is Kind.STALL, span.begin, -span.end))
