@@ -84,3 +84,14 @@ def anchors(document: Path) -> set[str]:
     """The anchors of a document's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", document.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    """A message that was reworded would not be found by whoever got it."""
+    table = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert len(quoted) > 20
+    package = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "sp_lightning").rglob("*.py")))
+    package = re.sub(r'"\s*f?"', "", package)  # messages are written in several lines
+    package = re.sub(r"`?\{[^}]*\}`?", "", package)
+    assert not [message for message in quoted if message not in package]
