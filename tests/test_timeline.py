@@ -191,9 +191,10 @@ def test_a_real_recording(tmp_path):
 
 def test_a_page_that_needs_nothing(tmp_path):
     """One file: no address to load anything from, tags that close, nothing of the template left."""
-    write_timeline(make_recording(), tmp_path / "a.html", caption="it's a <test> & more")
+    write_timeline(make_recording(), tmp_path / "a.html", caption="it's a <test> of @plot@ & more")
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
-    assert not re.search(r"@\w+@", text)
+    assert set(re.findall(r"@\w+@", text)) == {"@plot@"}
+    assert text.count("it&#x27;s a &lt;test&gt; of @plot@ &amp; more") == 2
     assert set(re.findall(r"https?://[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg"}
     open_tags = []
 
