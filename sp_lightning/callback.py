@@ -96,38 +96,24 @@ class CallbackMixin(_Base):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        self._step_begins()
+        self._step_begins(trainer)
 
     @override
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if trainer.state.fn != self.lightning.fitting:
-            self._step_begins()
+            self._step_begins(trainer)
 
     @override
     def on_test_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        self._step_begins()
+        self._step_begins(trainer)
 
     @override
     def on_predict_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        self._step_begins()
+        self._step_begins(trainer)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self._step_ends(trainer)
         self._log(trainer)
-
-    @override
-    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.state.fn != self.lightning.fitting:
-            self._step_ends(trainer)
-
-    @override
-    def on_test_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self._step_ends(trainer)
-
-    @override
-    def on_predict_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self._step_ends(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -176,13 +162,9 @@ class CallbackMixin(_Base):
             self._recorder = Recorder(pipeline, self.timeline_steps, interval, batches)
             self._logged, self._timed, self._written = None, {}, None
 
-    def _step_begins(self) -> None:
+    def _step_begins(self, trainer: Trainer) -> None:
         if self._recorder is not None:
-            self._recorder.step_begins()
-
-    def _step_ends(self, trainer: Trainer) -> None:
-        if self._recorder is not None:
-            self._take(trainer, self._recorder.step_ends())
+            self._take(trainer, self._recorder.step_begins())
 
     def _finish_recording(self, trainer: Trainer) -> None:
         if self._recorder is not None:

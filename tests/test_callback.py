@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
@@ -20,6 +21,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichModelSummary
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader, default_collate
 
 import sp_lightning.pytorch_lightning as twin
 from sp_lightning import Pipeline, PipelineOptions, SuperpipelineCallback, superpipeline
@@ -310,6 +312,30 @@ def test_the_timeline_of_a_fit(tmp_path, messages):
     assert "The device computes" in said
 
 
+class SlowData(Base):
+    """Each batch comes late."""
+
+    def train_dataloader(self):
+        batches = loader(12)
+        return DataLoader(batches.dataset, batch_size=4, collate_fn=self.collate)
+
+    def collate(self, rows):
+        time.sleep(0.05)
+        return default_collate(rows)
+
+
+def test_waiting_for_data_is_part_of_a_step(messages):
+    """And is named for what it is: no unit computes."""
+    notes = Notes()
+    run = trainer(streamed(debug=False), logger=notes, log_every_n_steps=1, callbacks=SuperpipelineCallback())
+    run.fit(SlowData(), val_dataloaders=loader(1))
+    (first, *_) = [values for _, values in notes.ours() if PREFIX + "step_seconds" in values]
+    assert first[PREFIX + "step_seconds"] * (1 - first[PREFIX + "compute_share"]) >= 0.05
+    (said,) = [text for text in messages() if text.startswith("A step takes")]
+    assert "of the time no unit computes" in said
+    assert "profiler" in said
+
+
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
 def test_the_timeline_of_an_evaluation(tmp_path, entry):
     run = trainer(streamed(), callbacks=SuperpipelineCallback(tmp_path / "a.json"))
@@ -414,7 +440,7 @@ def test_bad_arguments(monkeypatch, arguments, error, message):
 
 
 def test_when_steps_are_recorded():
-    """The last step of each interval, with one before it; an early one; none after the run has ended."""
+    """Late in each interval, with one step before; an early one; and what there is when the run ends."""
 
     class Pipe:
         def __init__(self):
@@ -426,25 +452,27 @@ def test_when_steps_are_recorded():
             recording = Recording()
             yield recording
             self.stats.recomputed += 7
-            recording.steps = [(0.0, 1.0)] * (self.step + 1 - self.begun[-1])
+            recording.steps = [(0.0, 1.0)] * (self.step - self.begun[-1])
 
-    def recorded(steps, interval, expected, run=100):
+    def recorded(steps, interval, expected, run=101):
         pipe = Pipe()
         recorder = Recorder(pipe, steps, interval, expected)
         ends = []
         for pipe.step in range(run):
-            recorder.step_begins()
-            if (recording := recorder.step_ends()) is not None:
+            if (recording := recorder.step_begins()) is not None:
                 assert len(recording.steps) == steps
                 assert recorder.recomputed == 7 / (steps + 1)
                 ends.append(pipe.step)
-        return pipe.begun, ends
+        pipe.step = run
+        rest = recorder.finish()
+        return pipe.begun, ends, None if rest is None else len(rest.steps)
 
-    assert recorded(1, 50, 100) == ([5, 48, 98], [6, 49, 99])
-    assert recorded(3, 1, 1000) == ([5, 16, 36, 56, 76, 96], [8, 19, 39, 59, 79, 99])
-    assert recorded(1, 50, math.inf, 7) == ([5], [6])
-    assert recorded(2, 50, 4, 4) == ([1], [3])
-    assert recorded(30, 10, 1000, 62) == ([0, 31], [30, 61])
+    assert recorded(1, 50, 100) == ([5, 47, 97], [7, 49, 99], None)
+    assert recorded(3, 1, 1000) == ([5, 15, 35, 55, 75, 95], [9, 19, 39, 59, 79, 99], None)
+    assert recorded(1, 50, math.inf, 6) == ([5], [], 1)
+    assert recorded(1, 50, math.inf, 48) == ([5, 47], [7], None)  # a step without one before it: better an older one
+    assert recorded(2, 50, 4, 4) == ([1], [], 2)
+    assert recorded(30, 10, 1000, 63) == ([0, 32], [31], 30)
 
 
 def evidence(**changes) -> Evidence:

@@ -119,6 +119,14 @@ def test_metadata():
     assert sp_lightning.__version__ == importlib.metadata.version("sp-lightning")
 
 
+@pytest.mark.parametrize("path", modules(PACKAGE), ids=name_of)
+def test_optional_dependencies_are_imported_where_they_are_used(path):
+    at_once = ast.parse(path.read_text(encoding="utf-8")).body
+    names = [alias.name for node in at_once if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in at_once if isinstance(node, ast.ImportFrom)]
+    assert not OPTIONAL & {name.split(".")[0] for name in names}
+
+
 def test_declared_dependencies_are_those_imported():
     """What the package imports is declared, and nothing else is."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

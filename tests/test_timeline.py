@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import sp_lightning
-from sp_lightning.pipeline import Kind, Lane, Recording, Span
+from sp_lightning.pipeline import Kind, Lane, Pipeline, PipelineOptions, Recording, Span
 from sp_lightning.timeline import break_down, headline, write_timeline
 from sp_lightning.timeline.breakdown import length, union, without
 from sp_lightning.timeline.drawing import COLORS, Box, Text
@@ -24,6 +25,9 @@ from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline, 
 from sp_lightning.timeline.scale import readable_seconds, round_steps, ticks
 
 from .recordings import make_recording
+from .simulated import SimulatedBackend, TimedBlock
+from .test_step_time import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH
+from .zoo.blocks import Chain
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 
@@ -95,6 +99,41 @@ def test_what_a_step_hangs_on(machine, lane, words):
     assert words in headline(numbers)
 
 
+@pytest.mark.parametrize("in_backward", [True, False], ids=["stepped in backward", "under the next forward"])
+@pytest.mark.parametrize(
+    ("machine", "lane"), [*zip(MACHINES, [Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST], strict=True)]
+)
+def test_what_a_real_step_hangs_on(machine, lane, in_backward):
+    """The engine itself on virtual clocks: the lane that is named is the one with the most to do."""
+    units, per_ms = 20, MACHINES[machine]
+    backend = SimulatedBackend(
+        1e3 * UNIT_BYTES / per_ms.up, 1e3 * UNIT_BYTES / per_ms.down, 1e3 * STEP_BYTES / per_ms.step
+    )
+    model = Chain(TimedBlock(WIDTH, backend, per_ms.forward / 1e3, per_ms.backward / 1e3) for _ in range(units))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(2, 1, units=[TimedBlock]), backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step():
+        loss = model(torch.ones(1, WIDTH)).sum()
+        with pipeline.stepping_in_backward(optimizer) if in_backward else nullcontext():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    with pipeline.record() as recording:
+        for _ in range(3):
+            step()
+    pipeline.detach()
+    recording.steps = recording.steps[1:]
+    numbers = break_down(recording)
+    assert numbers.bottleneck is lane
+    assert numbers.busy[Lane.COMPUTE] == pytest.approx(2 * units * (per_ms.forward + per_ms.backward) / 1e3)
+    assert numbers.elsewhere == pytest.approx(0, abs=1e-6)
+    assert sum(numbers.blamed.values()) <= numbers.stalled * (1 + 1e-6)
+
+
 def test_time_in_no_lane():
     recording = make_recording()
     begin, end = recording.steps[0]
@@ -152,9 +191,10 @@ def test_a_real_recording(tmp_path):
 
 def test_a_page_that_needs_nothing(tmp_path):
     """One file: no address to load anything from, tags that close, nothing of the template left."""
-    write_timeline(make_recording(), tmp_path / "a.html", caption="it's a <test> & more")
+    write_timeline(make_recording(), tmp_path / "a.html", caption="it's a <test> of @plot@ & more")
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
-    assert not re.search(r"@\w+@", text)
+    assert set(re.findall(r"@\w+@", text)) == {"@plot@"}
+    assert text.count("it&#x27;s a &lt;test&gt; of @plot@ &amp; more") == 2
     assert set(re.findall(r"https?://[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg"}
     open_tags = []
 

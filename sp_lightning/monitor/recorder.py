@@ -20,7 +20,7 @@ class Recorder:
     Args:
         pipeline: What is recorded.
         steps: How many steps a recording shows.
-        interval: Steps from one recording to the next; the last step of an interval is recorded. At least 20.
+        interval: Steps from one recording to the next, at least 20; one has ended when the last of them begins.
         expected: How many steps the run has, as far as that is known; the first recording ends before.
 
     Attributes:
@@ -33,7 +33,7 @@ class Recorder:
         self.recomputed = 0.0
         self._pipeline = pipeline
         self._steps = steps + 1
-        self._interval = max(interval, _LEAST_INTERVAL, self._steps)
+        self._interval = max(interval, _LEAST_INTERVAL, self._steps + 1)
         self._first = max(0, min(_SETTLING_STEPS, int(min(expected, _LEAST_INTERVAL)) - self._steps))
         self._seen = 0
         self._left = 0
@@ -41,19 +41,20 @@ class Recorder:
         self._recording: Recording | None = None
         self._recomputed_before = 0
 
-    def step_begins(self) -> None:
-        """The next step is about to begin."""
-        due = self._seen == self._first or self._seen % self._interval == self._interval - self._steps
+    def step_begins(self) -> Recording | None:
+        """The next step is about to begin; gives what was recorded if the one before it was the last to record.
+
+        Not when that one ends: what comes between, such as waiting for data, is part of a step.
+        """
+        self._left -= 1
+        finished = self.finish() if self._left == 0 else None
+        due = self._seen == self._first or self._seen % self._interval == self._interval - self._steps - 1
         if due and self._recording is None:
             self._recording = self._scope.enter_context(self._pipeline.record())
             self._left = self._steps
             self._recomputed_before = self._pipeline.stats.recomputed
         self._seen += 1
-
-    def step_ends(self) -> Recording | None:
-        """A step is over; gives what was recorded if it was the last one of a recording."""
-        self._left -= 1
-        return self.finish() if self._left <= 0 else None
+        return finished
 
     def finish(self) -> Recording | None:
         """End the recording, if there is one, whatever it has got: something else than training steps comes now."""
@@ -61,7 +62,7 @@ class Recorder:
         if recording is None:
             return None
         self._scope.close()
-        if not recording.steps:
+        if not recording.steps or (len(recording.steps) == 1 and self.latest is not None):
             return None
         self.recomputed = (self._pipeline.stats.recomputed - self._recomputed_before) / len(recording.steps)
         if len(recording.steps) > 1:

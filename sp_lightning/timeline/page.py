@@ -7,6 +7,7 @@ moves them when another part of the time is looked at. Nothing is loaded from an
 from __future__ import annotations
 
 import json
+import re
 from html import escape
 from importlib.resources import files
 
@@ -36,6 +37,4 @@ def to_page(recording: Recording, caption: str = "") -> str:
         "plot": json.dumps({**plot, "steps": steps}),
     }
     page = files("sp_lightning.timeline").joinpath("page.html").read_text(encoding="utf-8")
-    for name, value in parts.items():
-        page = page.replace(f"@{name}@", value, 1)
-    return page
+    return re.sub(r"@(\w+)@", lambda match: parts[match[1]], page)
