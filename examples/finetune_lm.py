@@ -34,6 +34,7 @@ from transformers import (
 
 import sp_lightning
 
+MODEL_OPTIONS = ["model", "layers", "hidden", "heads", "lr", "dtype", "weights"]
 LOGIT_SCALES = ["logit_scale", "logits_scaling", "lm_head_multiplier"]  # Cohere's, Granite's and Falcon-H1's
 
 
@@ -49,6 +50,7 @@ class CausalLM(L.LightningModule):
         dtype: What the weights are stored in, whatever `precision` computes in. AdamW wants `"float32"`; what does not
             learn (adapters' base, generation) may do with `"bfloat16"`, and half of the host memory.
         generation: Arguments of transformers' `generate` for prediction.
+        weights: A checkpoint of this module, of the same sizes, to begin with.
 
     """
 
@@ -61,11 +63,12 @@ class CausalLM(L.LightningModule):
         lr: float = 1e-3,
         dtype: str = "float32",
         generation: dict[str, Any] | None = None,
+        weights: str | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         if model is not None:
-            self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+            self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).train()
             if any(getattr(self.model.config, name, 1) != 1 for name in LOGIT_SCALES):
                 raise ValueError(f"{model} scales its logits, which the loss of this example does not")
         else:
@@ -84,6 +87,9 @@ class CausalLM(L.LightningModule):
                 pad_token_id=tokenizer.pad_token_id,
             )
             self.model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+        if weights is not None:
+            saved = torch.load(weights, map_location="cpu", mmap=True, weights_only=True)
+            self.load_state_dict(saved["state_dict"])
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the mean loss of predicting each token from those before it."""
@@ -182,6 +188,7 @@ def add_model_and_text(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--text", type=recipe.file, metavar="FILE", help="UTF-8 text to learn (default: Python's reference manual)"
     )
+    data.add_argument("--weights", type=recipe.file, metavar="FILE", help="what --save wrote, to begin with")
     data.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
@@ -207,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     losses = recipe.Losses()
     trainer = recipe.trainer(options, [losses], max_steps=options.steps)
-    model = CausalLM(options.model, options.layers, options.hidden, options.heads, options.lr, options.dtype)
+    model = CausalLM(**{name: getattr(options, name) for name in MODEL_OPTIONS})
     trainer.fit(model, TextData(options.text, options.model, options.batch_size, options.length, options.stride))
     if options.save is not None:
         trainer.save_checkpoint(options.save)

@@ -99,12 +99,15 @@ def build(model: str, classes: int) -> nn.Module:
         return with_new_head(models.get_model(model, weights="DEFAULT"), classes)
     return AutoModelForImageClassification.from_pretrained(
         model, num_labels=classes, ignore_mismatched_sizes=True, dtype=torch.float32
-    )
+    ).train()
 
 
 def with_new_head(network: nn.Module, classes: int) -> nn.Module:
     """Put a new layer for other classes in place of the last linear one, as torchvision's classifiers end in it."""
-    name, last = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear)][-1]
+    linear = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+    if not linear:
+        raise ValueError(f"{type(network).__name__} has no linear layer to end in: choose another model")
+    name, last = linear[-1]
     parent, _, child = name.rpartition(".")
     setattr(network.get_submodule(parent), child, nn.Linear(last.in_features, classes))
     return network

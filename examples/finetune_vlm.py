@@ -35,6 +35,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedTokenizerBase,
     ProcessorMixin,
     SiglipImageProcessor,
     SiglipVisionConfig,
@@ -63,9 +64,9 @@ class VisionLM(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         if model is None:
-            self.model = tiny_llava()
+            self.model = tiny_llava(tiny_processor().tokenizer)
         else:
-            self.model = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+            self.model = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).train()
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not any(word in name for word in freeze or []))
 
@@ -104,9 +105,8 @@ def tiny_processor() -> LlavaProcessor:
     )
 
 
-def tiny_llava() -> LlavaForConditionalGeneration:
-    """Return a small LLaVA for the processor above: two blocks that see, two that read and answer."""
-    tokenizer = tiny_processor().tokenizer
+def tiny_llava(tokenizer: PreTrainedTokenizerBase) -> LlavaForConditionalGeneration:
+    """Return a small LLaVA: two blocks that see, two that read and answer."""
     size = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     vision = SiglipVisionConfig(**size, num_hidden_layers=2, image_size=SIDE, patch_size=PATCH)
     text = LlamaConfig(
@@ -205,7 +205,7 @@ def opened(image: Image.Image | Path) -> Image.Image:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; what cannot work is said here, before any work."""
     parser = recipe.command_line(__doc__)
-    recipe.add_training(parser, steps=150, batch_size=32, lr=1e-3)
+    recipe.add_training(parser, steps=200, batch_size=32, lr=1e-3)
     parser.add_argument("--model", metavar="NAME", help="a vision-language model of the hub, with a chat template")
     parser.add_argument("--examples", type=recipe.file, metavar="FILE", help="JSON lines with image and text")
     parser.add_argument("--question", default="Number?", help="about each image (default: %(default)s)")

@@ -5,7 +5,7 @@ model through the device once, for all prompts of a batch together. So make batc
 as long as copying, a batch of twice the size takes the same time.
 
     python examples/generate.py                                   # learns a short text first, below a minute
-    python examples/generate.py --checkpoint lm.ckpt "The with statement"     # what finetune_lm.py --save wrote
+    python examples/generate.py --weights lm.ckpt "The with statement"     # what finetune_lm.py --save wrote
     python examples/generate.py --model Qwen/Qwen2.5-14B --dtype bfloat16 --prompts prompts.txt --batch-size 64
 """
 
@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 PROMPTS = ["Beautiful is", "Explicit is better", "Errors should", "Although practicality"]
+
+LESSON = ["--layers=4", "--hidden=96", "--steps=90", "--batch-size=13", "--stride=1", "--lr=4e-3"]
 
 
 class Prompts(L.LightningDataModule):
@@ -102,7 +104,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="*", help="texts to go on with")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="NAME", help="a causal language model from the Hugging Face hub")
-    source.add_argument("--checkpoint", type=recipe.file, metavar="FILE", help="a checkpoint of finetune_lm.py")
+    source.add_argument("--weights", type=recipe.file, metavar="FILE", help="a checkpoint of finetune_lm.py")
     parser.add_argument("--prompts", type=recipe.file, metavar="FILE", help="a UTF-8 file with a prompt in each line")
     parser.add_argument("--batch-size", type=recipe.positive, default=8, help="prompts at once (default: %(default)s)")
     parser.add_argument("--new-tokens", type=recipe.positive, default=32, help="at most (default: %(default)s)")
@@ -121,14 +123,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "dtype": options.dtype,
     }
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = options.checkpoint
+        checkpoint = options.weights
         if options.model is None and checkpoint is None:
             checkpoint = Path(folder, "zen.ckpt")
             learn_the_zen(checkpoint, options.accelerator)
         if checkpoint is None:
             model = CausalLM(options.model, **choices)
         else:
-            model = CausalLM.load_from_checkpoint(checkpoint, map_location="cpu", **choices)
+            model = CausalLM.load_from_checkpoint(checkpoint, map_location="cpu", weights=None, **choices)
     trainer = recipe.trainer(options, [PrintTexts()])
     data = Prompts(options.prompt, options.prompts, model.hparams["model"], options.batch_size)
     trainer.predict(model, data, return_predictions=False)

@@ -17,7 +17,7 @@ from typing import Any
 
 import recipe
 import torch
-from finetune_lm import CausalLM, TextData, add_model_and_text, check_sizes
+from finetune_lm import MODEL_OPTIONS, CausalLM, TextData, add_model_and_text, check_sizes
 from torch import Tensor, nn
 
 
@@ -69,7 +69,7 @@ class LoRALM(CausalLM):
         lr: Learning rate of AdamW.
         dtype: What the base is stored in: `"float32"` or `"bfloat16"`. Adapters are in fp32.
         generation: Arguments of transformers' `generate` for prediction.
-        base: A checkpoint of `finetune_lm.py` to begin with.
+        weights: A checkpoint of `finetune_lm.py`, of the same sizes, for the base.
         rank: Of the adapters.
         alpha: Adapters count `alpha / rank` times.
         peft: Take the adapters of the `peft` package in place of those above.
@@ -82,17 +82,15 @@ class LoRALM(CausalLM):
         layers: int = 12,
         hidden: int = 128,
         heads: int = 4,
-        lr: float = 3e-3,
+        lr: float = 1e-2,
         dtype: str = "float32",
         generation: dict[str, Any] | None = None,
-        base: str | None = None,
+        weights: str | None = None,
         rank: int = 8,
         alpha: float = 16,
         peft: bool = False,
     ) -> None:
-        super().__init__(model, layers, hidden, heads, lr, dtype, generation)
-        if base is not None:
-            self.load_state_dict(torch.load(base, map_location="cpu", mmap=True, weights_only=True)["state_dict"])
+        super().__init__(model, layers, hidden, heads, lr, dtype, generation, weights)
         if peft:
             from peft import LoraConfig, inject_adapter_in_model
 
@@ -123,7 +121,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     adapters.add_argument("--rank", type=recipe.positive, default=8, help="(default: %(default)s)")
     adapters.add_argument("--alpha", type=float, default=16, help="strength times rank (default: %(default)s)")
     adapters.add_argument("--peft", action="store_true", help="take those of the peft package")
-    adapters.add_argument("--base", type=recipe.file, metavar="FILE", help="a checkpoint of finetune_lm.py")
     adapters.add_argument("--save", metavar="FILE", help="write the adapters when training is over")
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
@@ -135,8 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     losses = recipe.Losses()
     trainer = recipe.trainer(options, [losses], max_steps=options.steps)
-    names = ["model", "layers", "hidden", "heads", "lr", "dtype", "base", "rank", "alpha", "peft"]
-    model = LoRALM(**{name: getattr(options, name) for name in names})
+    model = LoRALM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "rank", "alpha", "peft"]})
     learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     print(f"{learning} of {sum(parameter.numel() for parameter in model.parameters())} parameters learn")
     trainer.fit(model, TextData(options.text, options.model, options.batch_size, options.length, options.stride))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import io
 import random
 from pathlib import Path
@@ -30,6 +31,12 @@ def zen_of_python() -> str:
     with contextlib.redirect_stdout(io.StringIO()):
         import this
     return codecs.decode(this.s, "rot13")
+
+
+@functools.cache
+def default_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Return Pillow's own font; to make it takes longer than to draw with it."""
+    return ImageFont.load_default(size)
 
 
 class WrittenNumbers(Dataset[tuple[Image.Image, str]]):
@@ -62,7 +69,7 @@ class WrittenNumbers(Dataset[tuple[Image.Image, str]]):
         paper = tuple(chance.randrange(0, 100) for _ in range(3))
         ink = tuple(chance.randrange(156, 256) for _ in range(3))
         picture = Image.new("RGB", (self.side, self.side), paper)
-        font = ImageFont.load_default(self.side * chance.uniform(0.8, 1.0) / self.digits**0.5)
+        font = default_font(round(self.side * chance.uniform(0.8, 1.0) / self.digits**0.5))
         middle = tuple(self.side * chance.uniform(0.45, 0.55) for _ in range(2))
         ImageDraw.Draw(picture).text(middle, text, fill=ink, font=font, anchor="mm")
         return picture.rotate(chance.uniform(-10, 10), Image.Resampling.BILINEAR, fillcolor=paper), text
