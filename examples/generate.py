@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model = CausalLM(options.model, **choices)
         else:
             model = CausalLM.load_from_checkpoint(checkpoint, map_location="cpu", weights=None, **choices)
-    trainer = recipe.trainer(options, [PrintTexts()])
+    trainer = recipe.trainer(options, [PrintTexts()], enable_progress_bar=False)
     data = Prompts(options.prompt, options.prompts, model.hparams["model"], options.batch_size)
     trainer.predict(model, data, return_predictions=False)
     return 0
