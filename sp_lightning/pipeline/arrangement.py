@@ -44,6 +44,7 @@ class Learned:
         used_as_is: Masters that are used in their own dtype, by identity.
         assumed: Masters taken for lowered because of the layer they are in, until that layer has been watched.
         observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
+        short_of_memory: Whether the window has to be as small as it can be.
         buffers: Host memory of earlier arrangements, by the identities of the masters in it.
     """
 
@@ -54,6 +55,7 @@ class Learned:
         self.used_as_is: set[int] = set()
         self.assumed: set[int] = set()
         self.observed: dict[tuple[int, ...], set[bool]] = {}
+        self.short_of_memory = False
         self.buffers: dict[tuple[int, ...], HostBuffer] = {}
 
     def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> bool:
@@ -102,6 +104,7 @@ class Arrangement:
     ) -> None:
         self.autocast = autocast
         self._options = options
+        self._short_of_memory = learned.short_of_memory
         self._backend = backend
         device_bytes = backend.total_memory()
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
@@ -132,7 +135,7 @@ class Arrangement:
         lowered, weight.compute_dtype = weight.lowered, weight.master.dtype
         memory = weight.unit.group.host.memory_of(weight)
         masters = HostBuffer(memory.nbytes, self._backend, False, memory)
-        group = Group(-1, 0, GroupHost([weight], self._backend, False, masters), resident=True)
+        group = Group(-1, 0, GroupHost([weight], self._backend, False, masters), True, weight.name)
         group.place = self._backend.allocate(group.nbytes)
         self.groups.append(group)
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
@@ -170,7 +173,8 @@ class Arrangement:
     def _choose_window(self) -> None:
         k, k_prime = self._options.k, self._options.k_prime
         self.k_prime = k_prime if isinstance(k_prime, int) else 1
-        self.k = k if isinstance(k, int) else _DEFAULT_SLOTS * self.k_prime
+        slots = 1 if self._short_of_memory else _DEFAULT_SLOTS
+        self.k = k if isinstance(k, int) else slots * self.k_prime
         self._window = max(1, self.k // self.k_prime)
         self._parts = [self.units[i : i + self.k_prime] for i in range(0, len(self.units), self.k_prime)]
 
@@ -278,7 +282,8 @@ class Arrangement:
         key = tuple(id(weight.master) for weight in weights)
         host = GroupHost(weights, self._backend, self.pin, before.get(key))
         now[key] = host.masters
-        group = Group(index, len(units), host, resident=units[0].resident)
+        name = ", ".join(unit.name for unit in units)
+        group = Group(index, len(units), host, units[0].resident, name)
         for unit in units:
             unit.group = group
         return group

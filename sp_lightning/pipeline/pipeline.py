@@ -49,6 +49,7 @@ from sp_lightning.pipeline.schedule import Pass, Schedule
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.swap import swap_in, swap_out
+from sp_lightning.pipeline.trace import Kind, Recording
 from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Member
 from sp_lightning.pipeline.weights import Twin, Weight
@@ -150,6 +151,7 @@ class Pipeline:
         with self._at_work:
             self._overlap.after_step()
             self._window.suspect_all()
+            self.stats.optimizer_steps += 1
             self._close()
 
     def weights_changed(self) -> None:
@@ -219,6 +221,16 @@ class Pipeline:
             self._close()
             return overflow
 
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Write down what the lanes are busy with in this scope: units, copies, work on the host, and stalls.
+
+        Raises:
+            RuntimeError: If something is being recorded already.
+        """
+        with self._backend.trace.record() as recording:
+            yield recording
+
     def settle(self) -> None:
         """Wait until gradients have landed and optimizer steps are done, as reading any weight does by itself."""
         with self._at_work:
@@ -248,8 +260,26 @@ class Pipeline:
             self._schedule.forget_position()
             self._window.forget()
             self._depth = 0
+            self._graphs.begin()
             resume_all_guards()
             self._guard.disarm()
+
+    def has_gradients(self) -> bool:
+        """Whether a gradient is there that the next backward pass would add to."""
+        return any(self._returns.gradient_of(weight) is not None for weight in self._plan.weights)
+
+    def shrink(self) -> str | None:
+        """Take less device memory from the next step on, of what `"auto"` leaves open.
+
+        Returns:
+            What was given up, in words; None if nothing is left to give up.
+        """
+        if self.options.activations == "auto" and self._activations.recompute_from_now_on():
+            return "units compute their activations a second time in backward from now on"
+        if self.options.k == "auto" and self._plan.k > self._plan.k_prime and not self._learned.short_of_memory:
+            self._learned.short_of_memory = self._rearrange = True
+            return f"`k` is {self._plan.k_prime} from now on, and was {self._plan.k}"
+        return None
 
     def rebuild(self) -> None:
         """Take in a changed module tree: other Parameter objects, added or removed modules.
@@ -317,6 +347,7 @@ class Pipeline:
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
         plan = self._plan = Arrangement(self.module, self.options, self._learned, self._backend, autocast)
+        self.stats.arrangements += 1
         self._schedule = Schedule(len(plan.streamed_members))
         self._saved.twins = plan.twins
         self._returns = GradientReturn(
@@ -393,7 +424,7 @@ class Pipeline:
 
     def _auto_policy(self) -> AutoPolicy | None:
         """What chooses for each unit, where there is a limit to what activations may take."""
-        if self.options.activations != "auto" or self._room_for_activations() is None:
+        if not self._activations.chooses or self._room_for_activations() is None:
             return None
         return AutoPolicy(self._backend, self._meter, lambda: self._room_for_activations() or 0)
 
@@ -424,6 +455,8 @@ class Pipeline:
                 self._saved.pop()
             if self._depth:
                 self._depth -= 1
+                if self._depth == 0 and not in_backward():
+                    self._graphs.begin()  # who holds the old one waits for its backward
                 self._close()
 
     def _checked(self) -> AbstractContextManager[Any]:
@@ -444,8 +477,8 @@ class Pipeline:
         self._take_in_what_was_learned()
         self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
         if not self._graphs.waiting():
+            self._backend.trace.begin_step()
             self._activations.begin_step()
-        self._graphs.begin()
         self._offloader.begin()
         self._untouched = True
         self._activate()
@@ -596,6 +629,8 @@ class Pipeline:
             self._inside.append(member.groups)
             swap_in(member, self._follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
+            if direction is not Pass.BACKWARD and len(self._inside) == 1:
+                self._backend.trace.begin(Kind.FORWARD, member.unit_name)
             if self._activations.may_offload and member.index >= 0:
                 self._offloader.enter(member, self._activations.offloads)
             return number
@@ -619,15 +654,17 @@ class Pipeline:
             return
         outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
         for weight in outermost:
-            if weight.used_for is self._graphs.current:
+            if weight.used_for is not None and weight.used_for() is self._graphs.current:
                 self._keep_as_is(weight)
-            weight.used_for = self._graphs.current
+            weight.used_for = weakref.ref(self._graphs.current)
 
     def _leave(self, member: Member) -> None:
         with self._at_work:
             if not member.held:  # an exception inside led to a reset
                 return
             self._inside.pop()
+            if not self._inside and not in_backward():
+                self._backend.trace.end()
             for group in member.held.pop():
                 group.users -= 1
             for place in member.places:
@@ -702,10 +739,12 @@ class Pipeline:
                 "with `with pipeline.step():`."
             )
         self._backward.reach(member, graph, groups, around)
+        self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
         if bundle is not None:
             self._offloader.reach(bundle)
 
     def _end_backward(self) -> None:
+        self._backend.trace.end()
         self._activations.end_backward()
         self._offloader.end_backward()
         self._close()
