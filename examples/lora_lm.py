@@ -115,7 +115,7 @@ class LoRALM(CausalLM):
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; what cannot work is said here, before any work."""
     parser = recipe.command_line(__doc__)
-    recipe.add_training(parser, steps=100, batch_size=8, lr=3e-3)
+    recipe.add_training(parser, steps=60, batch_size=8, lr=1e-2)
     add_model_and_text(parser)
     adapters = parser.add_argument_group("adapters")
     adapters.add_argument("--rank", type=recipe.positive, default=8, help="(default: %(default)s)")
