@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 PROMPTS = ["Beautiful is", "Explicit is better", "Errors should", "Although practicality"]
 
-LESSON = ["--layers=4", "--hidden=96", "--steps=90", "--batch-size=13", "--stride=1", "--lr=4e-3"]
+LESSON = ["--layers=6", "--hidden=64", "--steps=120", "--batch-size=13", "--stride=1", "--lr=3e-3"]
 
 
 class Prompts(L.LightningDataModule):
@@ -94,8 +94,7 @@ def learn_the_zen(checkpoint: Path, accelerator: str) -> None:
     """Let finetune_lm.py learn the Zen of Python by heart, so that there is something to say."""
     text = checkpoint.with_name("zen.txt")
     text.write_text(zen_of_python(), encoding="utf-8")
-    sizes = ["--layers=6", "--hidden=64", "--steps=120", "--batch-size=13", "--stride=1", "--lr=3e-3"]
-    finetune_lm.main([*sizes, f"--text={text}", f"--save={checkpoint}", f"--accelerator={accelerator}"])
+    finetune_lm.main([*LESSON, f"--text={text}", f"--save={checkpoint}", f"--accelerator={accelerator}"])
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
