@@ -1,19 +1,30 @@
-"""Each example runs as its reader would run it, and learns."""
+"""Each example runs, and learns; each configuration too. In this process where possible: a new one takes seconds."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import string
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config
+import yaml
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
+from torchvision.models import get_model
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, PreTrainedTokenizerFast
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))
 SMALL = ["--layers=6", "--hidden=32", "--heads=2", "--length=32", "--batch-size=4", "--accelerator=cpu"]
 
 
@@ -32,13 +43,44 @@ def run(script: str, *arguments: str, code: int = 0) -> str:
     return output
 
 
+Call = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def examples_are_found(monkeypatch):
+    """As in a script that lies beside them."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+@pytest.fixture
+def call(capsys) -> Call:
+    """Run `main` of an example in this process and return what it printed."""
+
+    def call(script: str, *arguments: str) -> str:
+        capsys.readouterr()
+        assert not import_module(script).main(["--accelerator=cpu", *arguments])
+        return capsys.readouterr().out
+
+    return call
+
+
+def percent(output: str) -> tuple[int, int]:
+    """Accuracy before and after."""
+    match = re.search(r"before (\d+)%, after (\d+)%", output)
+    assert match, output
+    return int(match[1]), int(match[2])
+
+
 def losses(output: str) -> tuple[float, float]:
     match = re.search(r"first (\d+\.\d+), last (\d+\.\d+)", output)
     assert match, output
     return float(match[1]), float(match[2])
 
 
-def test_finetune_lm_learns_and_says_what_it_streamed():
+# ---------------------------------------------------------------------------------------------- language models
+
+
+def test_finetune_lm_learns_and_says_what_it_streamed(call):
     output = run("finetune_lm.py", *SMALL, "--steps=30", "--k=2", "--k-prime=1")
     first, last = losses(output)
     assert last < 0.8 * first
@@ -47,13 +89,13 @@ def test_finetune_lm_learns_and_says_what_it_streamed():
     assert loads > 6 * 30  # six blocks go up in each forward, and most of them again in the backward
     assert int(re.search(r"(\d+)% saved", output)[1]) > 0
     # The same run without streaming gives the same numbers.
-    assert losses(run("finetune_lm.py", *SMALL, "--steps=30", "--strategy=auto")) == (first, last)
+    assert losses(call("finetune_lm", *SMALL, "--steps=30", "--strategy=auto")) == (first, last)
 
 
-def test_finetune_lm_reads_a_file(tmp_path):
+def test_finetune_lm_reads_a_file(tmp_path, call):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 100, encoding="utf-8")
-    first, last = losses(run("finetune_lm.py", *SMALL, "--steps=8", f"--text={text}"))
+    first, last = losses(call("finetune_lm", *SMALL, "--steps=8", f"--text={text}"))
     assert last < first
 
 
@@ -62,14 +104,13 @@ def test_finetune_lm_reads_a_file(tmp_path):
     [
         (["--steps=0"], "--steps"),
         (["--heads=3"], "--hidden 128 must be an even multiple of --heads 3"),
-        (["--text=nowhere.txt"], "--text nowhere.txt: no such file"),
+        (["--text=nowhere.txt"], "--text: nowhere.txt: no such file"),
         (["--k=0"], "--k: 0 is neither 'auto' nor an integer of at least 1"),
         (["--k=2", "--k-prime=3"], "k_prime"),
         (["--memory-budget=plenty"], "memory_budget"),
     ],
 )
-def test_finetune_lm_refuses(monkeypatch, capsys, arguments, message):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_finetune_lm_refuses(capsys, arguments, message):
     from finetune_lm import parse
 
     with pytest.raises(SystemExit) as stop:
@@ -92,8 +133,7 @@ def test_finetune_lm_refuses(monkeypatch, capsys, arguments, message):
     ],
     ids=["GPT-2", "Gemma 2"],
 )  # fmt: skip
-def test_finetune_lm_has_the_loss_of_transformers(tmp_path, monkeypatch, config, softcap):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_finetune_lm_has_the_loss_of_transformers(tmp_path, config, softcap):
     from finetune_lm import CausalLM
 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -105,8 +145,7 @@ def test_finetune_lm_has_the_loss_of_transformers(tmp_path, monkeypatch, config,
     torch.testing.assert_close(module.training_step([tokens], 0), expected)
 
 
-def test_finetune_lm_refuses_models_that_scale_their_logits(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_finetune_lm_refuses_models_that_scale_their_logits(tmp_path):
     from finetune_lm import CausalLM
 
     config = CohereConfig(
@@ -117,35 +156,257 @@ def test_finetune_lm_refuses_models_that_scale_their_logits(tmp_path, monkeypatc
         CausalLM(str(tmp_path))
 
 
-def test_finetune_lm_refuses_a_short_text(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_finetune_lm_refuses_a_short_text(tmp_path):
     from finetune_lm import TextData
 
     text = tmp_path / "text.txt"
     text.write_text("too short", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"has 9 tokens, but one batch takes batch_size \* length = 512"):
-        TextData(str(text)).setup("fit")
+    with pytest.raises(ValueError, match="has 10 tokens, but one batch takes 8 chunks of 64"):
+        TextData(str(text), batch_size=8).setup("fit")
 
 
-def test_plain_loop_learns():
-    values = [float(value) for value in re.findall(r"loss (\d+\.\d+)", run("plain_loop.py"))]
+def test_a_stride_gives_a_short_text_more_chunks(tmp_path):
+    from finetune_lm import TextData
+
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefghi", encoding="utf-8")
+    data = TextData(str(text), batch_size=1, length=4, stride=2)
+    data.setup("fit")
+    chunks = torch.stack([chunk for (chunk,) in data.chunks])
+    assert bytes((chunks - 3).clamp(min=0).flatten().tolist()) == b"abcdcdefefghghi\0"
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+@pytest.mark.parametrize("kind", ["own", "peft"])
+def test_lora_learns_and_leaves_the_base_alone(tmp_path, call, kind):
+    if kind == "peft":
+        pytest.importorskip("peft")
+    base, adapters = tmp_path / "base.ckpt", tmp_path / "adapters.ckpt"
+    call("finetune_lm", *SMALL, "--steps=3", f"--save={base}")
+    arguments = [*SMALL, f"--weights={base}", "--steps=15", *(["--peft"] if kind == "peft" else [])]
+    first, last = losses(call("lora_lm", *arguments, f"--save={adapters}"))
+    assert last < first - 0.2
+    assert losses(call("lora_lm", *arguments, "--strategy=auto")) == (first, last)
+    # The checkpoint has the adapters alone, and with the base they are the model again.
+    frozen, learned = weights(base), weights(adapters)
+    assert not frozen.keys() & learned.keys()
+    from lora_lm import LoRALM
+
+    model = LoRALM.load_from_checkpoint(adapters, generation={"max_new_tokens": 2})
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in learned.items())
+    rest = [value for name, value in state.items() if name not in learned]
+    assert len(rest) == len(frozen)
+    assert all(torch.equal(*pair) for pair in zip(rest, frozen.values(), strict=True))
+    tokens = torch.arange(8).view(2, 4)
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    assert model.predict_step(batch, 0).shape == (2, 2)
+
+
+def test_lora_with_a_base_in_bf16(call):
+    first, last = losses(call("lora_lm", *SMALL, "--steps=8", "--dtype=bfloat16"))
+    assert last < first
+
+
+def test_lora_refuses_a_model_without_linear_layers(tmp_path):
+    from lora_lm import LoRALM
+
+    AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no linear layers to adapt: try peft"):
+        LoRALM(str(tmp_path))
+
+
+def test_generate_goes_on_with_what_it_learned(call, monkeypatch):
+    import generate
+
+    lines = generate.zen_of_python().splitlines()[2:6]
+    monkeypatch.setattr(generate, "zen_of_python", lambda: "\n".join(lines))
+    monkeypatch.setattr(generate, "LESSON", [*generate.LESSON, "--layers=2", "--hidden=64", "--steps=50"])
+    output = call("generate", "Beautiful is", "Explicit is better", "--new-tokens=16")
+    assert "'Beautiful is' -> ' better than ugl'" in output
+    assert "'Explicit is better' -> ' than implicit.\\n'" in output
+
+
+@pytest.mark.parametrize("stream", ["--k=1", "--k=3", "--k-prime=2"])
+def test_generate_finds_the_tokens_of_the_plain_model(tmp_path, call, stream):
+    checkpoint = tmp_path / "lm.ckpt"
+    call("finetune_lm", *SMALL, "--steps=3", f"--save={checkpoint}")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nlonger\nthe longest of them\n", encoding="utf-8")
+    arguments = [f"--weights={checkpoint}", f"--prompts={prompts}", "--batch-size=2", "--new-tokens=6"]
+
+    def texts(output: str) -> list[str]:
+        return [line for line in output.splitlines() if "->" in line]
+
+    streamed = texts(call("generate", *arguments, stream))
+    assert len(streamed) == 3
+    assert streamed == texts(call("generate", *arguments, "--strategy=auto"))
+
+
+# ---------------------------------------------------------------------------------------------- images
+
+
+@pytest.mark.parametrize(("model", "steps", "least"), [("vit", 45, 25), ("resnet", 20, 25)])
+def test_finetune_vision_learns_to_read(call, model, steps, least):
+    output = call("finetune_vision", f"--model={model}", f"--steps={steps}")
+    before, after = percent(output)
+    assert before < 20
+    assert after > least
+    first, last = losses(output)
+    assert last < 0.8 * first
+
+
+def test_finetune_vision_reads_folders(tmp_path, call):
+    for part in ("train", "val"):
+        for number, colour in enumerate(["red", "lime", "blue"]):
+            folder = tmp_path / part / colour
+            folder.mkdir(parents=True)
+            for copy in range(4):
+                Image.new("RGB", (40, 30 + number), colour).save(folder / f"{copy}.png")
+    arguments = [f"--images={tmp_path}", "--steps=12", "--batch-size=12"]
+    output = call("finetune_vision", *arguments)
+    assert percent(output)[1] == 100
+    assert losses(output) == losses(call("finetune_vision", *arguments, "--strategy=auto"))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "mobilenet_v3_small"])
+def test_finetune_vision_gives_torchvision_models_a_new_head(name):
+    from finetune_vision import with_new_head
+
+    if name == "squeezenet1_1":  # ends in a convolution
+        with pytest.raises(ValueError, match="SqueezeNet has no linear layer"):
+            with_new_head(get_model(name), 3)
+    else:
+        assert with_new_head(get_model(name).eval(), 3)(torch.randn(1, 3, 64, 64)).shape == (1, 3)
+
+
+def test_finetune_vision_takes_a_model_of_the_hub(tmp_path, call):
+    from finetune_vision import build
+
+    build("vit", 5).save_pretrained(tmp_path)  # of five classes; there are ten
+    first, last = losses(call("finetune_vision", f"--model={tmp_path}", "--steps=8"))
+    assert last < first
+
+
+def test_finetune_vlm_learns_to_read(call):
+    output = call("finetune_vlm", "--steps=100")
+    first, last = losses(output)
+    assert last < 0.4 * first
+    before, after = percent(output)
+    assert before < 10
+    assert after > 20
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with files of its own, as those of the hub, and a mark for the beginning."""
+    special = ["<pad>", "<s>", "</s>", "<image>"]
+    vocabulary = {token: number for number, token in enumerate([*special, *string.printable])}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = Split("", "isolated")
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    marks = dict(zip(["pad_token", "bos_token", "eos_token"], special, strict=False))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **marks, additional_special_tokens=["<image>"])
+
+
+def test_finetune_vlm_takes_a_model_of_the_hub_and_examples(tmp_path, call):
+    from finetune_vlm import VisionLM, tiny_llava, tiny_processor
+    from offline import WrittenNumbers
+
+    model = tmp_path / "model"
+    processor = tiny_processor()
+    processor.tokenizer = character_tokenizer()
+    processor.save_pretrained(model)
+    tiny_llava(processor.tokenizer).save_pretrained(model)
+    with open(tmp_path / "examples.jsonl", "w", encoding="utf-8") as file:
+        for number, (image, text) in enumerate(WrittenNumbers(20, digits=2)):
+            image.save(tmp_path / f"{number}.png")
+            print(json.dumps({"image": f"{number}.png", "text": text * (1 + number % 2)}), file=file)
+    arguments = [f"--model={model}", f"--examples={tmp_path / 'examples.jsonl'}", "--steps=4", "--batch-size=6"]
+    output = call("finetune_vlm", *arguments, "--freeze", "vision")
+    first, last = losses(output)
+    assert last < first
+    assert losses(call("finetune_vlm", *arguments, "--freeze", "vision", "--strategy=auto")) == (first, last)
+    learning = {name for name, weight in VisionLM(str(model), ["vision"]).named_parameters() if weight.requires_grad}
+    assert learning
+    assert not [name for name in learning if "vision" in name]
+
+
+def test_vlm_loss_is_that_of_transformers():
+    from finetune_vlm import IGNORED, ImagesAndTexts, VisionLM
+
+    module, data = VisionLM(), ImagesAndTexts(batch_size=3, digits=2)
+    module.log = lambda *_, **__: None  # there is no trainer
+    drawn = [data.train[index] for index in range(3)]
+    batch = data.collate([(image, text[: 1 + index % 2]) for index, (image, text) in enumerate(drawn)])
+    inputs, answers = batch["inputs"], batch["answers"]
+    assert inputs["input_ids"].shape == inputs["attention_mask"].shape
+    labels = torch.full_like(inputs["input_ids"], IGNORED)
+    labels[:, -answers.shape[1] :] = answers
+    told = [data.processor.tokenizer.decode(row[row != IGNORED], skip_special_tokens=True) for row in answers]
+    assert told == [text[: 1 + index % 2] for index, (_, text) in enumerate(drawn)]
+    torch.testing.assert_close(module.training_step(batch, 0), module.model(**inputs, labels=labels).loss)
+
+
+# ---------------------------------------------------------------------------------------------- the rest
+
+
+def test_drawn_numbers_are_the_same_each_time_and_others_elsewhere():
+    from offline import WrittenNumbers
+
+    numbers, others = WrittenNumbers(8, digits=3), WrittenNumbers(8, digits=3, first=8)
+    assert len(list(numbers)) == len(numbers) == 8
+    assert [image.tobytes() for image, _ in numbers] == [image.tobytes() for image, _ in numbers]
+    assert not {image.tobytes() for image, _ in numbers} & {image.tobytes() for image, _ in others}
+    assert all(len(text) == 3 and text.isdecimal() for _, text in numbers)
+
+
+def test_plain_loop_learns(capsys):
+    import_module("plain_loop").main()
+    values = [float(value) for value in re.findall(r"loss (\d+\.\d+)", capsys.readouterr().out)]
     assert len(values) == 4
     assert values[-1] < values[0]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        [],
-        ["--trainer.strategy.k=3"],
-        ["--trainer.strategy=superpipeline"],
-    ],
-    ids=["class path", "class path with an option", "name"],
-)
-def test_cli(strategy):
+TINY = {
+    "finetune_lm": ["--model.layers=4", "--model.hidden=32", "--trainer.strategy.k=3"],
+    "lora_lm": ["--model.layers=4", "--model.hidden=32"],
+    "finetune_vlm": ["--data.batch_size=4", "--data.count=8", "--trainer.limit_val_batches=1"],
+    "finetune_vision": ["--data.batch_size=4", "--data.count=8", "--trainer.limit_val_batches=1"],
+    "generate": ["--model.layers=4", "--model.hidden=32", "--model.generation.max_new_tokens=2"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_configuration(config, capsys):
+    cli = import_module("cli")
+    if config.stem == "generate":
+        cli.main(["predict", f"--config={config}", "--trainer.accelerator=cpu", *TINY[config.stem]])
+        assert capsys.readouterr().out.count("->") == 2
+        return
+    steps = ["--trainer.max_steps=2", *(["--trainer.val_check_interval=2"] if "vision" in config.stem else [])]
+    cli.main(["fit", f"--config={config}", "--trainer.accelerator=cpu", *steps, *TINY[config.stem]])
+    assert "train_loss" in capsys.readouterr().out
+
+
+def test_each_configuration_names_its_commands():
+    for config in CONFIGS:
+        text = config.read_text(encoding="utf-8")
+        assert f"configs/{config.name}" in text.partition("seed_everything")[0]
+        strategy = yaml.safe_load(text)["trainer"]["strategy"]
+        assert strategy["class_path"] == "sp_lightning.SuperpipelineStrategy"
+
+
+def test_cli_as_a_script():
     config = str(EXAMPLES / "configs" / "finetune_lm.yaml")
     small = ["--trainer.max_steps=2", "--trainer.accelerator=cpu", "--model.layers=4", "--model.hidden=32"]
-    assert "`max_steps=2` reached" in run("cli.py", "fit", f"--config={config}", *small, *strategy)
+    strategy = "--trainer.strategy=superpipeline"
+    assert "`max_steps=2` reached" in run("cli.py", "fit", f"--config={config}", *small, strategy)
 
 
 def test_the_overhead_benchmark_measures(tmp_path):

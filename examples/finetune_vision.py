@@ -1,0 +1,197 @@
+"""Fine-tune an image classifier, transformer or convolutional network, whose weights need not fit the device.
+
+    python examples/finetune_vision.py                       # a small ViT of transformers learns to read digits
+    python examples/finetune_vision.py --model resnet        # a small ResNet of torchvision, with its BatchNorm
+    python examples/finetune_vision.py --model vit_h_14 --images FOLDER --side 518   # pretrained, from torchvision
+    python examples/finetune_vision.py --model google/vit-large-patch16-224 --images FOLDER --side 224
+
+FOLDER has the folders `train` and `val`, and in each of them a folder of images for every class. Without it, the images
+are digits that Pillow draws: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning as L
+import recipe
+import torch
+from offline import WrittenNumbers
+from PIL.Image import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from torchvision import models, transforms
+from torchvision.datasets import ImageFolder
+from torchvision.models.resnet import BasicBlock, ResNet
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
+
+NORMALIZE = {
+    "mean": [0.485, 0.456, 0.406],
+    "std": [0.229, 0.224, 0.225],
+}  # what torchvision's weights were trained with
+
+
+class ImageClassifier(L.LightningModule):
+    """An image classifier: tiny and random, or pretrained, from torchvision or the Hugging Face hub.
+
+    Args:
+        model: `"vit"` and `"resnet"` are tiny and have random weights. Other names are those of torchvision
+            (`"vit_l_16"`, `"resnet152"`) or of the hub, with their weights.
+        classes: How many there are.
+        lr: Learning rate of AdamW.
+
+    """
+
+    def __init__(self, model: str = "vit", classes: int = 10, lr: float = 2e-3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = build(model, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return a score for each class."""
+        output = self.model(images)
+        return output if isinstance(output, Tensor) else output.logits
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Return the mean loss of a batch."""
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Log how many images are seen right."""
+        images, labels = batch
+        right = self(images).argmax(-1) == labels
+        self.log("val_accuracy", right.float().mean(), prog_bar=True, batch_size=len(labels))
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Return the likeliest class of each image."""
+        return self(batch[0]).argmax(-1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW over all weights, with the same kernel under every strategy."""
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"], fused=True)
+
+
+def build(model: str, classes: int) -> nn.Module:
+    """Return the network of a name."""
+    if model == "vit":
+        return ViTForImageClassification(
+            ViTConfig(
+                image_size=32,
+                patch_size=8,
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=6,
+                num_attention_heads=4,
+                initializer_range=0.1,  # transformers' default is for larger models; small ones learn slowly
+                num_labels=classes,
+            )
+        )
+    if model == "resnet":
+        return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=classes)
+    if model in models.list_models(module=models):
+        return with_new_head(models.get_model(model, weights="DEFAULT"), classes)
+    return AutoModelForImageClassification.from_pretrained(
+        model, num_labels=classes, ignore_mismatched_sizes=True, dtype=torch.float32
+    ).train()
+
+
+def with_new_head(network: nn.Module, classes: int) -> nn.Module:
+    """Put a new layer for other classes in place of the last linear one, as torchvision's classifiers end in it."""
+    linear = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+    if not linear:
+        raise ValueError(f"{type(network).__name__} has no linear layer to end in: choose another model")
+    name, last = linear[-1]
+    parent, _, child = name.rpartition(".")
+    setattr(network.get_submodule(parent), child, nn.Linear(last.in_features, classes))
+    return network
+
+
+class Images(L.LightningDataModule):
+    """Images and their classes.
+
+    Args:
+        folder: Has `train` and `val`, with a folder for each class. `None` draws digits.
+        side: Height and width to which images are brought.
+        batch_size: Images in a batch.
+        count: How many digits are drawn to learn from.
+
+    """
+
+    def __init__(self, folder: str | None = None, side: int = 32, batch_size: int = 32, count: int = 4096) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        prepare = transforms.Compose(
+            [transforms.Resize((side, side)), transforms.ToTensor(), transforms.Normalize(**NORMALIZE)]
+        )
+        if folder is not None:
+            self.train: Dataset[tuple[Tensor, int]] = ImageFolder(str(Path(folder, "train")), prepare)
+            self.val: Dataset[tuple[Tensor, int]] = ImageFolder(str(Path(folder, "val")), prepare)
+            self.classes = len(self.train.classes)
+        else:
+            self.train = Digits(WrittenNumbers(count, side=side), prepare)
+            self.val = Digits(WrittenNumbers(256, side=side, first=count), prepare)
+            self.classes = 10
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
+        """Return full batches in random order."""
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
+        """Return images that are not among those to learn from."""
+        return DataLoader(self.val, batch_size=self.batch_size)
+
+    predict_dataloader = val_dataloader
+
+
+class Digits(Dataset[tuple[Tensor, int]]):
+    """Drawn digits as tensors, with their values."""
+
+    def __init__(self, drawn: WrittenNumbers, prepare: transforms.Compose) -> None:
+        self.drawn = drawn
+        self.prepare = prepare
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.drawn)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return an image and its class."""
+        image: Image
+        image, text = self.drawn[index]
+        return self.prepare(image), int(text)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; what cannot work is said here, before any work."""
+    parser = recipe.command_line(__doc__)
+    recipe.add_training(parser, steps=120, batch_size=32, lr=2e-3)
+    parser.add_argument("--model", default="vit", metavar="NAME", help="vit, resnet, or of torchvision or the hub")
+    parser.add_argument("--images", type=recipe.folder, metavar="FOLDER", help="with train/CLASS/ and val/CLASS/")
+    parser.add_argument("--side", type=recipe.positive, default=32, help="pixels (default: %(default)s)")
+    return recipe.parse(parser, arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, and say how many images are seen right before and after."""
+    options = parse(arguments)
+    losses = recipe.Losses()
+    trainer = recipe.trainer(options, [losses], **recipe.steps_then_validation(options))
+    data = Images(options.images, options.side, options.batch_size)
+    model = ImageClassifier(options.model, data.classes, options.lr)
+    (before,) = trainer.validate(model, data, verbose=False)
+    trainer.fit(model, data)
+    print(losses)
+    after = trainer.callback_metrics["val_accuracy"].item()
+    print(f"Accuracy: before {before['val_accuracy']:.0%}, after {after:.0%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

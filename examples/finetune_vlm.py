@@ -1,0 +1,233 @@
+"""Fine-tune a vision-language model, which answers about images, and whose weights need not fit the device.
+
+Images and questions go through the model's own processor and chat template; the loss is that of the answers' tokens.
+
+    python examples/finetune_vlm.py             # a tiny LLaVA learns to read numbers from pictures
+    python examples/finetune_vlm.py --model HuggingFaceTB/SmolVLM-256M-Instruct --examples captions.jsonl
+    python examples/finetune_vlm.py --model Qwen/Qwen2-VL-7B-Instruct --examples captions.jsonl --freeze visual
+
+Each line of `captions.jsonl` is `{"image": "a.png", "text": "what to answer"}`; images are looked for beside it.
+Without it, the images are numbers that Pillow draws: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import recipe
+import torch
+from offline import WrittenNumbers
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+)
+
+SIDE, PATCH = 32, 8  # pixels, of the tiny model
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+IGNORED = -100
+
+
+class VisionLM(L.LightningModule):
+    """A vision-language model: tiny and random, or one from the Hugging Face hub.
+
+    Args:
+        model: Name of a hub model. `None` builds a tiny LLaVA with random weights.
+        freeze: Weights whose names contain one of these words do not learn, such as `["vision"]`.
+        lr: Learning rate of AdamW.
+
+    """
+
+    def __init__(self, model: str | None = None, freeze: list[str] | None = None, lr: float = 1e-3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        if model is None:
+            self.model = tiny_llava(tiny_processor().tokenizer)
+        else:
+            self.model = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).train()
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not any(word in name for word in freeze or []))
+
+    def answer_logits(self, batch: dict[str, Any]) -> Tensor:
+        """Return what the model thinks of each place of the answers, given what stands before it."""
+        places = batch["answers"].shape[1]
+        return self.model(**batch["inputs"], use_cache=False, logits_to_keep=places + 1).logits[:, :-1]
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Return the mean loss of the answers' tokens."""
+        loss = F.cross_entropy(self.answer_logits(batch).float().flatten(0, 1), batch["answers"].flatten())
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Log how many answers are right from the first token to the last."""
+        answers = batch["answers"]
+        right = (self.answer_logits(batch).argmax(-1) == answers) | (answers == IGNORED)
+        self.log("val_accuracy", right.all(1).float().mean(), prog_bar=True, batch_size=len(answers))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW over what learns, with the same kernel under every strategy."""
+        learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(learning, lr=self.hparams["lr"], fused=True)
+
+
+def tiny_processor() -> LlavaProcessor:
+    """Return a processor that needs no files: it reads text byte by byte."""
+    return LlavaProcessor(
+        SiglipImageProcessor(size={"height": SIDE, "width": SIDE}),
+        ByT5Tokenizer(extra_ids=0, additional_special_tokens=["<image>"]),
+        patch_size=PATCH,
+        vision_feature_select_strategy="full",
+        image_token="<image>",  # noqa: S106  no secret
+        chat_template=TEMPLATE,
+    )
+
+
+def tiny_llava(tokenizer: PreTrainedTokenizerBase) -> LlavaForConditionalGeneration:
+    """Return a small LLaVA: two blocks that see, two that read and answer."""
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    vision = SiglipVisionConfig(**size, num_hidden_layers=2, image_size=SIDE, patch_size=PATCH)
+    text = LlamaConfig(
+        **size,
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        vocab_size=len(tokenizer),
+        initializer_range=0.1,  # transformers' default is for larger models; small ones learn slowly
+    )
+    return LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=vision,
+            text_config=text,
+            image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+            vision_feature_select_strategy="full",
+        )
+    )
+
+
+class ImagesAndTexts(L.LightningDataModule):
+    """Images, a question about them, and the answers.
+
+    Args:
+        examples: A file of JSON lines with `image` and `text`; its last tenth is for validation. `None` draws numbers.
+        model: Name of the hub model whose processor prepares them. `None` takes the tiny one.
+        question: What is asked about each image.
+        batch_size: Images in a batch.
+        digits: Of the numbers that are drawn.
+        count: How many numbers are drawn to learn from.
+
+    """
+
+    def __init__(
+        self,
+        examples: str | None = None,
+        model: str | None = None,
+        question: str = "Number?",
+        batch_size: int = 32,
+        digits: int = 1,
+        count: int = 4096,
+    ) -> None:
+        super().__init__()
+        self.question = question
+        self.batch_size = batch_size
+        self.processor: ProcessorMixin = tiny_processor() if model is None else AutoProcessor.from_pretrained(model)
+        self.processor.tokenizer.padding_side = "left"  # questions end where answers begin
+        self.train: Sequence[tuple[Any, str]] | WrittenNumbers = WrittenNumbers(count, digits, SIDE)
+        self.val: Sequence[tuple[Any, str]] | WrittenNumbers = WrittenNumbers(256, digits, SIDE, first=count)
+        if examples is not None:
+            lines = [json.loads(line) for line in Path(examples).read_text(encoding="utf-8").splitlines() if line]
+            pairs = [(Path(examples).parent / line["image"], line["text"]) for line in lines]
+            held_out = max(1, len(pairs) // 10)
+            self.train, self.val = pairs[:-held_out], pairs[-held_out:]
+
+    def collate(self, pairs: list[tuple[Any, str]]) -> dict[str, Any]:
+        """Prepare a batch: questions padded on the left, then answers padded on the right."""
+        asked = [{"type": "image"}, {"type": "text", "text": self.question}]
+        prompt = self.processor.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True)
+        tokenizer = self.processor.tokenizer
+        inputs = self.processor(
+            text=[prompt] * len(pairs),
+            images=[[opened(image)] for image, _ in pairs],
+            padding=True,
+            add_special_tokens=not prompt.startswith(tokenizer.bos_token or prompt),  # most templates begin with it
+            return_tensors="pt",
+        )
+        answers = tokenizer(
+            [text + tokenizer.eos_token for _, text in pairs],
+            add_special_tokens=False,
+            padding=True,
+            padding_side="right",
+            return_tensors="pt",
+        )
+        width = answers["input_ids"].shape[1]
+        tokens = inputs["input_ids"].shape
+        # Kinds of tokens, where a model wants to know them, are 0 for text.
+        whole = {name: F.pad(value, (0, width)) if value.shape == tokens else value for name, value in inputs.items()}
+        for name in ("input_ids", "attention_mask"):
+            whole[name][:, -width:] = answers[name]
+        return {"inputs": whole, "answers": answers["input_ids"].masked_fill(answers["attention_mask"] == 0, IGNORED)}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return full batches in random order."""
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, collate_fn=self.collate)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return images that are not among those to learn from."""
+        return DataLoader(self.val, self.batch_size, collate_fn=self.collate)  # type: ignore[arg-type]
+
+
+def opened(image: Image.Image | Path) -> Image.Image:
+    """Return an image, read from its file if it is none yet."""
+    return Image.open(image).convert("RGB") if isinstance(image, Path) else image
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; what cannot work is said here, before any work."""
+    parser = recipe.command_line(__doc__)
+    recipe.add_training(parser, steps=200, batch_size=32, lr=1e-3)
+    parser.add_argument("--model", metavar="NAME", help="a vision-language model of the hub, with a chat template")
+    parser.add_argument("--examples", type=recipe.file, metavar="FILE", help="JSON lines with image and text")
+    parser.add_argument("--question", default="Number?", help="about each image (default: %(default)s)")
+    parser.add_argument("--freeze", nargs="*", metavar="WORD", help="weights with such names do not learn")
+    parser.add_argument("--digits", type=recipe.positive, default=1, help="of drawn numbers (default: %(default)s)")
+    return recipe.parse(parser, arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, and say how many answers are right before and after."""
+    options = parse(arguments)
+    losses = recipe.Losses()
+    trainer = recipe.trainer(options, [losses], **recipe.steps_then_validation(options))
+    model = VisionLM(options.model, options.freeze, options.lr)
+    data = ImagesAndTexts(options.examples, options.model, options.question, options.batch_size, options.digits)
+    (before,) = trainer.validate(model, data, verbose=False)
+    trainer.fit(model, data)
+    print(losses)
+    after = trainer.callback_metrics["val_accuracy"].item()
+    print(f"Right answers: before {before['val_accuracy']:.0%}, after {after:.0%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

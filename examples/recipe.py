@@ -1,0 +1,148 @@
+"""What the scripts here share: options of their command lines, the Trainer these options ask for, the losses it saw.
+
+All of it is plain Lightning. The strategy is one argument of the Trainer: with nothing but defaults, `trainer` returns
+what `Trainer(strategy="superpipeline")` is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import sp_lightning
+
+PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
+    return int(text)
+
+
+def auto_or_positive(text: str) -> int | str:
+    """Parse `auto` or an integer of at least one."""
+    if text != "auto" and not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text} is neither 'auto' nor an integer of at least 1")
+    return text if text == "auto" else int(text)
+
+
+def file(text: str) -> str:
+    """Parse the name of a file that exists."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text}: no such file")
+    return text
+
+
+def folder(text: str) -> str:
+    """Parse the name of a folder that exists."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: no such folder")
+    return text
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that knows where and how to compute; each script adds what is its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    run = parser.add_argument_group("running")
+    run.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: %(default)s)")
+    run.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="where to compute")
+    run.add_argument("--precision", choices=PRECISIONS, default="32-true", help="as in Trainer (default: %(default)s)")
+    stream = parser.add_argument_group("streaming")
+    stream.add_argument("--strategy", choices=["superpipeline", "auto"], default="superpipeline")
+    stream.add_argument("--k", type=auto_or_positive, default="auto", help="units on the device (default: %(default)s)")
+    stream.add_argument(
+        "--k-prime", type=auto_or_positive, default="auto", help="units moved together (default: %(default)s)"
+    )
+    stream.add_argument("--memory-budget", metavar="SIZE", help="device memory a step may take, such as 12GB")
+    stream.add_argument(
+        "--activations",
+        choices=["auto", "keep", "recompute", "offload"],
+        default="auto",
+        help="what happens to what units save for backward (default: %(default)s)",
+    )
+    return parser
+
+
+def add_training(parser: argparse.ArgumentParser, *, steps: int, batch_size: int, lr: float) -> None:
+    """Add the options of a training run, with a script's own defaults."""
+    train = parser.add_argument_group("training")
+    train.add_argument("--steps", type=positive, default=steps, help="optimizer steps (default: %(default)s)")
+    train.add_argument("--batch-size", type=positive, default=batch_size, help="(default: %(default)s)")
+    train.add_argument("--lr", type=float, default=lr, help="learning rate (default: %(default)s)")
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; what cannot work is said here, before any work."""
+    options = parser.parse_args(arguments)
+    if options.strategy == "superpipeline":
+        try:
+            options.strategy = sp_lightning.SuperpipelineStrategy(
+                k=options.k,
+                k_prime=options.k_prime,
+                memory_budget=options.memory_budget,
+                activations=options.activations,
+            )
+        except (ValueError, MisconfigurationException) as error:
+            parser.error(str(error))
+    return options
+
+
+def trainer(options: argparse.Namespace, callbacks: Sequence[L.Callback] = (), **arguments: Any) -> L.Trainer:
+    """Return the Trainer that the options of a command line describe."""
+    L.seed_everything(options.seed, verbose=False)
+    streaming = isinstance(options.strategy, sp_lightning.SuperpipelineStrategy)
+    return L.Trainer(
+        strategy=options.strategy,
+        accelerator=options.accelerator,
+        devices=1,
+        precision=options.precision,
+        # says what the units are, and what came of it
+        callbacks=[*callbacks, *([sp_lightning.SuperpipelineCallback()] if streaming else [])],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+
+
+def steps_then_validation(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the Trainer's arguments for a run of so many steps, with a validation at its end and nowhere else."""
+    return {
+        "max_steps": options.steps,
+        "val_check_interval": options.steps,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 0,
+    }
+
+
+class Losses(L.Callback):
+    """Keeps the loss of every step, and how long they took."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.seconds = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock."""
+        self.start = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        """Keep the loss of this step."""
+        self.values.append(float(outputs["loss"]))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the clock."""
+        self.seconds = time.perf_counter() - self.start
+
+    def __str__(self) -> str:
+        """Say how far the loss fell."""
+        first, last = self.values[0], self.values[-1]
+        return f"Loss: first {first:.4f}, last {last:.4f} ({len(self.values)} steps in {self.seconds:.1f} s)"
