@@ -190,11 +190,11 @@ class ImagesAndTexts(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return full batches in random order."""
-        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, collate_fn=self.collate)  # type: ignore[arg-type]
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, collate_fn=self.collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return images that are not among those to learn from."""
-        return DataLoader(self.val, self.batch_size, collate_fn=self.collate)  # type: ignore[arg-type]
+        return DataLoader(self.val, self.batch_size, collate_fn=self.collate)
 
 
 def opened(image: Image.Image | Path) -> Image.Image:

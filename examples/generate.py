@@ -65,7 +65,7 @@ class Prompts(L.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[str]:
         """Return the prompts in their order."""
-        return DataLoader(self.prompts, batch_size=self.batch_size, collate_fn=self.collate)  # type: ignore[arg-type]
+        return DataLoader(self.prompts, batch_size=self.batch_size, collate_fn=self.collate)
 
 
 class PrintTexts(BasePredictionWriter):
