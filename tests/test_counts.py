@@ -185,6 +185,59 @@ def test_a_known_order_is_prefetched() -> None:
         assert pipe.stats.misses <= 3
 
 
+class Called(nn.Module):
+    """Its blocks are called in an order of their own."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH, HIDDEN) for _ in order)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+ORDERS = [[5, 0, 1, 2, 3, 4], [0, 2, 4, 1, 3, 5], [5, 4, 3, 2, 1, 0]]
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("order", ORDERS, ids=["last first", "every other", "backwards"])
+def test_places_follow_the_order_of_calls(order: list[int], k: int) -> None:
+    """Neighbours in a step never share a place: no load is late, and none is repeated."""
+    torch.manual_seed(0)
+    with streaming(Called(order), k, warm_up=3) as (pipe, optimizer):
+        assert [name.split(".")[-1] for name in pipe.summary().unit_names] == [str(number) for number in order]
+        for _ in range(3):
+            forward_backward(pipe)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert pipe.stats.loads == 3 * (2 * len(order) - k)
+        assert pipe.stats.heals == 0
+        assert pipe.stats.misses == 0
+        assert pipe.stats.arrangements == 0
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["last first", "every other", "backwards"])
+def test_laying_units_out_anew_changes_no_number(order: list[int]) -> None:
+    def train(model: nn.Module) -> list[Tensor]:
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        for step in range(4):
+            torch.manual_seed(step)
+            model(torch.randn(5, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    expected = train(Called(order))
+    torch.manual_seed(0)
+    model = Called(order)
+    with attached(model, k=2):
+        assert all(map(torch.equal, train(model), expected))
+
+
 @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (4, 2)])
 def test_device_memory_never_exceeds_the_slots(k: int, k_prime: int) -> None:
     """All blocks compute with weights that lie at k addresses, and k slots and resident weights is all there is."""

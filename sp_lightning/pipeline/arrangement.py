@@ -40,6 +40,7 @@ class Learned:
 
     Attributes:
         resident: Names of weights that are used outside of their unit.
+        order: Names of units in the order in which the first step called them; None before that.
         split: Modules that are not called themselves, only their children are.
         lowered: Masters that autocast lowers, by identity.
         used_as_is: Masters that are used in their own dtype, by identity.
@@ -52,6 +53,7 @@ class Learned:
 
     def __init__(self) -> None:
         self.resident: list[str] = []
+        self.order: list[str] | None = None
         self.split: list[nn.Module] = []
         self.lowered: set[int] = set()
         self.used_as_is: set[int] = set()
@@ -118,6 +120,8 @@ class Arrangement:
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
         largest = min(_LARGEST_UNIT, (self.budget or device_bytes or 8 * _LARGEST_UNIT) // 8)
         plan = find_units(module, options.units, [*options.resident, *learned.resident], largest, learned.split)
+        if learned.order:
+            plan.put_in_order(learned.order)
         self.units = plan.units
         self.resident = plan.resident
         self.callers = plan.callers

@@ -113,6 +113,7 @@ class Pipeline:
         self._spent: set[int] = set()
         self._optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
         self._calls = 0
+        self._called: dict[str, None] = {}  # units, in the order of their first calls
         self._pool = HostPool(self._backend)
         meter = self._meter = Meter(self.device, self.stats)
         self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
@@ -458,6 +459,8 @@ class Pipeline:
 
     def _take_in_what_was_learned(self) -> None:
         """Between steps, when no graph holds on to the old arrangement."""
+        if not self._graphs.waiting():
+            self._look_at_the_order()
         if not self._rearrange or self._graphs.waiting():
             return
         self._rearrange = False
@@ -491,6 +494,16 @@ class Pipeline:
     def _stop_planning(self) -> None:
         if self._planner is not None:
             self._planner.abandon()
+
+    def _look_at_the_order(self) -> None:
+        """Lay units out anew if the first step did not call them in the order of the modules.
+
+        Units that follow each other must not share a place, or the later one cannot be fetched ahead.
+        """
+        if self._learned.order is None and self._called:
+            self._learned.order = list(self._called)
+            expected = [unit.name for unit in self._plan.units if unit.name in self._called]
+            self._rearrange |= self._learned.order != expected
 
     def _auto_policy(self) -> AutoPolicy | None:
         """What chooses for each unit, where there is a limit to what activations may take."""
@@ -685,6 +698,8 @@ class Pipeline:
                 self._backward.abandon()  # it ended with an exception that the user caught inside of the step
             if member.index >= 0:
                 self._schedule.visit(member.index, direction)
+                if self._learned.order is None:
+                    self._called.setdefault(member.unit_name)
             self._keep_apart_uses(member)
             for group in [group for group in member.groups if self._window.is_blocked(group)]:
                 for weight in {id(place.weight): place.weight for place in member.places}.values():

@@ -120,6 +120,13 @@ class Plan:
     callers: list[Member]
     unmanaged: dict[str, nn.Parameter]
 
+    def put_in_order(self, names: Sequence[str]) -> None:
+        """Expect units in the order of these names, and those without a name here after them."""
+        number = {name: number for number, name in enumerate(names)}
+        self.units.sort(key=lambda unit: number.get(unit.name, len(number)))
+        for index, member in enumerate(member for unit in self.units for member in unit.members):
+            member.index = index
+
     def all_units(self) -> list[Unit]:
         """Streamed units, then the resident one if it holds anything."""
         return [*self.units, *([self.resident] if self.resident.weights else [])]
@@ -193,8 +200,6 @@ class _Finder:
             for weight in unit.weights:
                 weight.unit = unit
         members = [member for unit in units for member in unit.members]
-        for index, member in enumerate(members):
-            member.index = index
         for member in [*members, *resident.members]:
             self._find_recurrent(member)
         by_module = {id(member.module): member for member in [*members, *resident.members]}
@@ -202,7 +207,9 @@ class _Finder:
             encoder = without_compile(member.module)
             if isinstance(encoder, nn.TransformerEncoder) and len(encoder.layers):
                 member.looks_into = by_module.get(id(encoder.layers[0]))
-        return Plan(units, resident, callers, self.unmanaged)
+        plan = Plan(units, resident, callers, self.unmanaged)
+        plan.put_in_order([unit.name for unit in units])
+        return plan
 
     # ---------------------------------------------------------------------------------------------- what there is
 
