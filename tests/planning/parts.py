@@ -193,9 +193,9 @@ class Blocks:
             for micro in range(accumulate):
                 loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
                 last = in_backward and micro == accumulate - 1
-                with pipeline.stepping_in_backward(optimizer) if last else nullcontext():
-                    with pipeline.measuring_norms() if clip else nullcontext():
-                        loss.backward()
+                stepping = pipeline.stepping_in_backward(optimizer) if last else nullcontext()
+                with stepping, pipeline.measuring_norms() if clip else nullcontext():
+                    loss.backward()
             if clip:
                 pipeline.clip_grad_norm(model.parameters(), 1e9)
             if not frozen:
