@@ -456,7 +456,7 @@ class Pipeline:
         self._activations.auto = policies  # units are the same, and so is what was measured of them
         if policies is not None and plan is not None and plan.policies:
             units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self._plan.units]
-            policies.prescribe({m.name: policy for unit, policy in units for m in unit.members}, plan.reserve_bytes)
+            policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
         elif policies is not None:
             policies.prescribe(None)
 

@@ -196,6 +196,5 @@ def _plan(pipeline: Pipeline, measured: _Measurement) -> WindowPlan | None:
         bottleneck=prediction.bottleneck,
         device_bytes=prediction.device_bytes,
         activation_bytes=activation_bytes(workload, ways),
-        reserve_bytes=workload.reserve_bytes,
         policies={} if pipeline.activations is None else policies,
     )
