@@ -185,10 +185,10 @@ class Arrangement:
     def _choose_window(self, plan: WindowPlan | None) -> None:
         k, k_prime = self._options.k, self._options.k_prime
         together = k_prime if isinstance(k_prime, int) else 1
-        self.plan = plan
-        if plan is not None:
-            kept = [number for number, unit in enumerate(self.units) if unit.name in plan.resident]
-            self._set_window(plan.k, plan.k_prime, kept)
+        self.plan = None if self._short_of_memory else plan
+        if self.plan is not None:
+            kept = [number for number, unit in enumerate(self.units) if unit.name in self.plan.resident]
+            self._set_window(self.plan.k, self.plan.k_prime, kept)
             if self.budget is None or self._needed_bytes() <= self.budget:
                 return
             self.plan = None  # weights are sent in another dtype than when the plan was made

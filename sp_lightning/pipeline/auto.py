@@ -126,8 +126,6 @@ class AutoPolicy:
         self._second_forwards: list[tuple[_Unit, int, Any, Any]] = []
         self._told = False
         self._room_has_changed = False
-        self._share: int | None = None
-        self._reserve: int | None = None
         self.outside = 0
         self.gradients = 0
 
@@ -140,14 +138,15 @@ class AutoPolicy:
         self._in_use = {}
         self._measuring.clear()
 
-    def share(self, nbytes: int | None, reserve: int | None) -> None:
-        """Choose again: weights take another part of the budget from now on.
+    def prescribe(self, policies: Mapping[str, Policy] | None) -> None:
+        """Somebody has chosen for all members that were measured; what is measured later is chosen here again.
 
         Args:
-            nbytes: What activations are to take; None for all that there is.
-            reserve: What must be free beside them in backward, where that was measured.
+            policies: What happens to the activations of each member; None to choose here, for what there is room now.
         """
-        self._share, self._reserve, self._room_has_changed = nbytes, reserve, True
+        self._room_has_changed = policies is None
+        if policies is not None:
+            self._chosen = {name: policies.get(name, "keep") for name in self._units}
 
     @property
     def input_bytes(self) -> int:
@@ -192,8 +191,7 @@ class AutoPolicy:
 
     def look(self) -> None:
         """Work out what the last step has shown of activations that are not a unit's."""
-        working = max((unit.footprint.working for unit in self._units.values()), default=0)
-        self.gradients = working if self._reserve is None else self._reserve
+        self.gradients = max((unit.footprint.working for unit in self._units.values()), default=0)
         if self._in_use:
             ways = {name: {way.policy: way for way in of} for name, of in self.ways().items()}
             used = [of.get(self._in_use[name], of["keep"]) for name, of in ways.items() if name in self._in_use]
@@ -204,8 +202,7 @@ class AutoPolicy:
         ways = self.ways()
         limit = self._budget()
         apart = self.outside + self.gradients
-        room = limit - apart if self._share is None else min(limit - apart, self._share - self.outside)
-        chosen = choose([*ways.values()], room)
+        chosen = choose([*ways.values()], limit - apart)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
         needed = peak(chosen) + apart
         if needed > limit and not self._told:

@@ -286,7 +286,8 @@ class Pipeline:
             return f"the window that was planned, with `k={self._plan.k}`, gives way to the usual one"
         if self.options.activations == "auto" and self._activations.recompute_from_now_on():
             return "units compute their activations a second time in backward from now on"
-        if self.options.k == "auto" and self._plan.k > self._plan.k_prime and not self._learned.short_of_memory:
+        can_shrink = self._plan.plan is not None or self._plan.k > self._plan.k_prime
+        if self.options.k == "auto" and can_shrink and not self._learned.short_of_memory:
             self._learned.short_of_memory = self._rearrange = True
             return f"`k` is {self._plan.k_prime} from now on, and was {self._plan.k}"
         return None
@@ -477,7 +478,7 @@ class Pipeline:
 
     def _follow_plan(self) -> None:
         """Between steps, when no graph holds on to the old arrangement: have the window that the planner wants."""
-        if self._planner is None or self._graphs.waiting():
+        if self._planner is None or self._learned.short_of_memory or self._graphs.waiting():
             return
         plan = self._planner.before_step(self, torch.is_grad_enabled())
         if plan == self._learned.plan:
@@ -486,10 +487,11 @@ class Pipeline:
         self._learned.plan = plan
         self._rearrange_for(self._plan.autocast)
         self._activations.auto = policies  # units are the same, and so is what was measured of them
-        if policies is not None and plan is not None:
-            policies.share(plan.activation_bytes, plan.reserve_bytes)
+        if policies is not None and plan is not None and plan.policies:
+            units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self._plan.units]
+            policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
         elif policies is not None:
-            policies.share(None, None)
+            policies.prescribe(None)
 
     def _stop_planning(self) -> None:
         if self._planner is not None:

@@ -26,7 +26,6 @@ class Stats:
         host_syncs: Times that the host waited for the device.
         activation_bytes: Device memory that is held now because autograd saved it for backward, without weights.
         activation_peak_bytes: The most that it has been.
-        optimizer_steps: Steps of optimizers, whatever they stepped.
         optimizer_waits: Times that the host waited for an optimizer's step, because somebody looked at a weight.
         overlapped_steps: Units that an optimizer stepped while the device could compute.
         steps_in_backward: Those of them that were stepped before backward had ended.
