@@ -1,0 +1,148 @@
+"""The search: of all choices that fit the budget, the one whose step takes the least time (docs/planning.md).
+
+Activations come first, because they are few: some splits of the budget between activations and weights are tried, each
+with the cheapest policies for its share (`pipeline.choice`). For each split, every `k` and `k_prime` worth trying is
+replayed, with as many units resident as then fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from sp_lightning.pipeline.choice import Way, peak
+from sp_lightning.pipeline.choice import choose as choose_ways
+from sp_lightning.planning.cost import (
+    Choice,
+    Prediction,
+    activation_bytes,
+    gradient_bytes,
+    predict,
+    weight_bytes,
+)
+from sp_lightning.planning.workload import Machine, Workload
+
+_SPLITS = 6  # of the budget between activations and weights
+_ALIKE = 1.002  # times that differ by less are the same
+_K_PRIMES = (1, 2, 4, 8)
+_EVERY_K = 8  # up to here every k is tried, above only steps of a quarter
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen, and what it is expected to take."""
+
+    choice: Choice
+    prediction: Prediction
+
+
+class _Candidate(NamedTuple):
+    choice: Choice
+    prediction: Prediction
+    arena_bytes: int  # before spare memory was filled
+
+
+def choose(
+    workload: Workload,
+    machine: Machine,
+    budget: int,
+    *,
+    k: int | Literal["auto"] = "auto",
+    k_prime: int | Literal["auto"] = "auto",
+    fill: bool = True,
+) -> Plan:
+    """The choice whose step takes the least time within the budget; of those that take the same, the smallest window.
+
+    Args:
+        workload: What a step has to do.
+        machine: How fast.
+        budget: Bytes of device memory.
+        k: Units on the device at once, if that is given.
+        k_prime: Units moved together, if that is given.
+        fill: Whether to keep units resident in memory that is left.
+
+    Raises:
+        ValueError: If nothing fits; says the least that would.
+    """
+    room = budget - workload.reserve_bytes - gradient_bytes(workload)
+    windows = list(_windows(len(workload.units), k, k_prime, machine))
+    least_weights = min(weight_bytes(workload, Choice(*window)) for window in windows)
+    candidates: list[_Candidate] = []
+    for ways in _splits(workload, room - least_weights):
+        left = room - activation_bytes(workload, ways)
+        for window in windows:
+            choice = Choice(*window, ways=ways)
+            arena = weight_bytes(workload, choice)
+            if arena <= left:
+                choice = _filled(workload, choice, left) if fill else choice
+                candidates.append(_Candidate(choice, predict(workload, machine, choice), arena))
+    if not candidates:
+        lowest = activation_bytes(workload, choose_ways([unit.ways for unit in workload.units], 0))
+        raise ValueError(
+            f"{budget} bytes of device memory are too little: {budget - room + least_weights + lowest} are needed."
+        )
+    fastest = min(candidate.prediction.seconds for candidate in candidates)
+    best = min(
+        (candidate for candidate in candidates if candidate.prediction.seconds <= _ALIKE * fastest),
+        key=lambda candidate: (candidate.arena_bytes, candidate.prediction.device_bytes, candidate.prediction.seconds),
+    )
+    return Plan(best.choice, best.prediction)
+
+
+def _windows(
+    units: int, k: int | Literal["auto"], k_prime: int | Literal["auto"], machine: Machine
+) -> Iterator[tuple[int, int]]:
+    """Pairs of k and k_prime that are worth a try."""
+    together: Sequence[int] = _K_PRIMES if machine.copy_seconds else _K_PRIMES[:1]  # copies that cost no more alone
+    if k_prime != "auto":
+        together = (k_prime,)
+    elif k != "auto":
+        together = [number for number in together if number <= k]
+    for number in together:
+        if k != "auto":
+            yield k, number
+            continue
+        window = number
+        while window < units:
+            yield window, number
+            window += max(number, window // 4 // number * number if window >= _EVERY_K else 1)
+        yield max(units, number), number
+
+
+def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
+    """Ways for all units, the cheapest within several shares of what is there for activations."""
+    units = [unit.ways for unit in workload.units]
+    if not workload.trains or all(len(ways) == 1 for ways in units):
+        yield tuple(ways[0] for ways in units)
+        return
+    most -= workload.outside_bytes
+    least = peak(choose_ways(units, 0))
+    enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units]))
+    seen: set[tuple[Way, ...]] = set()
+    for number in range(_SPLITS):
+        share = enough - (enough - least) * number // (_SPLITS - 1)
+        ways = tuple(choose_ways(units, share))
+        if ways not in seen:
+            seen.add(ways)
+            yield ways
+
+
+def _filled(workload: Workload, choice: Choice, left: int) -> Choice:
+    """The same choice with as many units resident as fit, spread evenly among those that stream."""
+    length = len(workload.units)
+
+    def with_resident(count: int) -> Choice:
+        spread = tuple((2 * number + 1) * length // (2 * count) for number in range(count))
+        return Choice(choice.k, choice.k_prime, spread, choice.ways)
+
+    fits, too_many = 0, max(0, length - choice.k) + 1
+    while too_many - fits > 1:
+        count = (fits + too_many) // 2
+        if weight_bytes(workload, with_resident(count)) <= left:
+            fits = count
+        else:
+            too_many = count
+    if length - fits <= choice.k:  # nothing is streamed
+        return Choice(length, choice.k_prime, (), choice.ways)
+    return with_resident(fits)

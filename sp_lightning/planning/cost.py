@@ -1,0 +1,376 @@
+"""What a step costs, for given choices: its time, lane by lane, and the device's memory (docs/planning.md).
+
+[Note: the lanes of a step]
+Nothing here is a formula for the time. The engine's own order is replayed on four clocks: computing, copies to the
+device, copies to the host, work on the host. A copy begins when its lane is free, when all that was computed before it
+was asked for is done, and, for weights that an optimizer is still at, when that is done, too. Computing waits for the
+copy of what it needs. What is asked for when is what `pipeline/window.py` does: places are given away when backward or
+forward has moved on, and filled in the order of use. Costs one pass over the units per step that is replayed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from sp_lightning.pipeline.choice import Way, peak
+from sp_lightning.pipeline.device import place_in_arena
+from sp_lightning.pipeline.offload import STAYING
+from sp_lightning.planning.workload import Machine, Workload
+
+_PIECES = 2  # device memory for gradients on their way: one piece is filled while the other leaves
+_WARM_UP = 1  # steps until each one is like the one before
+_REPLAYED = 2  # steps that are averaged then
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What can be chosen.
+
+    Args:
+        k: Units on the device at once.
+        k_prime: Units moved together.
+        resident: Units, by their numbers, that have a place of their own and are never evicted.
+        ways: What becomes of the activations of each unit; the first of its ways where nothing is given.
+    """
+
+    k: int
+    k_prime: int = 1
+    resident: tuple[int, ...] = ()
+    ways: tuple[Way, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step will take.
+
+    Attributes:
+        seconds: For one step, when all steps are alike.
+        lanes: Seconds of work in each lane.
+        device_bytes: The most device memory for weights, gradients on their way and activations.
+        host_bytes: Host memory for weights, gradients, optimizer state and activations that wait there.
+        bytes_to_device: Per step.
+        bytes_to_host: Per step.
+    """
+
+    seconds: float
+    lanes: dict[str, float]
+    device_bytes: int
+    host_bytes: int
+    bytes_to_device: int
+    bytes_to_host: int
+
+    @property
+    def bottleneck(self) -> str:
+        """The lane that has most to do."""
+        return max(self.lanes, key=lambda lane: self.lanes[lane])
+
+
+def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
+    """What a step takes with these choices."""
+    replay = _Replay(workload, machine, choice)
+    for _ in range(_WARM_UP):
+        replay.step()
+    begin, lanes, moved = replay.compute, dict(replay.busy), (replay.bytes_to_device, replay.bytes_to_host)
+    for _ in range(_REPLAYED):
+        replay.step()
+    return Prediction(
+        seconds=(replay.compute - begin) / _REPLAYED,
+        lanes={lane: (seconds - lanes[lane]) / _REPLAYED for lane, seconds in replay.busy.items()},
+        device_bytes=device_bytes(workload, choice),
+        host_bytes=host_bytes(workload, choice),
+        bytes_to_device=(replay.bytes_to_device - moved[0]) // _REPLAYED,
+        bytes_to_host=(replay.bytes_to_host - moved[1]) // _REPLAYED,
+    )
+
+
+def device_bytes(workload: Workload, choice: Choice) -> int:
+    """The most device memory that weights, gradients on their way and activations take."""
+    return weight_bytes(workload, choice) + gradient_bytes(workload) + activation_bytes(workload, ways_of(workload, choice))
+
+
+def weight_bytes(workload: Workload, choice: Choice) -> int:
+    """Device memory for weights: the arena, and what has a place of its own."""
+    own = sum(workload.units[unit].weight_bytes for unit in choice.resident) + workload.resident.weight_bytes
+    return own + _places(workload, choice)[1]
+
+
+def gradient_bytes(workload: Workload) -> int:
+    """Device memory for gradients on their way to the host."""
+    return _PIECES * max(unit.gradient_bytes for unit in (*workload.units, workload.resident))
+
+
+def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
+    """Device memory for what autograd saves."""
+    return peak(ways) + workload.outside_bytes if workload.trains else 0
+
+
+def host_bytes(workload: Workload, choice: Choice) -> int:
+    """Host memory for weights, gradients, optimizer state and activations that wait there."""
+    waiting = sum(_waits_on_host(unit.ways, way) for unit, way in zip(workload.units, ways_of(workload, choice), strict=True))
+    return waiting + sum(unit.host_bytes for unit in (*workload.units, workload.resident))
+
+
+def ways_of(workload: Workload, choice: Choice) -> tuple[Way, ...]:
+    """What becomes of the activations of each unit."""
+    return choice.ways or tuple(unit.ways[0] for unit in workload.units)
+
+
+def parts_of(units: int, k_prime: int, resident: Sequence[int]) -> list[list[int]]:
+    """Which units travel together, for those that stream: neighbours only, so that their gradients come together."""
+    alone = set(resident)
+    parts: list[list[int]] = []
+    for unit in range(units):
+        if unit not in alone:
+            follows = bool(parts) and parts[-1][-1] == unit - 1 and len(parts[-1]) < k_prime
+            parts[-1].append(unit) if follows else parts.append([unit])
+    return parts
+
+
+def _places(workload: Workload, choice: Choice) -> tuple[list[int], int]:
+    parts = parts_of(len(workload.units), choice.k_prime, choice.resident)
+    sizes = [sum(workload.units[unit].weight_bytes for unit in part) for part in parts]
+    return place_in_arena(sizes, max(1, choice.k // choice.k_prime))
+
+
+def _waits_on_host(ways: Sequence[Way], chosen: Way) -> int:
+    """Bytes that are offloaded with the chosen one of a unit's ways."""
+    everything = max(way.held for way in ways)
+    return everything - chosen.held if chosen.policy == "offload" else 0
+
+
+class _Group:
+    """Units that travel together, or one that has a place of its own.
+
+    Attributes:
+        uses: Where it is used in the order of one step.
+        ready: When its copy to the device will be done.
+        stepped: When the optimizer is done with it; None as long as that has not been worked out.
+        missing: How many of its units have still to give their gradients in this backward.
+    """
+
+    def __init__(self, index: int, units: Sequence[int], workload: Workload, length: int) -> None:
+        self.index = index
+        self.units = units
+        self.nbytes = sum(workload.units[unit].weight_bytes for unit in units)
+        self.parameters = sum(workload.units[unit].parameters for unit in units)
+        turned = [2 * length - 1 - unit for unit in units] if workload.trains else []
+        self.uses = sorted([*units, *turned])
+        self.trainable = sum(workload.units[unit].gradient_bytes > 0 for unit in units)
+        self.missing = self.trainable
+        self.conflicts: list[_Group] = []
+        self.loaded = False
+        self.ready = 0.0
+        self.stepped: float | None = 0.0
+        self.landed = 0.0
+
+
+class _Replay:
+    """The engine's order of a step, on four clocks (see the note above).
+
+    Attributes:
+        compute: When all that the device was given to compute is done.
+        busy: Seconds of work in each lane.
+    """
+
+    def __init__(self, workload: Workload, machine: Machine, choice: Choice) -> None:
+        self._workload = workload
+        self._machine = machine
+        self._ways = ways_of(workload, choice)
+        self._offloaded = [_waits_on_host(u.ways, way) for u, way in zip(workload.units, self._ways, strict=True)]
+        if workload.trains:
+            for unit in [unit for unit, nbytes in enumerate(self._offloaded) if nbytes][-STAYING:]:
+                if unit >= len(workload.units) - STAYING:
+                    self._offloaded[unit] = 0
+        self._lay_out(choice)
+        self.compute = self._up = self._down = self._host = 0.0
+        self.busy = dict.fromkeys(("compute", "to device", "to host", "host"), 0.0)
+        self.bytes_to_device = self.bytes_to_host = 0
+        self._step = -1
+        self._next = 0  # the first use that has not been fetched ahead
+        self._pieces = [0.0] * _PIECES
+        self._turn = 0
+        self._given: list[_Group] = []  # to the optimizer, which has not been asked when it will be done
+
+    def _lay_out(self, choice: Choice) -> None:
+        workload, length = self._workload, len(self._workload.units)
+        self._length = 2 * length if workload.trains else length
+        offsets, _ = _places(workload, choice)
+        parts = parts_of(length, choice.k_prime, choice.resident)
+        own = [([unit], -1) for unit in choice.resident]
+        placed = sorted([*zip(parts, offsets, strict=True), *own])
+        self._groups = [_Group(index + 1, part, workload, length) for index, (part, _) in enumerate(placed)]
+        self._group_of = {unit: group for group in self._groups for unit in group.units}
+        ring = [(g, offset) for g, (_, offset) in zip(self._groups, placed, strict=True) if offset >= 0]
+        for group, start in ring:
+            group.conflicts = [
+                other
+                for other, begin in ring
+                if other is not group and begin < start + group.nbytes and start < begin + other.nbytes
+            ]
+        self._resident = _Group(0, [], workload, length)
+        self._resident.nbytes = workload.resident.weight_bytes
+        self._resident.parameters = workload.resident.parameters
+
+    def step(self) -> None:
+        """One more step."""
+        workload, length = self._workload, len(self._workload.units)
+        self._step += 1
+        first = self._step * self._length
+        if not self._resident.loaded and self._resident.nbytes:
+            self._load(self._resident)
+        self._fetch_ahead(first - 1, first)
+        self.compute = max(self.compute, self._resident.ready)
+        left = 0.0  # when the activations of the unit before have left
+        for unit, work in enumerate(workload.units):
+            self._bring(first + unit)
+            self._fetch_ahead(first + unit, first + unit)
+            self._compute(work.forward_seconds)
+            if workload.trains:
+                self.compute = max(self.compute, left)
+                left = self._send(self._offloaded[unit]) if self._offloaded[unit] else 0.0
+            self._fetch_ahead(first + unit, first + unit + 1)
+        if workload.trains:
+            self.compute = max(self.compute, left)
+            self._compute(workload.turn_seconds)
+            self._backward(first + length)
+        self._compute(workload.rest_seconds, busy=False)
+
+    def _backward(self, first: int) -> None:
+        units = self._workload.units
+        steps_now = self._workload.stepping == "in backward"
+        fetched: dict[int, float] = {}
+        for group in self._groups:
+            group.missing, group.landed = group.trainable, 0.0
+        for position, unit in enumerate(reversed(range(len(units))), first):
+            work, way, group = units[unit], self._ways[unit], self._group_of[unit]
+            self._bring(position)
+            self._fetch_ahead(position, position)
+            if self._offloaded[unit] and unit not in fetched:
+                fetched[unit] = self._receive(self._offloaded[unit])
+            if unit and self._offloaded[unit - 1]:
+                fetched[unit - 1] = self._receive(self._offloaded[unit - 1])
+            self.compute = max(self.compute, fetched.get(unit, 0.0))
+            self._compute(work.backward_seconds + (way.seconds if way.policy == "recompute" else 0.0))
+            if work.gradient_bytes:
+                group.landed = max(group.landed, self._ship(work.gradient_bytes))
+                group.missing -= 1
+                if steps_now and not group.missing:
+                    self._step_group(group, position)
+        if self._workload.resident.gradient_bytes:
+            self._resident.landed = self._ship(self._workload.resident.gradient_bytes)
+        self._after_backward(first + len(units))
+
+    def _after_backward(self, position: int) -> None:
+        """Step what was not stepped in backward."""
+        stepping = self._workload.stepping
+        if stepping is None:
+            return
+        if self._workload.clips:
+            landed = max(group.landed for group in (self._resident, *self._groups))
+            for group in (self._resident, *self._groups):
+                group.landed = landed
+        if self._resident.parameters:
+            self._step_group(self._resident, position)
+        if stepping != "in backward":
+            for group in [group for group in self._groups if group.parameters]:
+                self._step_group(group, position)
+        if stepping == "apart":
+            self._step_all()
+            self.compute = max(self.compute, self._host)
+
+    # ------------------------------------------------------------------------------------------------------ weights
+
+    def _bring(self, position: int) -> None:
+        group = self._group_at(position)
+        if not group.loaded:
+            self._load(group)
+            self._next = position + 1
+        self.compute = max(self.compute, group.ready)
+
+    def _load(self, group: _Group) -> None:
+        for other in group.conflicts:
+            other.loaded = False
+        if group.stepped is None:
+            self._step_all()
+        assert group.stepped is not None
+        group.ready = self._receive(group.nbytes, group.stepped)
+        group.loaded = True
+
+    def _fetch_ahead(self, position: int, kept_from: int) -> None:
+        """Load what is used after a position, as far as no place is taken that is used from `kept_from` on."""
+        use = max(self._next, position + 1)
+        while use <= position + self._length:
+            group = self._group_at(use)
+            if not group.loaded:
+                if any(other.loaded and self._next_use(other, kept_from) < use for other in group.conflicts):
+                    break
+                self._load(group)
+            use += 1
+        self._next = use
+
+    def _group_at(self, use: int) -> _Group:
+        use %= self._length
+        units = len(self._workload.units)
+        return self._group_of[use if use < units else 2 * units - 1 - use]
+
+    def _next_use(self, group: _Group, position: int) -> int:
+        step, position = divmod(position, self._length)
+        later = bisect_left(group.uses, position)
+        if later == len(group.uses):
+            return (step + 1) * self._length + group.uses[0]
+        return step * self._length + group.uses[later]
+
+    # ------------------------------------------------------------------------------------------------ the optimizer
+
+    def _step_group(self, group: _Group, position: int) -> None:
+        """The optimizer is given a group; what is on the device is outdated."""
+        self._given.append(group)
+        group.loaded, group.stepped = False, None
+        if group is not self._resident:
+            self._next = min(self._next, self._next_use(group, position + 1))
+
+    def _step_all(self) -> None:
+        """Give the optimizer's work its time: of what has landed, what the next forward needs first comes first."""
+        coming = sorted(self._given, key=lambda group: -group.landed)
+        landed: list[tuple[int, _Group]] = []
+        while coming or landed:
+            if not landed:
+                self._host = max(self._host, coming[-1].landed)
+            while coming and coming[-1].landed <= self._host:
+                group = coming.pop()
+                heappush(landed, (group.index, group))
+            _, group = heappop(landed)
+            seconds = group.parameters / self._machine.optimizer
+            self._host += seconds
+            self.busy["host"] += seconds
+            group.stepped = self._host
+        self._given.clear()
+
+    # -------------------------------------------------------------------------------------------------- the lanes
+
+    def _compute(self, seconds: float, busy: bool = True) -> None:
+        self.compute += seconds
+        self.busy["compute"] += seconds * busy
+
+    def _receive(self, nbytes: int, after: float = 0.0) -> float:
+        seconds = nbytes / self._machine.to_device + self._machine.copy_seconds
+        self._up = max(self._up, self.compute, after) + seconds
+        self.busy["to device"] += seconds
+        self.bytes_to_device += nbytes
+        return self._up
+
+    def _send(self, nbytes: int) -> float:
+        seconds = nbytes / self._machine.to_host + self._machine.copy_seconds
+        self._down = max(self._down, self.compute) + seconds
+        self.busy["to host"] += seconds
+        self.bytes_to_host += nbytes
+        return self._down
+
+    def _ship(self, nbytes: int) -> float:
+        self._turn = (self._turn + 1) % _PIECES
+        self.compute = max(self.compute, self._pieces[self._turn])
+        self._pieces[self._turn] = self._send(nbytes)
+        return self._pieces[self._turn]

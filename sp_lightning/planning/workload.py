@@ -1,0 +1,82 @@
+"""What a step has to do, and what with: numbers alone, measured (measure.py) or taken from a model's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from sp_lightning.pipeline.choice import Way
+
+Stepping: TypeAlias = Literal["in backward", "under forward", "apart"]
+"""When the optimizer steps units: as soon as their gradients have landed, under the next forward, or on its own."""
+
+NOTHING_SAVED = Way("keep", held=0, working=0, seconds=0.0)
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """What one unit has to do in a step.
+
+    Args:
+        name: Its name.
+        weight_bytes: What is sent to the device.
+        gradient_bytes: What comes back; 0 for a frozen unit.
+        parameters: How many numbers the optimizer steps.
+        forward_seconds: On the device.
+        backward_seconds: On the device, without a second forward.
+        host_bytes: What it takes on the host: weights, what is sent of them, gradients, optimizer state.
+        ways: What may become of its activations, in order of preference.
+    """
+
+    name: str
+    weight_bytes: int
+    gradient_bytes: int = 0
+    parameters: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    host_bytes: int = 0
+    ways: tuple[Way, ...] = (NOTHING_SAVED,)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step of a model has to do.
+
+    Args:
+        units: The units that may stream, in the order of the forward.
+        resident: All that is never streamed, as if it were one unit; it computes nothing.
+        trains: Whether there is a backward.
+        stepping: When the optimizer steps units; None if it does not, in inference or with everything frozen.
+        clips: Whether a unit may be stepped only when all gradients have landed: clipping by norm, a loss scaler.
+        turn_seconds: What the device computes between the last unit's forward and its backward: a head, a loss.
+        rest_seconds: What passes between the end of a step and the beginning of the next one.
+        outside_bytes: Activations that are saved outside of units.
+        reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
+    """
+
+    units: tuple[UnitWork, ...]
+    resident: UnitWork = UnitWork("resident", 0)
+    trains: bool = True
+    stepping: Stepping | None = "in backward"
+    clips: bool = False
+    turn_seconds: float = 0.0
+    rest_seconds: float = 0.0
+    outside_bytes: int = 0
+    reserve_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How fast things are.
+
+    Args:
+        to_device: Bytes per second.
+        to_host: Bytes per second.
+        optimizer: Parameters that are stepped on the host per second.
+        copy_seconds: What a copy takes whatever its size.
+    """
+
+    to_device: float
+    to_host: float
+    optimizer: float
+    copy_seconds: float = 0.0
