@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.threads import copy_memory
+from sp_lightning.pipeline.trace import Origin
 from sp_lightning.pipeline.transfer import Backend, Ticket
 
 
@@ -47,9 +48,10 @@ class Span:
 class SimulatedTicket(Ticket):
     """Done at a virtual time."""
 
-    def __init__(self, backend: SimulatedBackend, end: float | None) -> None:
+    def __init__(self, backend: SimulatedBackend, end: float | None, seconds: float) -> None:
         self._backend = backend
         self._end = end
+        self._seconds = seconds
 
     @property
     def end(self) -> float:
@@ -62,6 +64,10 @@ class SimulatedTicket(Ticket):
     @end.setter
     def end(self, end: float) -> None:
         self._end = end
+
+    def interval(self, origin: Origin) -> tuple[float, float]:
+        """In virtual time."""
+        return self.end - self._seconds - origin.device, self.end - origin.device
 
     def join(self) -> None:
         """The main thread waits."""
@@ -107,6 +113,10 @@ class SimulatedBackend(Backend):
         """When the device will have computed what it was given so far, and the main thread has come here."""
         return max(self.main, self._free[Lane.COMPUTE])
 
+    def mark(self) -> float:
+        """The virtual time of the device."""
+        return self.now
+
     def compute(self, seconds: float) -> None:
         """Launch something on the device."""
         self._run(Lane.COMPUTE, seconds)
@@ -134,7 +144,7 @@ class SimulatedBackend(Backend):
         seconds = nbytes / self._rates[Lane.HOST]
         if not self._overlap:
             return self._run(Lane.HOST, seconds, ends(after))
-        ticket = SimulatedTicket(self, None)
+        ticket = SimulatedTicket(self, None, seconds)
         self._work.append(Work(ticket, rank, max([self.main, *ends(after)]), seconds))
         return ticket
 
@@ -170,7 +180,7 @@ class SimulatedBackend(Backend):
             start = max(start, *self._free.values())
         self._free[lane] = start + seconds
         self.spans.append(Span(lane, start, start + seconds))
-        return SimulatedTicket(self, start + seconds)
+        return SimulatedTicket(self, start + seconds, seconds)
 
 
 def ends(tickets: Iterable[Ticket]) -> list[float]:

@@ -57,7 +57,7 @@ def test_ci_runs_the_commands_of_the_readme():
     assert run
     assert not [command for command in run if command not in told]
     # The README's line for the tests is installing and testing, in this order and nothing between.
-    assert 'pip install -e ".[dev]" && pytest\n' in README.read_text(encoding="utf-8")
+    assert 'pip install -e ".[dev]" && pytest -n auto\n' in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("document", [README, ROOT / "examples" / "README.md"], ids=["README", "examples"])

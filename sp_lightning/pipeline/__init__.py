@@ -7,14 +7,19 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary, readable_bytes
+from sp_lightning.pipeline.trace import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.transfer import Backend
 
 __all__ = [
     "AcceleratorBackend",
     "Backend",
     "HostBackend",
+    "Kind",
+    "Lane",
     "Pipeline",
     "PipelineOptions",
+    "Recording",
+    "Span",
     "Stats",
     "Summary",
     "readable_bytes",

@@ -12,16 +12,24 @@ from typing_extensions import override
 
 from sp_lightning.pipeline.cores import ANYWHERE, HostCores
 from sp_lightning.pipeline.threads import Lane, Worker, copy_memory
+from sp_lightning.pipeline.trace import Origin
 from sp_lightning.pipeline.transfer import Backend, Ticket
 
 _CHUNK_BYTES = 32 << 20
 
 
 class _StreamTicket(Ticket):
-    """Done when an event on a copy stream has happened; `started` is still to come for a copy that a thread makes."""
+    """Done when an event on a copy stream has happened.
 
-    def __init__(self, event: Any, started: Ticket | None = None) -> None:
+    Args:
+        event: The event.
+        begin: When the copy begins, if that is to be known.
+        started: Still to come for a copy that a thread makes.
+    """
+
+    def __init__(self, event: Any, begin: Any, started: Ticket | None = None) -> None:
         self.event = event
+        self.begin = begin
         self.started = started
 
     @override
@@ -34,6 +42,14 @@ class _StreamTicket(Ticket):
     @override
     def done(self) -> bool:
         return (self.started is None or self.started.done) and bool(self.event.query())
+
+    @override
+    def interval(self, origin: Origin) -> tuple[float, float] | None:
+        if self.begin is None:
+            return None
+        self.join()
+        begin, end = origin.device.elapsed_time(self.begin), origin.device.elapsed_time(self.event)
+        return begin / 1000, end / 1000
 
 
 class AcceleratorBackend(Backend):
@@ -76,11 +92,19 @@ class AcceleratorBackend(Backend):
         return self._copy_later(self._download_staging, self._down, target, source, pinned)
 
     def _copy(self, stream: Any, target: Tensor, source: Tensor) -> _StreamTicket:
+        begin, event = self._events()
         with self._api.stream(stream):
+            if begin is not None:
+                begin.record(stream)
             target.copy_(source, non_blocking=True)
-            event = self._api.Event()
             event.record(stream)
-        return _StreamTicket(event)
+        return _StreamTicket(event, begin)
+
+    def _events(self) -> tuple[Any, Any]:
+        """For the beginning of a copy, if that is to be known, and for its end."""
+        if self.timed:
+            return self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
+        return None, self._api.Event()
 
     def _copy_later(
         self,
@@ -92,17 +116,19 @@ class AcceleratorBackend(Backend):
         after: Sequence[Ticket] = (),
     ) -> _StreamTicket:
         """A copy that a thread starts: it goes through page-locked chunks, or has to wait for work on the host."""
-        event = self._api.Event()
+        begin, event = self._events()
 
         def job() -> None:
             with torch.inference_mode(False), self._api.device(self.device):
+                if begin is not None:
+                    begin.record(stream)
                 if pinned:
                     self._copy(stream, target, source)
                 else:
                     staging.copy(target, source, lambda to, frm: self._copy(stream, to, frm))
                 event.record(stream)
 
-        return _StreamTicket(event, started=staging.lane.submit(job, after))
+        return _StreamTicket(event, begin, started=staging.lane.submit(job, after))
 
     @override
     def work(
@@ -121,6 +147,22 @@ class AcceleratorBackend(Backend):
         if ticket.started is not None:  # an event that was not recorded yet would not be waited for
             ticket.started.join()
         self._api.current_stream(self.device).wait_event(ticket.event)
+
+    @override
+    def mark(self) -> Any:
+        event = self._api.Event(enable_timing=True)
+        event.record(self._api.current_stream(self.device))
+        return event
+
+    @override
+    def seconds(self, begin: Any, end: Any) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+    @override
+    def origin(self) -> Origin:
+        self._api.synchronize(self.device)  # so that the event happens now, and not when the device comes to it
+        return super().origin()
 
     @property
     @override

@@ -125,9 +125,9 @@ class Activations:
         if self.auto is None:
             yield
             return
-        begin = self.auto.stopwatch.now()
+        begin = self.auto.mark()
         yield
-        self.auto.note_second_forward(call.member, begin, self.auto.stopwatch.now())
+        self.auto.note_second_forward(call.member, begin, self.auto.mark())
 
     def end_backward(self) -> None:
         """Drop once more what a graph that is retained would hold on to."""

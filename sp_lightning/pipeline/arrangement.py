@@ -132,7 +132,7 @@ class Arrangement:
         lowered, weight.compute_dtype = weight.lowered, weight.master.dtype
         memory = weight.unit.group.host.memory_of(weight)
         masters = HostBuffer(memory.nbytes, self._backend, False, memory)
-        group = Group(-1, 0, GroupHost([weight], self._backend, False, masters), resident=True)
+        group = Group(-1, 0, GroupHost([weight], self._backend, False, masters), True, weight.name)
         group.place = self._backend.allocate(group.nbytes)
         self.groups.append(group)
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
@@ -278,7 +278,8 @@ class Arrangement:
         key = tuple(id(weight.master) for weight in weights)
         host = GroupHost(weights, self._backend, self.pin, before.get(key))
         now[key] = host.masters
-        group = Group(index, len(units), host, resident=units[0].resident)
+        name = ", ".join(unit.name for unit in units)
+        group = Group(index, len(units), host, units[0].resident, name)
         for unit in units:
             unit.group = group
         return group

@@ -12,8 +12,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
 from sp_lightning.pipeline.choice import Policy, Way, choose, peak
 from sp_lightning.pipeline.host import HostBuffer, available_host_memory
 from sp_lightning.pipeline.meter import Meter
@@ -27,29 +25,6 @@ _HIDDEN = 0.1  # how much of its time a copy costs that hides behind computing
 _ROOM = 2  # how many times what would be offloaded must be free on the host
 _PROBE_BYTES = 16 << 20
 _BACKWARD = 2.0  # how much longer than its forward a unit's backward takes
-
-
-class Stopwatch:
-    """Time on the device: by events where it has a queue of its own, by the clock where it has none."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._api: Any = None if device.type == "cpu" else torch.get_device_module(device)
-
-    def now(self) -> Any:
-        """A moment: when what was given to the device so far is done."""
-        if self._api is None:
-            return time.perf_counter()
-        event = self._api.Event(enable_timing=True)
-        event.record(self._api.current_stream(self._device))
-        return event
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """The time between two moments, of which the host waits for the second."""
-        if self._api is None:
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
 
 
 class Link(NamedTuple):
@@ -146,7 +121,6 @@ class AutoPolicy:
         self._measuring: set[str] = set()  # in this step
         self._second_forwards: list[tuple[_Unit, int, Any, Any]] = []
         self._told = False
-        self.stopwatch = Stopwatch(backend.device)
 
     def begin_step(self) -> None:
         """Choose anew if the last step has measured anything."""
@@ -173,14 +147,18 @@ class AutoPolicy:
             weights = sum(weight.compute_bytes for weight in member.unit.weights)
             self._units.setdefault(member.name, _Unit(weights)).add(self._step, size, call)
 
+    def mark(self) -> Any:
+        """This moment on the device."""
+        return self._backend.mark()
+
     def note_second_forward(self, member: Member, begin: Any, end: Any) -> None:
-        """It has run again, between these two moments of the stopwatch."""
+        """It has run again, between these two moments."""
         if member.name in self._measuring:
             self._second_forwards.append((self._units[member.name], self._step, begin, end))
 
     def _choose(self) -> None:
         for unit, step, begin, end in self._second_forwards:
-            unit.seconds[step] = unit.seconds.get(step, 0.0) + self.stopwatch.seconds(begin, end)
+            unit.seconds[step] = unit.seconds.get(step, 0.0) + self._backend.seconds(begin, end)
         self._second_forwards.clear()
         link = self._link_for_offloading()
         ways = {name: {way.policy: way for way in unit.ways(link)} for name, unit in self._units.items()}

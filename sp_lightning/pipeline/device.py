@@ -43,6 +43,7 @@ class Group:
         host: Where the bytes come from.
         place: Where they go.
         resident: Whether the place is never given away.
+        name: What to call it: the names of its units.
         conflicts: Groups whose place overlaps this one's.
         users: Forward calls that are inside one of its units now; above zero it may not be evicted.
         readable: Whether computing waits for the copy, so that what is computed from now on sees the bytes.
@@ -53,11 +54,12 @@ class Group:
         state: The masters as they were last looked at; None if they may have changed since.
     """
 
-    def __init__(self, index: int, units: int, host: GroupHost, resident: bool) -> None:
+    def __init__(self, index: int, units: int, host: GroupHost, resident: bool, name: str = "") -> None:
         self.index = index
         self.units = units
         self.host = host
         self.resident = resident
+        self.name = name
         self.place: Tensor
         self.conflicts: list[Group] = []
         self.users = 0

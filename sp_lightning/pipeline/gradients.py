@@ -30,6 +30,7 @@ from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.landing import Home, Piece, Ring, Slot, cast_and_add, is_only_shown, lay_out_gradients
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.stepping import NO_SCALING, Scaling
+from sp_lightning.pipeline.trace import Kind
 from sp_lightning.pipeline.transfer import Backend, Ticket
 from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Twin, Weight
@@ -185,7 +186,7 @@ class GradientReturn:
         _, nbytes, norms_at = lay_out_gradients(weights, dtypes)
         piece = self._next_piece(nbytes)
         if piece.ticket is not None:
-            self._backend.wait(piece.ticket)
+            self._backend.trace.wait(piece.ticket, "gradients")
         gathered_there, norms = piece.tensors(weights, dtypes)
         torch._foreach_copy_(gathered_there, gradients)
         measures = self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights)
@@ -222,6 +223,7 @@ class GradientReturn:
             slot = self._ring.take(nbytes)
             piece.ticket = self._backend.download(slot.memory[:sent], piece.memory[:sent])
             shipment = Shipment(unit, weights, slot.tensors(weights, dtypes)[0], piece.ticket, slot)
+        self._backend.trace.moved(Kind.GRADIENTS, unit.name, sent, piece.ticket)
         self._shipped.update(weights)
         if not first or (shipment.slot is not None and not passes_through):
             shipment = self._add(shipment)
@@ -270,6 +272,7 @@ class GradientReturn:
         moved = sum(addition.target.nbytes for addition in additions)
         assert shipment.slot is not None
         ticket = self._backend.work(job, after, 2 * moved, shipment.slot.release)
+        self._backend.trace.moved(Kind.ADD, shipment.unit.name, 2 * moved, ticket)
         return Shipment(shipment.unit, shipment.weights, [addition.target for addition in additions], ticket, None)
 
     def keep(self, shipment: Shipment) -> None:

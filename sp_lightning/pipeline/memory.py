@@ -40,6 +40,7 @@ class Activation:
     """Memory that autograd saved: a storage, or the part of it from the first to the last byte that was saved.
 
     Attributes:
+        unit: Name of the unit that saved it first.
         start: Where in the storage it begins, in bytes.
         end: Where it ends.
         held: Bytes that stay on the device as long as any of it does: those of the whole storage.
@@ -52,6 +53,7 @@ class Activation:
     """
 
     def __init__(self, tensor: Tensor, start: int, end: int, meter: Meter, returned: deque[Returned]) -> None:
+        self.unit = ""
         self.host: Piece | None = None
         self._meter = meter
         self._counted = meter.add(tensor)

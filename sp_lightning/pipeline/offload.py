@@ -34,6 +34,7 @@ from sp_lightning.pipeline.memory import Activation, Offloaded, Returned, Stage,
 from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.trace import Kind
 from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Member, Unit
 
@@ -63,7 +64,13 @@ class Bundle:
 
     def add(self, activation: Activation) -> None:
         """Note that a call of the unit saved it."""
+        activation.unit = activation.unit or self.name
         self._activations[id(activation)] = ref(activation)
+
+    @property
+    def name(self) -> str:
+        """The unit's."""
+        return "" if self.unit is None else self.unit.name
 
     def waiting(self) -> list[Activation]:
         """What autograd has not dropped yet."""
@@ -160,6 +167,7 @@ class Offloader:
             activation.host = self._pool.take(activation.nbytes)
             source = activation.source()
             activation.ticket = self._backend.download(activation.host.bytes, source)
+            self._backend.trace.moved(Kind.OFFLOAD, bundle.name, activation.nbytes, activation.ticket)
             activation.stage = Stage.LEAVING
             self._leaving.append(_Leaving(bundle, activation, source))
             self._stats.bytes_to_host += activation.nbytes
@@ -170,7 +178,7 @@ class Offloader:
         for leaving in self._leaving:
             if leaving.bundle is not bundle and leaving.activation.stage is Stage.LEAVING:
                 assert leaving.activation.ticket is not None
-                self._backend.wait(leaving.activation.ticket)
+                self._backend.trace.wait(leaving.activation.ticket, "activations")
                 leaving.activation.let_go()
         self._leaving = [leaving for leaving in self._leaving if leaving.activation.stage is Stage.LEAVING]
 
@@ -222,7 +230,7 @@ class Offloader:
                 self._stats.activation_misses += 1
                 self._fetch(activation)
             if activation.ticket is not None:
-                self._backend.wait(activation.ticket)
+                self._backend.trace.wait(activation.ticket, "activations")
                 activation.ticket = None
             assert activation.device is not None
             return view.made_of(activation.device, activation.start)
@@ -259,7 +267,9 @@ class Offloader:
             )
         assert activation.host is not None
         device = self._backend.allocate(activation.nbytes)
-        activation.come_back(device, self._backend.upload(device, activation.host.bytes))
+        ticket = self._backend.upload(device, activation.host.bytes)
+        activation.come_back(device, ticket)
+        self._backend.trace.moved(Kind.FETCH, activation.unit, activation.nbytes, ticket)
         self._back.append(ref(activation))
         self._stats.bytes_to_device += activation.nbytes
         self._stats.fetched_bytes += activation.nbytes

@@ -43,6 +43,7 @@ from sp_lightning.pipeline.stepping import (
     fused_kernel_works,
     why_not_by_unit,
 )
+from sp_lightning.pipeline.trace import Kind
 from sp_lightning.pipeline.transfer import Backend, Ticket
 from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Weight
@@ -467,6 +468,7 @@ class Overlap:
         group.being_stepped = self._backend.work(
             job, after, moved, release_slots, rank=group.index + 1 if not group.resident else 0
         )
+        self._backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
         self._under_way.append(group)
         self._stats.overlapped_steps += group.units * self._overlaps
 

@@ -49,6 +49,7 @@ from sp_lightning.pipeline.schedule import Pass, Schedule
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.swap import swap_in, swap_out
+from sp_lightning.pipeline.trace import Kind, Recording
 from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Member
 from sp_lightning.pipeline.weights import Twin, Weight
@@ -218,6 +219,16 @@ class Pipeline:
             overflow = self._overlap.unscale(optimizer, inverse_scale)
             self._close()
             return overflow
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Write down what the lanes are busy with in this scope: units, copies, work on the host, and stalls.
+
+        Raises:
+            RuntimeError: If something is being recorded already.
+        """
+        with self._backend.trace.record() as recording:
+            yield recording
 
     def settle(self) -> None:
         """Wait until gradients have landed and optimizer steps are done, as reading any weight does by itself."""
@@ -444,6 +455,7 @@ class Pipeline:
         self._take_in_what_was_learned()
         self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
         if not self._graphs.waiting():
+            self._backend.trace.begin_step()
             self._activations.begin_step()
         self._graphs.begin()
         self._offloader.begin()
@@ -596,6 +608,8 @@ class Pipeline:
             self._inside.append(member.groups)
             swap_in(member, self._follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
+            if direction is not Pass.BACKWARD and len(self._inside) == 1:
+                self._backend.trace.begin(Kind.FORWARD, member.unit_name)
             if self._activations.may_offload and member.index >= 0:
                 self._offloader.enter(member, self._activations.offloads)
             return number
@@ -628,6 +642,8 @@ class Pipeline:
             if not member.held:  # an exception inside led to a reset
                 return
             self._inside.pop()
+            if not self._inside and not in_backward():
+                self._backend.trace.end()
             for group in member.held.pop():
                 group.users -= 1
             for place in member.places:
@@ -702,10 +718,12 @@ class Pipeline:
                 "with `with pipeline.step():`."
             )
         self._backward.reach(member, graph, groups, around)
+        self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
         if bundle is not None:
             self._offloader.reach(bundle)
 
     def _end_backward(self) -> None:
+        self._backend.trace.end()
         self._activations.end_backward()
         self._offloader.end_backward()
         self._close()

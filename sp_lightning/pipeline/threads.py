@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
+import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
 from typing_extensions import override
 
+from sp_lightning.pipeline.trace import Origin
 from sp_lightning.pipeline.transfer import Ticket
 
 
@@ -21,6 +24,7 @@ class ThreadTicket(Ticket):
     def __init__(self) -> None:
         self._event = threading.Event()
         self.error: BaseException | None = None
+        self._began = self._ended = 0.0
 
     def wait(self) -> None:
         """Block until it is done, well or not."""
@@ -36,6 +40,19 @@ class ThreadTicket(Ticket):
     @override
     def done(self) -> bool:
         return self._event.is_set()
+
+    @override
+    def interval(self, origin: Origin) -> tuple[float, float]:
+        return self._began - origin.host, self._ended - origin.host
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Around what the thread does."""
+        self._began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._ended = time.perf_counter()
 
     def finish(self) -> None:
         """The thread is done with it."""
@@ -192,7 +209,8 @@ def _do(entry: _Entry) -> None:
     try:
         for earlier in after:
             earlier.join()
-        job()
+        with ticket.at_work():
+            job()
     except BaseException as error:
         ticket.error = error
     cleanup()

@@ -18,11 +18,15 @@ shows as a wrong number on a laptop, not only on a GPU.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from sp_lightning.pipeline.trace import Origin, Trace
 
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
 
@@ -39,6 +43,10 @@ class Ticket(ABC):
     def done(self) -> bool:
         """Whether `join` would return at once."""
 
+    def interval(self, origin: Origin) -> tuple[float, float] | None:
+        """When it began and ended, in seconds since then; None if nobody knows (see `Backend.timed`)."""
+        return None
+
 
 class Backend(ABC):
     """What the engine asks of a kind of device.
@@ -46,11 +54,17 @@ class Backend(ABC):
     Args:
         device: The device to compute on.
         poison: Fill memory that holds nothing with NaN, so that a read of it cannot go unseen.
+
+    Attributes:
+        timed: Whether tickets have to know when they began and ended.
+        trace: Writes down what was asked for, while somebody wants to know.
     """
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
         self.device = device
         self.poison = poison
+        self.timed = False
+        self.trace = Trace(self)
 
     def allocate(self, nbytes: int) -> Tensor:
         """Device memory as bytes."""
@@ -95,6 +109,18 @@ class Backend(ABC):
     def synchronize(self, ticket: Ticket) -> None:
         """Make the host wait for the copy."""
         ticket.join()
+
+    def mark(self) -> Any:
+        """This moment on the device: when what was given to it so far has been computed."""
+        return time.perf_counter()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """The time between two moments; the host waits for the second."""
+        return float(end - begin)
+
+    def origin(self) -> Origin:
+        """This moment, from which a recording counts."""
+        return Origin(self.mark(), time.perf_counter())
 
     def invalidate(self, memory: Tensor) -> None:
         """Memory that nobody may read any more; poisoned when debugging."""

@@ -83,6 +83,11 @@ class Member:
         """Whether a call is inside of it."""
         return bool(self.held)
 
+    @property
+    def unit_name(self) -> str:
+        """The name of what it belongs to: its unit, or itself if its weights do not travel."""
+        return self.name if self.unit is None or self.unit.resident else self.unit.name
+
     def find_groups(self) -> None:
         """Note which groups have to be on the device for its call."""
         self.groups = list({id(place.weight.twin.group): place.weight.twin.group for place in self.places}.values())

@@ -21,6 +21,7 @@ import torch
 from sp_lightning.pipeline.device import Group, Residency
 from sp_lightning.pipeline.schedule import Schedule
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.trace import Kind
 from sp_lightning.pipeline.transfer import Backend
 
 
@@ -84,7 +85,7 @@ class Window:
             self._stats.misses += 1
             self._load(group)
         assert group.ticket is not None
-        self._backend.wait(group.ticket)
+        self._backend.trace.wait(group.ticket, "weights")
         group.readable = True
 
     def prefetch(self, in_use: Sequence[Group] = ()) -> None:
@@ -150,6 +151,7 @@ class Window:
             source = group.host.prepare(group.state)
         group.ticket = self._backend.upload(group.place, source, group.being_stepped)
         group.residency, group.readable = Residency.LOADED, False
+        self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.ticket)
         self._stats.bytes_to_device += source.nbytes
         if group.resident:
             self._stats.resident_loads += 1

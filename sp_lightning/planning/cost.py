@@ -88,7 +88,11 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
 
 def device_bytes(workload: Workload, choice: Choice) -> int:
     """The most device memory that weights, gradients on their way and activations take."""
-    return weight_bytes(workload, choice) + gradient_bytes(workload) + activation_bytes(workload, ways_of(workload, choice))
+    return (
+        weight_bytes(workload, choice)
+        + gradient_bytes(workload)
+        + activation_bytes(workload, ways_of(workload, choice))
+    )
 
 
 def weight_bytes(workload: Workload, choice: Choice) -> int:
@@ -109,7 +113,9 @@ def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
 
 def host_bytes(workload: Workload, choice: Choice) -> int:
     """Host memory for weights, gradients, optimizer state and activations that wait there."""
-    waiting = sum(_waits_on_host(unit.ways, way) for unit, way in zip(workload.units, ways_of(workload, choice), strict=True))
+    waiting = sum(
+        _waits_on_host(unit.ways, way) for unit, way in zip(workload.units, ways_of(workload, choice), strict=True)
+    )
     return waiting + sum(unit.host_bytes for unit in (*workload.units, workload.resident))
 
 
@@ -261,7 +267,7 @@ class _Replay:
                     self._step_group(group, position)
         if self._workload.resident.gradient_bytes:
             self._resident.landed = self._ship(self._workload.resident.gradient_bytes)
-        self._after_backward(first + len(units))
+        self._after_backward(first + len(units) - 1)
 
     def _after_backward(self, position: int) -> None:
         """Step what was not stepped in backward."""

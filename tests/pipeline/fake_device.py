@@ -24,6 +24,7 @@ class FakeStream:
         self.name = name
         self._work: list[Callable[[], None]] = []
         self._done = 0
+        self._times = [0]
 
     def give(self, what: str, work: Callable[[], None]) -> None:
         with self._api.lock:
@@ -36,6 +37,12 @@ class FakeStream:
                 work = self._work[self._done]
                 self._done += 1
                 work()
+                self._api.clock += 1
+                self._times.append(self._api.clock)
+
+    def time_of(self, position: int) -> int:
+        """When it had done so much: every piece of work, on any stream, takes a millisecond."""
+        return self._times[position]
 
     def has_done(self, until: int) -> bool:
         return self._done >= until
@@ -64,8 +71,14 @@ class FakeEvent:
     stream: FakeStream
     until: int = -1
 
-    def __init__(self, api: FakeDeviceModule) -> None:
+    def __init__(self, api: FakeDeviceModule, enable_timing: bool = False) -> None:
         self._api = api
+        self._is_timed = enable_timing
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self._is_timed, "an event that was made without timing has no time"
+        assert end._is_timed, "an event that was made without timing has no time"
+        return float(end.stream.time_of(end.until) - self.stream.time_of(self.until))
 
     def record(self, stream: FakeStream) -> None:
         self.stream, self.until = stream, stream.position()
@@ -92,6 +105,7 @@ class FakeDeviceModule:
         self.lock = threading.RLock()
         self.log: list[tuple[str, str]] = []
         self.synchronized_by: list[str] = []
+        self.clock = 0
         self._names = iter(["compute", "up", "down"])
         self._compute = self.Stream()
         self._current = threading.local()
@@ -99,8 +113,11 @@ class FakeDeviceModule:
     def Stream(self) -> FakeStream:
         return FakeStream(self, next(self._names))
 
-    def Event(self) -> FakeEvent:
-        return FakeEvent(self)
+    def Event(self, enable_timing: bool = False) -> FakeEvent:
+        return FakeEvent(self, enable_timing)
+
+    def synchronize(self, device: torch.device) -> None:
+        self._compute.synchronize()
 
     def device(self, device: torch.device) -> Any:
         return nullcontext()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sp_lightning.pipeline import AcceleratorBackend, auto
-from sp_lightning.pipeline.auto import AutoPolicy, Link, Stopwatch, _Unit
+from sp_lightning.pipeline.auto import AutoPolicy, Link, _Unit
 from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.recompute import Footprint
 from sp_lightning.pipeline.stats import Stats
@@ -123,43 +123,6 @@ def test_a_link_is_measured() -> None:
         link = Link.measured(backend)
         assert 1e6 < link.up < 1e13
         assert 1e6 < link.down < 1e13
-
-
-def test_the_stopwatch_of_a_device_without_a_queue() -> None:
-    watch = Stopwatch(torch.device("cpu"))
-    begin = watch.now()
-    assert 0 <= watch.seconds(begin, watch.now()) < 1
-
-
-class FakeEvent:
-    """Remembers the moment at which it was recorded."""
-
-    clock = 0.0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-        self.synchronized = False
-
-    def record(self, stream: str) -> None:
-        assert stream == "current"
-        FakeEvent.clock += 250.0
-        self.milliseconds = FakeEvent.clock
-
-    def synchronize(self) -> None:
-        self.synchronized = True
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        assert end.synchronized, "an event that has not happened has no time"
-        return end.milliseconds - self.milliseconds
-
-
-def test_the_stopwatch_of_a_device_with_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events, which the host waits for when it asks for the time between them, and not before."""
-    api = SimpleNamespace(Event=FakeEvent, current_stream=lambda device: "current")
-    monkeypatch.setattr(torch, "get_device_module", lambda device: api)
-    watch = Stopwatch(torch.device("cuda", 0))
-    begin, end = watch.now(), watch.now()
-    assert watch.seconds(begin, end) == 0.25
 
 
 def test_free_memory_of_a_device() -> None:
