@@ -1,7 +1,7 @@
 """`sp-lightning fit|validate|test|predict|plan`: the strategy from the command line.
 
-The first four are a LightningCLI for any LightningModule, whose default strategy is ours. `plan` says what a model would
-take before there is a machine for it (`plan_command.py`). Whatever is wrong with the arguments is said in one line.
+The first four are a LightningCLI for any LightningModule, whose default strategy is ours. `plan` says what a model
+would take before there is a machine for it (`plan_command.py`). What is wrong with arguments is said in one line.
 
 Nothing else imports this module: it needs jsonargparse, which the extra `sp-lightning[cli]` brings.
 """
@@ -31,7 +31,7 @@ else:
     _Base = object
 
 PROGRAM = "sp-lightning"
-COMMANDS = ("fit", "validate", "test", "predict")
+COMMANDS = ("fit", "validate", "test", "predict", "plan")
 
 _STRATEGIES = {
     "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
@@ -83,7 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:  # a console script, unlike `python -m`, does not find the modules of this folder
         sys.path.insert(0, os.getcwd())
     try:
-        _run(arguments)
+        if arguments[:1] == ["plan"]:
+            import_module("sp_lightning.plan_command").run(arguments[1:], f"{PROGRAM} plan")
+        else:
+            _run(arguments)
     except ArgumentError as error:
         command = " ".join([PROGRAM, *[name for name in arguments[:1] if name in COMMANDS]])
         return _fail(f"{one_line(str(error))} (all arguments: {command} --help)", 2)
@@ -124,7 +127,8 @@ def run_in(name: str, arguments: list[str]) -> None:
         trainer_defaults={"strategy": {"class_path": _STRATEGIES[name]}},
         parser_kwargs={
             "prog": PROGRAM,
-            "description": "Train and use models larger than the memory of the device, with PyTorch Lightning.",
+            "description": "Train and use models larger than the memory of the device, with PyTorch Lightning."
+            f" Before that, `{PROGRAM} plan --help`: what a model would take, on a machine of any kind.",
             **quiet,
             **{command: dict(quiet) for command in COMMANDS},
         },
@@ -141,9 +145,14 @@ def one_line(message: str) -> str:
     inner = message.partition("Problem with given class_path")[2] or message
     lines = [re.sub(r'^(- |Parser key "[^"]+":)*', "", line.strip()).strip() for line in inner.splitlines()]
     told = [line for line in dict.fromkeys(lines) if not _STRUCTURE.match(line)]
-    expected, given = re.findall(r"Expected a ([^\n]+?)(?:\. Got|\n)", inner), re.findall(r"(?:Given|Got) value: (.+)", inner)
+    expected, given = (
+        re.findall(r"Expected a ([^\n]+?)(?:\. Got|\n)", inner),
+        re.findall(r"(?:Given|Got) value: (.+)", inner),
+    )
     if not told and expected and given:
-        types = re.sub(r"<class '([\w.]+)'>|typing\.Literal\[([^]]+)\]|typing\.", r"\1\2", " or ".join(dict.fromkeys(expected)))
+        types = re.sub(
+            r"<class '([\w.]+)'>|typing\.Literal\[([^]]+)\]|typing\.", r"\1\2", " or ".join(dict.fromkeys(expected))
+        )
         told = [f"expected {types}, got {given[0]}"]
     return ": ".join(filter(None, [".".join(keys), "; ".join(told)])) or " ".join(message.split())
 
