@@ -203,6 +203,19 @@ class AcceleratorBackend(Backend):
         return int(self._api.mem_get_info(self.device)[0]) + int(cached)
 
     @override
+    def memory_in_use(self) -> int | None:
+        if not hasattr(self._api, "reset_peak_memory_stats"):
+            return None
+        self._api.reset_peak_memory_stats(self.device)
+        return int(self._api.memory_allocated(self.device))
+
+    @override
+    def most_memory_in_use(self) -> int | None:
+        if not hasattr(self._api, "reset_peak_memory_stats"):
+            return None
+        return int(self._api.max_memory_allocated(self.device))
+
+    @override
     def drain(self) -> None:
         self._download_staging.lane.drain()
         self._host.drain()

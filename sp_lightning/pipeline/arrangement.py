@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import storage_key
-from sp_lightning.pipeline.device import Group, place_in_arena
+from sp_lightning.pipeline.device import Group, place_in_arena, travel_together
 from sp_lightning.pipeline.host import (
     GroupHost,
     HostBuffer,
@@ -22,8 +22,9 @@ from sp_lightning.pipeline.host import (
     tensor_in,
     total_host_memory,
 )
-from sp_lightning.pipeline.landing import lay_out_gradients
+from sp_lightning.pipeline.landing import PIECES, lay_out_gradients
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
+from sp_lightning.pipeline.planned import WindowPlan
 from sp_lightning.pipeline.summary import readable_bytes
 from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Unit, find_units
@@ -45,6 +46,7 @@ class Learned:
         assumed: Masters taken for lowered because of the layer they are in, until that layer has been watched.
         observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
         buffers: Host memory of earlier arrangements, by the identities of the masters in it.
+        plan: What a planner has chosen for the window.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,7 @@ class Learned:
         self.assumed: set[int] = set()
         self.observed: dict[tuple[int, ...], set[bool]] = {}
         self.buffers: dict[tuple[int, ...], HostBuffer] = {}
+        self.plan: WindowPlan | None = None
 
     def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> bool:
         """Note what was seen of weights under autocast; True if they should be sent in another dtype than they are."""
@@ -87,6 +90,9 @@ class Arrangement:
         groups: All groups, resident ones included.
         twins: All twins, by the identity of their memory.
         budget: The user's `memory_budget` in bytes; None if there is none, or if it is a share of what nobody knows.
+        plan: What a planner has chosen, if it is in force.
+        k: Units on the device at once, kept ones not counted.
+        k_prime: Units that travel together.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
@@ -118,7 +124,7 @@ class Arrangement:
         for weight in [weight for unit in plan.units for weight in unit.weights]:  # resident ones do not travel
             if autocast is not None and id(weight.master) in learned.lowered - learned.used_as_is:
                 weight.compute_dtype = autocast
-        self._choose_window()
+        self._choose_window(learned.plan)
         self._check_budget()
         self._check_host_memory()
         self.pin, self.pin_gradients = self._may_pin()
@@ -145,7 +151,7 @@ class Arrangement:
 
     def device_bytes(self) -> int:
         """Device memory for weights."""
-        return self.arena.nbytes + sum(group.nbytes for group in self.groups if group.resident)
+        return self.arena.nbytes + sum(group.nbytes for group in self.groups if group.kept)
 
     def pinnable_bytes(self) -> int | None:
         """How much host memory may be page-locked besides weights and gradients; None for any amount."""
@@ -163,39 +169,58 @@ class Arrangement:
         return self.device_bytes() + self._bytes_of_gradients_on_their_way()
 
     def _bytes_of_gradients_on_their_way(self) -> int:
-        return 2 * max(_sent_bytes([unit], trainable=True) for unit in self.all_units)
+        return PIECES * max(gradient_bytes([unit]) for unit in self.all_units)
 
     # ------------------------------------------------------------------------------------------------------ checks
 
-    def _choose_window(self) -> None:
+    def _choose_window(self, plan: WindowPlan | None) -> None:
         k, k_prime = self._options.k, self._options.k_prime
-        self.k_prime = k_prime if isinstance(k_prime, int) else 1
-        self.k = k if isinstance(k, int) else _DEFAULT_SLOTS * self.k_prime
-        self._window = max(1, self.k // self.k_prime)
-        self._parts = [self.units[i : i + self.k_prime] for i in range(0, len(self.units), self.k_prime)]
+        together = k_prime if isinstance(k_prime, int) else 1
+        self.plan = plan
+        if plan is not None:
+            kept = [number for number, unit in enumerate(self.units) if unit.name in plan.resident]
+            self._set_window(plan.k, plan.k_prime, kept)
+            if self.budget is None or self._needed_bytes() <= self.budget:
+                return
+            self.plan = None  # weights are sent in another dtype than when the plan was made
+        self._set_window(k if isinstance(k, int) else _DEFAULT_SLOTS * together, together)
+        if k == "auto" and self.budget is not None and self._needed_bytes() > self.budget:
+            self._set_window(together, together)
+
+    def _set_window(self, k: int, k_prime: int, kept: Sequence[int] = ()) -> None:
+        self.k, self.k_prime = k, k_prime
+        self._window = max(1, k // k_prime)
+        self._kept = {self.units[number] for number in kept}
+        parts = travel_together(len(self.units), k_prime, kept)
+        self._parts = [[self.units[number] for number in part] for part in parts]
+
+    def _slot_bytes(self) -> int:
+        sizes = [sent_bytes(part) for part in self._parts if part[0] not in self._kept]
+        return place_in_arena(sizes, self._window)[1] + sum(sent_bytes([unit]) for unit in self._kept)
+
+    def _needed_bytes(self) -> int:
+        """What `streaming_bytes` will be."""
+        return self._slot_bytes() + sent_bytes([self.resident]) + self._bytes_of_gradients_on_their_way()
 
     def _check_budget(self) -> None:
         budget = self.budget
-        if budget is None:
+        if budget is None or self._needed_bytes() <= budget:
             return
-        resident = _sent_bytes([self.resident])
+        resident = sent_bytes([self.resident])
         gradients = self._bytes_of_gradients_on_their_way()
-        _, arena = place_in_arena([_sent_bytes(part) for part in self._parts], self._window)
-        needed = arena + resident + gradients
-        if needed > budget:
-            least = max((_sent_bytes([unit]) for unit in self.units), default=0) + resident + gradients
-            raise ValueError(
-                f"`memory_budget={self._options.memory_budget!r}` is too small with `k={self.k}`: slots take "
-                f"{readable_bytes(arena)}, resident weights {readable_bytes(resident)}, gradients on their way "
-                f"{readable_bytes(gradients)}. The least budget that works, with k=1, is {least} bytes "
-                f"({readable_bytes(least)})."
-            )
+        least = max((sent_bytes([unit]) for unit in self.units), default=0) + resident + gradients
+        raise ValueError(
+            f"`memory_budget={self._options.memory_budget!r}` is too small with `k={self.k}`: slots take "
+            f"{readable_bytes(self._slot_bytes())}, resident weights {readable_bytes(resident)}, gradients on their "
+            f"way {readable_bytes(gradients)}. The least budget that works, with k=1, is {least} bytes "
+            f"({readable_bytes(least)})."
+        )
 
     def _check_host_memory(self) -> None:
         free = available_host_memory()
         gradients = self._gradient_bytes()
         copies = sum(weight.compute_bytes for weight in self.weights if weight.lowered)
-        moving = max(_sent_bytes(part) for part in [*self._parts, [self.resident]])
+        moving = max(sent_bytes(part) for part in [*self._parts, [self.resident]])
         needed = gradients + copies + moving
         if free is not None and needed > free:
             raise ValueError(
@@ -205,7 +230,9 @@ class Arrangement:
             )
 
     def _gradient_bytes(self) -> int:
-        return sum(weight.master.nbytes for weight in self.weights if weight.master.requires_grad)
+        """Host memory in which gradients stay, with their norms."""
+        trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in self.all_units)
+        return sum(lay_out_gradients(weights, [w.master.dtype for w in weights])[1] for weights in trainable)
 
     def _may_pin(self) -> tuple[bool, bool]:
         """Whether to page-lock weights, and gradients: not more than their share, unless the user insists."""
@@ -233,16 +260,19 @@ class Arrangement:
         before, learned.buffers = learned.buffers, {}
         for index, part in enumerate(self._parts):
             self.groups.append(self._make_group(index, part, before, learned.buffers))
-        sizes = [group.nbytes for group in self.groups]
-        offsets, arena_bytes = place_in_arena(sizes, self._window)
+            self.groups[-1].kept = part[0] in self._kept
+        streamed = [group for group in self.groups if not group.kept]
+        offsets, arena_bytes = place_in_arena([group.nbytes for group in streamed], self._window)
         self.arena = self._backend.allocate(arena_bytes)
-        for group, offset in zip(self.groups, offsets, strict=True):
+        for group, offset in zip(streamed, offsets, strict=True):
             group.place = self.arena[offset : offset + group.nbytes]
             group.conflicts = [
                 other
-                for other, start in zip(self.groups, offsets, strict=True)
+                for other, start in zip(streamed, offsets, strict=True)
                 if other is not group and start < offset + group.nbytes and offset < start + other.nbytes
             ]
+        for group in [group for group in self.groups if group.kept]:
+            group.place = self._backend.allocate(group.nbytes)
         if self.resident.weights:
             group = self._make_group(len(self.groups), [self.resident], before, learned.buffers)
             group.place = self._backend.allocate(group.nbytes)
@@ -314,8 +344,12 @@ def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> 
             parameter.data = parameter.data.to(device)
 
 
-def _sent_bytes(units: Sequence[Unit], trainable: bool = False) -> int:
-    weights = [weight for unit in units for weight in unit.weights if weight.master.requires_grad or not trainable]
-    if trainable:
-        return lay_out_gradients(weights, [weight.compute_dtype for weight in weights])[1]
-    return lay_out([weight.compute_bytes for weight in weights])[1]
+def sent_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of the weights of units, as they are sent to the device and lie there."""
+    return lay_out([weight.compute_bytes for unit in units for weight in unit.weights])[1]
+
+
+def gradient_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of the gradients of units, as they are sent to the host, with their norms."""
+    weights = [weight for unit in units for weight in unit.weights if weight.master.requires_grad]
+    return lay_out_gradients(weights, [weight.compute_dtype for weight in weights])[1]

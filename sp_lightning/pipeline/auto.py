@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sp_lightning.pipeline.choice import Policy, Way, choose, peak
@@ -107,6 +107,10 @@ class AutoPolicy:
         backend: Whose memory and whose copies.
         meter: Counts what is held.
         budget: Tells how many bytes activations may take now.
+
+    Attributes:
+        outside: Bytes that were saved outside of units when it was looked at last: by a loss, a norm.
+        gradients: Bytes that gradients of activations are taken to need in backward.
     """
 
     def __init__(self, backend: Backend, meter: Meter, budget: Callable[[], int]) -> None:
@@ -121,15 +125,45 @@ class AutoPolicy:
         self._measuring: set[str] = set()  # in this step
         self._second_forwards: list[tuple[_Unit, int, Any, Any]] = []
         self._told = False
+        self._room_has_changed = False
+        self._share: int | None = None
+        self._reserve: int | None = None
+        self.outside = 0
+        self.gradients = 0
 
     def begin_step(self) -> None:
-        """Choose anew if the last step has measured anything."""
-        if self._measuring and self._units:
+        """Choose anew if the last step has measured anything, or if there is another amount of room."""
+        if (self._measuring or self._room_has_changed) and self._units:
             self._choose()
+        self._room_has_changed = False
         self._step += 1
-        self._in_use.clear()
+        self._in_use = {}
         self._measuring.clear()
-        self._meter.step_peak = 0
+
+    def share(self, nbytes: int | None, reserve: int | None) -> None:
+        """Choose again: weights take another part of the budget from now on.
+
+        Args:
+            nbytes: What activations are to take; None for all that there is.
+            reserve: What must be free beside them in backward, where that was measured.
+        """
+        self._share, self._reserve, self._room_has_changed = nbytes, reserve, True
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the inputs of the largest calls that were measured."""
+        return sum(unit.size for unit in self._units.values())
+
+    @property
+    def in_use(self) -> Mapping[str, Policy]:
+        """What was done with the activations of each member that was called in the last step."""
+        return self._in_use
+
+    def ways(self) -> dict[str, list[Way]]:
+        """What can happen to the activations of each member that was measured, in the order of the forward."""
+        self._take_times()
+        link = self._link_for_offloading()
+        return {name: unit.ways(link) for name, unit in self._units.items()}
 
     def policy(self, member: Member, size: int) -> Policy:
         """What happens to the activations of a call with inputs of this many bytes."""
@@ -156,20 +190,24 @@ class AutoPolicy:
         if member.name in self._measuring:
             self._second_forwards.append((self._units[member.name], self._step, begin, end))
 
+    def look(self) -> None:
+        """Work out what the last step has shown of activations that are not a unit's."""
+        working = max((unit.footprint.working for unit in self._units.values()), default=0)
+        self.gradients = working if self._reserve is None else self._reserve
+        if self._in_use:
+            ways = {name: {way.policy: way for way in of} for name, of in self.ways().items()}
+            used = [of.get(self._in_use[name], of["keep"]) for name, of in ways.items() if name in self._in_use]
+            self.outside = max(0, self._meter.step_peak - peak(used))
+
     def _choose(self) -> None:
-        for unit, step, begin, end in self._second_forwards:
-            unit.seconds[step] = unit.seconds.get(step, 0.0) + self._backend.seconds(begin, end)
-        self._second_forwards.clear()
-        link = self._link_for_offloading()
-        ways = {name: {way.policy: way for way in unit.ways(link)} for name, unit in self._units.items()}
-        used = [of.get(self._in_use[name], of["keep"]) for name, of in ways.items() if name in self._in_use]
-        outside = max(0, self._meter.step_peak - peak(used))  # saved by what is no unit: a loss, a norm
-        gradients = max(unit.footprint.working for unit in self._units.values())  # of activations, in backward
+        self.look()
+        ways = self.ways()
         limit = self._budget()
-        budget = limit - outside - gradients
-        chosen = choose([list(of.values()) for of in ways.values()], budget)
+        apart = self.outside + self.gradients
+        room = limit - apart if self._share is None else min(limit - apart, self._share - self.outside)
+        chosen = choose([*ways.values()], room)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
-        needed = peak(chosen) + outside + gradients
+        needed = peak(chosen) + apart
         if needed > limit and not self._told:
             self._told = True
             warnings.warn(
@@ -177,6 +215,11 @@ class AutoPolicy:
                 f"room for {readable_bytes(max(0, limit))}. Use smaller batches, or a larger `memory_budget`.",
                 stacklevel=2,
             )
+
+    def _take_times(self) -> None:
+        for unit, step, begin, end in self._second_forwards:
+            unit.seconds[step] = unit.seconds.get(step, 0.0) + self._backend.seconds(begin, end)
+        self._second_forwards.clear()
 
     def _link_for_offloading(self) -> Link | None:
         """How fast copies are; None if the host has no room for activations."""

@@ -7,6 +7,9 @@ that any `window` groups that follow each other do not overlap; with equal sizes
 with unequal sizes a large embedding does not inflate every slot. Groups whose places overlap cannot be on the
 device at once: to load one is to evict the others. Evicting moves nothing, because the host has the truth.
 
+A unit that is kept (`WindowPlan.resident`) travels alone to a place of its own outside of the arena. It is loaded when
+its weights have changed, in the order of use like all others, and never evicted.
+
     12 blocks, k = 3      slot 0   slot 1   slot 2
     forward of block 4      3        4        5      <- 5 arrives while 4 computes
     forward of block 5      6        4        5      <- 3 is done: its slot takes 6
@@ -18,7 +21,7 @@ device at once: to load one is to evict the others. Evicting moves nothing, beca
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -44,6 +47,7 @@ class Group:
         place: Where they go.
         resident: Whether the place is never given away.
         name: What to call it: the names of its units.
+        kept: Whether the place is its own, so that it is only loaded when its masters have changed.
         conflicts: Groups whose place overlaps this one's.
         users: Forward calls that are inside one of its units now; above zero it may not be evicted.
         readable: Whether computing waits for the copy, so that what is computed from now on sees the bytes.
@@ -61,6 +65,7 @@ class Group:
         self.resident = resident
         self.name = name
         self.place: Tensor
+        self.kept = resident
         self.conflicts: list[Group] = []
         self.users = 0
         self.residency = Residency.ABSENT
@@ -81,6 +86,23 @@ class Group:
     def nbytes(self) -> int:
         """Bytes it takes on the device."""
         return self.host.source.bytes.nbytes
+
+
+def travel_together(units: int, k_prime: int, alone: Collection[int] = ()) -> list[list[int]]:
+    """Which units travel together: up to `k_prime` neighbours, whose gradients come one after the other.
+
+    Args:
+        units: How many units there are.
+        k_prime: How many travel together.
+        alone: Numbers of units that do not travel with others.
+    """
+    parts: list[list[int]] = []
+    for unit in range(units):
+        full = not parts or len(parts[-1]) == k_prime or parts[-1][-1] in alone
+        if full or unit in alone:
+            parts.append([])
+        parts[-1].append(unit)
+    return parts
 
 
 def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:

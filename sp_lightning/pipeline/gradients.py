@@ -27,7 +27,16 @@ from torch import Tensor
 
 from sp_lightning.pipeline._private import post_accumulate_hooks, tensor_hooks, without_torch_function
 from sp_lightning.pipeline.device import Group
-from sp_lightning.pipeline.landing import Home, Piece, Ring, Slot, cast_and_add, is_only_shown, lay_out_gradients
+from sp_lightning.pipeline.landing import (
+    PIECES,
+    Home,
+    Piece,
+    Ring,
+    Slot,
+    cast_and_add,
+    is_only_shown,
+    lay_out_gradients,
+)
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.stepping import NO_SCALING, Scaling
 from sp_lightning.pipeline.trace import Kind
@@ -35,7 +44,6 @@ from sp_lightning.pipeline.transfer import Backend, Ticket
 from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Twin, Weight
 
-_PIECES = 2  # one being filled while the other leaves
 _SLOTS_SHARE = 5  # at most one slot for so many units: what the optimizer may be behind
 
 
@@ -472,10 +480,10 @@ class GradientReturn:
     # ----------------------------------------------------------------------------------------------------- memory
 
     def _next_piece(self, nbytes: int) -> Piece:
-        if len(self._pieces) < _PIECES:
+        if len(self._pieces) < PIECES:
             self._pieces.append(Piece(max(self._largest(), nbytes), self._backend))
             return self._pieces[-1]
-        self._turn = (self._turn + 1) % _PIECES
+        self._turn = (self._turn + 1) % PIECES
         if self._pieces[self._turn].memory.nbytes < nbytes:  # weights that were frozen, or lowered, when it was made
             ticket = self._pieces[self._turn].ticket
             if ticket is not None:

@@ -18,6 +18,7 @@ from sp_lightning.pipeline.host import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.transfer import Backend, Ticket
 from sp_lightning.pipeline.weights import Weight
 
+PIECES = 2  # of device memory: one is being filled while the other leaves
 _CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
 
 

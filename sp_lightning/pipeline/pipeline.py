@@ -43,6 +43,7 @@ from sp_lightning.pipeline.offload import STAYING, Bundle, Offloader
 from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.overlap import KnownOptimizers, Overlap
+from sp_lightning.pipeline.planned import Planner
 from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.saved import SavedTensors
 from sp_lightning.pipeline.schedule import Pass, Schedule
@@ -71,6 +72,7 @@ class Pipeline:
         device: Where to compute; by default the current accelerator, or else the CPU.
         options: Choices; the defaults work.
         backend: How to copy; made for the device by default.
+        planner: Chooses what `options` leave to it, between steps; without one the window stays as small as it is.
 
     Raises:
         ValueError: If an option does not fit the module or the memory; nothing is attached then.
@@ -89,6 +91,7 @@ class Pipeline:
         *,
         options: PipelineOptions | None = None,
         backend: Backend | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self.module = module
         self.device = _full_device(device)
@@ -98,6 +101,7 @@ class Pipeline:
         self._backend = backend or _make_backend(self.device, self.options)
         keep_out_of_graphs()
         self._learned = Learned()
+        self._planner = planner
         self._at_work = EngineAtWork()
         self._depth = 0
         self._touched_outside: list[Weight] = []
@@ -151,6 +155,7 @@ class Pipeline:
         with self._at_work:
             self._overlap.after_step()
             self._window.suspect_all()
+            self.stats.optimizer_steps += 1
             self._close()
 
     def weights_changed(self) -> None:
@@ -222,11 +227,7 @@ class Pipeline:
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
-        """Write down what the lanes are busy with in this scope: units, copies, work on the host, and stalls.
-
-        Raises:
-            RuntimeError: If something is being recorded already.
-        """
+        """Write down what the lanes are busy with in this scope: units, copies, work on the host, and stalls."""
         with self._backend.trace.record() as recording:
             yield recording
 
@@ -256,6 +257,7 @@ class Pipeline:
             self._saved.pop_all()
             self._backend.drain()
             self._offloader.reset()
+            self._stop_planning()
             self._schedule.forget_position()
             self._window.forget()
             self._depth = 0
@@ -287,6 +289,7 @@ class Pipeline:
         if self._depth or self._backward.running or failed is not None:
             self.reset()
         self._attached = False
+        self._stop_planning()
         _attached_masters.difference_update(map(id, self._masters))
         stop_listening(self)
         self._dismantle()
@@ -322,7 +325,44 @@ class Pipeline:
             unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.weights) for unit in plan.units),
             lowered=sum(weight.lowered for weight in plan.weights),
             pinned=all(group.host.source.pinned for group in plan.groups),
+            plan=plan.plan,
         )
+
+    # ---------------------------------------------------------------------------------------------- for a planner
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Units, and where their weights lie at the moment."""
+        return self._plan
+
+    @property
+    def activations(self) -> AutoPolicy | None:
+        """What chooses for the activations of each unit; None where nothing does."""
+        return self._activations.auto
+
+    @property
+    def activation_peak(self) -> int:
+        """The most bytes of activations that were on the device in the step before."""
+        return self._meter.step_peak
+
+    def memory_in_use(self) -> int | None:
+        """Bytes of device memory that are allocated, where the device tells; the most is counted from now on."""
+        return self._backend.memory_in_use()
+
+    def most_memory_in_use(self) -> int | None:
+        """The most bytes of device memory that were allocated since `memory_in_use` was asked."""
+        return self._backend.most_memory_in_use()
+
+    @property
+    def budget(self) -> int | None:
+        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
+        if self._plan.budget is not None:
+            return self._plan.budget
+        free = self._backend.free_memory()
+        if free is None:
+            return None
+        own = self._plan.device_bytes() + self._returns.device_bytes() + self._meter.bytes
+        return int(_SHARE_OF_FREE_MEMORY * (free + own))
 
     # ------------------------------------------------------------------------------------------ attach and take off
 
@@ -400,7 +440,28 @@ class Pipeline:
             else:
                 self._learned.resident.append(weight.name)
         self._touched_outside.clear()
+        self._learned.plan = None  # it was made for other units
         self.rebuild()
+
+    def _follow_plan(self) -> None:
+        """Between steps, when no graph holds on to the old arrangement: have the window that the planner wants."""
+        if self._planner is None or self._graphs.waiting():
+            return
+        plan = self._planner.before_step(self, torch.is_grad_enabled())
+        if plan == self._learned.plan:
+            return
+        policies = self._activations.auto
+        self._learned.plan = plan
+        self._rearrange_for(self._plan.autocast)
+        self._activations.auto = policies  # units are the same, and so is what was measured of them
+        if policies is not None and plan is not None:
+            policies.share(plan.activation_bytes, plan.reserve_bytes)
+        elif policies is not None:
+            policies.share(None, None)
+
+    def _stop_planning(self) -> None:
+        if self._planner is not None:
+            self._planner.abandon()
 
     def _auto_policy(self) -> AutoPolicy | None:
         """What chooses for each unit, where there is a limit to what activations may take."""
@@ -410,10 +471,8 @@ class Pipeline:
 
     def _room_for_activations(self) -> int | None:
         """Bytes of device memory for activations; None if no limit is known."""
-        if self._plan.budget is not None:
-            return max(0, self._plan.budget - self._plan.streaming_bytes())
-        free = self._backend.free_memory()
-        return None if free is None else int(_SHARE_OF_FREE_MEMORY * free)
+        budget = self.budget
+        return None if budget is None else max(0, budget - self._plan.streaming_bytes())
 
     # -------------------------------------------------------------------------------------------------- the scope
 
@@ -453,6 +512,7 @@ class Pipeline:
             self.rebuild()
         self._overlap.put_back()
         self._take_in_what_was_learned()
+        self._follow_plan()
         self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
         if not self._graphs.waiting():
             self._backend.trace.begin_step()

@@ -26,6 +26,7 @@ class Stats:
         host_syncs: Times that the host waited for the device.
         activation_bytes: Device memory that is held now because autograd saved it for backward, without weights.
         activation_peak_bytes: The most that it has been.
+        optimizer_steps: Steps of optimizers, whatever they stepped.
         optimizer_waits: Times that the host waited for an optimizer's step, because somebody looked at a weight.
         overlapped_steps: Units that an optimizer stepped while the device could compute.
         steps_in_backward: Those of them that were stepped before backward had ended.
@@ -48,6 +49,7 @@ class Stats:
     host_syncs: int = 0
     activation_bytes: int = 0
     activation_peak_bytes: int = 0
+    optimizer_steps: int = 0
     optimizer_waits: int = 0
     overlapped_steps: int = 0
     steps_in_backward: int = 0

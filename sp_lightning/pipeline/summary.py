@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sp_lightning.pipeline.planned import WindowPlan
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -27,6 +29,7 @@ class Summary:
         unit_bytes: Bytes that each unit sends.
         lowered: How many weights are sent in autocast's dtype.
         pinned: Whether all that is sent lies in page-locked memory.
+        plan: What a planner has chosen, and why; None as long as nothing was planned.
     """
 
     device: str
@@ -46,6 +49,7 @@ class Summary:
     unit_bytes: tuple[int, ...]
     lowered: int
     pinned: bool
+    plan: WindowPlan | None = None
 
     @property
     def host_bytes_per_parameter(self) -> float:

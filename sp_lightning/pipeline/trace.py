@@ -124,6 +124,7 @@ class Trace:
         self._backend = backend
         self._entries: list[_Entry] | None = None
         self._steps: list[Any] = []
+        self._recordings = 0
         self._open: _Entry | None = None
 
     @property
@@ -166,26 +167,26 @@ class Trace:
     def record(self) -> Iterator[Recording]:
         """Write down what happens in this scope; at its end the host waits for the device once.
 
-        Raises:
-            RuntimeError: If something is being recorded already.
+        Several may be under way at once: a planner's and a timeline's do not know of each other.
         """
-        if self._entries is not None:
-            raise RuntimeError("A recording is under way: `record()` cannot be entered twice.")
-        recording = Recording()
-        self._entries, self._steps = [], []
+        if self._entries is None:
+            self._entries, self._steps = [], []
+        self._recordings += 1
         self._backend.timed = True
+        recording, first, first_step = Recording(), len(self._entries), len(self._steps)
         origin = self._backend.origin()
         try:
             yield recording
         finally:
             self.end()
-            self._steps.append(self._backend.mark())
-            entries, self._entries = self._entries, None
-            self._backend.timed = False
+            entries, steps = self._entries[first:], [*self._steps[first_step:], self._backend.mark()]
+            self._recordings -= 1
+            if not self._recordings:
+                self._entries, self._backend.timed = None, False
             self._backend.drain()
             spans = [span for entry in entries if (span := self._span(entry, origin)) is not None]
             recording.spans = sorted(spans, key=lambda span: span.begin)
-            moments = [self._backend.seconds(origin.device, mark) for mark in self._steps]
+            moments = [self._backend.seconds(origin.device, mark) for mark in steps]
             recording.steps = list(zip(moments[:-1], moments[1:], strict=True))
 
     def _span(self, entry: _Entry, origin: Origin) -> Span | None:

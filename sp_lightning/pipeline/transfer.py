@@ -148,6 +148,14 @@ class Backend(ABC):
         """Bytes of device memory that can be had now, if that is known."""
         return None
 
+    def memory_in_use(self) -> int | None:
+        """Bytes of device memory that are allocated, where that is known; the most is counted from now on."""
+        return None
+
+    def most_memory_in_use(self) -> int | None:
+        """The most bytes of device memory that were allocated since `memory_in_use` was asked."""
+        return None
+
     @abstractmethod
     def drain(self) -> None:
         """Block until no copy is on its way and no work is left."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from sp_lightning.pipeline.choice import Way, peak
-from sp_lightning.pipeline.device import place_in_arena
+from sp_lightning.pipeline.device import place_in_arena, travel_together
+from sp_lightning.pipeline.landing import PIECES
 from sp_lightning.pipeline.offload import STAYING
 from sp_lightning.planning.workload import Machine, Workload
 
-_PIECES = 2  # device memory for gradients on their way: one piece is filled while the other leaves
 _WARM_UP = 1  # steps until each one is like the one before
 _REPLAYED = 2  # steps that are averaged then
 
@@ -30,7 +30,7 @@ class Choice:
     """What can be chosen.
 
     Args:
-        k: Units on the device at once.
+        k: Units on the device at once, resident ones not counted.
         k_prime: Units moved together.
         resident: Units, by their numbers, that have a place of their own and are never evicted.
         ways: What becomes of the activations of each unit; the first of its ways where nothing is given.
@@ -47,7 +47,7 @@ class Prediction:
     """What a step will take.
 
     Attributes:
-        seconds: For one step, when all steps are alike.
+        seconds: For one step of the optimizer, when all steps are alike.
         lanes: Seconds of work in each lane.
         device_bytes: The most device memory for weights, gradients on their way and activations.
         host_bytes: Host memory for weights, gradients, optimizer state and activations that wait there.
@@ -71,10 +71,10 @@ class Prediction:
 def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
     """What a step takes with these choices."""
     replay = _Replay(workload, machine, choice)
-    for _ in range(_WARM_UP):
+    for _ in range(_WARM_UP * workload.micro_steps):
         replay.step()
     begin, lanes, moved = replay.compute, dict(replay.busy), (replay.bytes_to_device, replay.bytes_to_host)
-    for _ in range(_REPLAYED):
+    for _ in range(_REPLAYED * workload.micro_steps):
         replay.step()
     return Prediction(
         seconds=(replay.compute - begin) / _REPLAYED,
@@ -98,12 +98,12 @@ def device_bytes(workload: Workload, choice: Choice) -> int:
 def weight_bytes(workload: Workload, choice: Choice) -> int:
     """Device memory for weights: the arena, and what has a place of its own."""
     own = sum(workload.units[unit].weight_bytes for unit in choice.resident) + workload.resident.weight_bytes
-    return own + _places(workload, choice)[1]
+    return own + _places(workload, choice)[-1]
 
 
 def gradient_bytes(workload: Workload) -> int:
     """Device memory for gradients on their way to the host."""
-    return _PIECES * max(unit.gradient_bytes for unit in (*workload.units, workload.resident))
+    return PIECES * max(workload.piece_bytes, *(u.gradient_bytes for u in (*workload.units, workload.resident)))
 
 
 def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
@@ -113,9 +113,8 @@ def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
 
 def host_bytes(workload: Workload, choice: Choice) -> int:
     """Host memory for weights, gradients, optimizer state and activations that wait there."""
-    waiting = sum(
-        _waits_on_host(unit.ways, way) for unit, way in zip(workload.units, ways_of(workload, choice), strict=True)
-    )
+    ways = zip(workload.units, ways_of(workload, choice), strict=True)
+    waiting = sum(unit.offload_bytes for unit, way in ways if way.policy == "offload")
     return waiting + sum(unit.host_bytes for unit in (*workload.units, workload.resident))
 
 
@@ -124,27 +123,12 @@ def ways_of(workload: Workload, choice: Choice) -> tuple[Way, ...]:
     return choice.ways or tuple(unit.ways[0] for unit in workload.units)
 
 
-def parts_of(units: int, k_prime: int, resident: Sequence[int]) -> list[list[int]]:
-    """Which units travel together, for those that stream: neighbours only, so that their gradients come together."""
-    alone = set(resident)
-    parts: list[list[int]] = []
-    for unit in range(units):
-        if unit not in alone:
-            follows = bool(parts) and parts[-1][-1] == unit - 1 and len(parts[-1]) < k_prime
-            parts[-1].append(unit) if follows else parts.append([unit])
-    return parts
-
-
-def _places(workload: Workload, choice: Choice) -> tuple[list[int], int]:
-    parts = parts_of(len(workload.units), choice.k_prime, choice.resident)
-    sizes = [sum(workload.units[unit].weight_bytes for unit in part) for part in parts]
-    return place_in_arena(sizes, max(1, choice.k // choice.k_prime))
-
-
-def _waits_on_host(ways: Sequence[Way], chosen: Way) -> int:
-    """Bytes that are offloaded with the chosen one of a unit's ways."""
-    everything = max(way.held for way in ways)
-    return everything - chosen.held if chosen.policy == "offload" else 0
+def _places(workload: Workload, choice: Choice) -> tuple[list[list[int]], list[int], int]:
+    """What travels together, where each part that streams lies in the arena, and the bytes of the arena."""
+    parts = travel_together(len(workload.units), choice.k_prime, choice.resident)
+    streamed = [part for part in parts if part[0] not in choice.resident]
+    sizes = [sum(workload.units[unit].weight_bytes for unit in part) for part in streamed]
+    return parts, *place_in_arena(sizes, max(1, choice.k // choice.k_prime))
 
 
 class _Group:
@@ -185,31 +169,26 @@ class _Replay:
         self._workload = workload
         self._machine = machine
         self._ways = ways_of(workload, choice)
-        self._offloaded = [_waits_on_host(u.ways, way) for u, way in zip(workload.units, self._ways, strict=True)]
-        if workload.trains:
-            for unit in [unit for unit, nbytes in enumerate(self._offloaded) if nbytes][-STAYING:]:
-                if unit >= len(workload.units) - STAYING:
-                    self._offloaded[unit] = 0
+        leaves = zip(workload.units, self._ways, range(STAYING - len(workload.units), STAYING), strict=True)
+        self._offloaded = [u.offload_bytes * (way.policy == "offload" and last < 0) for u, way, last in leaves]
         self._lay_out(choice)
         self.compute = self._up = self._down = self._host = 0.0
         self.busy = dict.fromkeys(("compute", "to device", "to host", "host"), 0.0)
         self.bytes_to_device = self.bytes_to_host = 0
         self._step = -1
         self._next = 0  # the first use that has not been fetched ahead
-        self._pieces = [0.0] * _PIECES
+        self._pieces = [0.0] * PIECES
         self._turn = 0
         self._given: list[_Group] = []  # to the optimizer, which has not been asked when it will be done
 
     def _lay_out(self, choice: Choice) -> None:
         workload, length = self._workload, len(self._workload.units)
         self._length = 2 * length if workload.trains else length
-        offsets, _ = _places(workload, choice)
-        parts = parts_of(length, choice.k_prime, choice.resident)
-        own = [([unit], -1) for unit in choice.resident]
-        placed = sorted([*zip(parts, offsets, strict=True), *own])
-        self._groups = [_Group(index + 1, part, workload, length) for index, (part, _) in enumerate(placed)]
+        parts, offsets, _ = _places(workload, choice)
+        self._groups = [_Group(index + 1, part, workload, length) for index, part in enumerate(parts)]
         self._group_of = {unit: group for group in self._groups for unit in group.units}
-        ring = [(g, offset) for g, (_, offset) in zip(self._groups, placed, strict=True) if offset >= 0]
+        streamed = (group for group in self._groups if group.units[0] not in choice.resident)
+        ring = [*zip(streamed, offsets, strict=True)]
         for group, start in ring:
             group.conflicts = [
                 other
@@ -221,7 +200,7 @@ class _Replay:
         self._resident.parameters = workload.resident.parameters
 
     def step(self) -> None:
-        """One more step."""
+        """One more forward and backward."""
         workload, length = self._workload, len(self._workload.units)
         self._step += 1
         first = self._step * self._length
@@ -246,7 +225,7 @@ class _Replay:
 
     def _backward(self, first: int) -> None:
         units = self._workload.units
-        steps_now = self._workload.stepping == "in backward"
+        steps_now = self._workload.stepping == "in backward" and self._is_last_micro_step
         fetched: dict[int, float] = {}
         for group in self._groups:
             group.missing, group.landed = group.trainable, 0.0
@@ -269,10 +248,14 @@ class _Replay:
             self._resident.landed = self._ship(self._workload.resident.gradient_bytes)
         self._after_backward(first + len(units) - 1)
 
+    @property
+    def _is_last_micro_step(self) -> bool:
+        return (self._step + 1) % self._workload.micro_steps == 0
+
     def _after_backward(self, position: int) -> None:
         """Step what was not stepped in backward."""
         stepping = self._workload.stepping
-        if stepping is None:
+        if stepping is None or not self._is_last_micro_step:
             return
         if self._workload.clips:
             landed = max(group.landed for group in (self._resident, *self._groups))
@@ -376,7 +359,7 @@ class _Replay:
         return self._down
 
     def _ship(self, nbytes: int) -> float:
-        self._turn = (self._turn + 1) % _PIECES
+        self._turn = (self._turn + 1) % PIECES
         self.compute = max(self.compute, self._pieces[self._turn])
         self._pieces[self._turn] = self._send(nbytes)
         return self._pieces[self._turn]

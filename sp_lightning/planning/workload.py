@@ -25,6 +25,7 @@ class UnitWork:
         forward_seconds: On the device.
         backward_seconds: On the device, without a second forward.
         host_bytes: What it takes on the host: weights, what is sent of them, gradients, optimizer state.
+        offload_bytes: How much of its activations leaves when they wait on the host.
         ways: What may become of its activations, in order of preference.
     """
 
@@ -35,6 +36,7 @@ class UnitWork:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     host_bytes: int = 0
+    offload_bytes: int = 0
     ways: tuple[Way, ...] = (NOTHING_SAVED,)
 
 
@@ -47,10 +49,12 @@ class Workload:
         resident: All that is never streamed, as if it were one unit; it computes nothing.
         trains: Whether there is a backward.
         stepping: When the optimizer steps units; None if it does not, in inference or with everything frozen.
+        micro_steps: Forwards and backwards for each step of the optimizer; gradients add up.
         clips: Whether a unit may be stepped only when all gradients have landed: clipping by norm, a loss scaler.
         turn_seconds: What the device computes between the last unit's forward and its backward: a head, a loss.
         rest_seconds: What passes between the end of a step and the beginning of the next one.
         outside_bytes: Activations that are saved outside of units.
+        piece_bytes: Device memory in which a unit's gradients are put together, if that is more than the gradients.
         reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
     """
 
@@ -58,10 +62,12 @@ class Workload:
     resident: UnitWork = UnitWork("resident", 0)
     trains: bool = True
     stepping: Stepping | None = "in backward"
+    micro_steps: int = 1
     clips: bool = False
     turn_seconds: float = 0.0
     rest_seconds: float = 0.0
     outside_bytes: int = 0
+    piece_bytes: int = 0
     reserve_bytes: int = 0
 
 

@@ -166,12 +166,21 @@ def test_nothing_is_kept_when_nobody_records(scene: Scene) -> None:
     assert scene.backend.trace._steps == []
 
 
-def test_recordings_are_not_nested(scene: Scene) -> None:
-    with scene.pipeline.record():
-        with pytest.raises(RuntimeError, match="cannot be entered twice"), scene.pipeline.record():
-            pass
+def test_recordings_do_not_know_of_each_other(scene: Scene) -> None:
+    with scene.pipeline.record() as outer:
+        scene.step()
+        with scene.pipeline.record() as inner:
+            scene.step()
         scene.step()
     assert not scene.backend.trace.is_recording
+    assert len(inner.steps) == 1
+    assert len(outer.steps) == 3
+    assert len(of(inner, Kind.FORWARD)) == UNITS
+    assert len(of(outer, Kind.FORWARD)) == 3 * UNITS
+    begin = outer.steps[1][0]
+    assert [span.begin + begin for span in of(inner, Kind.FORWARD)] == pytest.approx(
+        [span.begin for span in of(outer, Kind.FORWARD)[UNITS : 2 * UNITS]]
+    )
 
 
 def test_an_exception_ends_the_recording(scene: Scene) -> None:

@@ -1,0 +1,49 @@
+"""What a planner chooses for the window, and what the engine knows of a planner (the `planning` package has one)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """What was chosen, and why.
+
+    Attributes:
+        k: Units on the device at once, resident ones not counted.
+        k_prime: Units moved together.
+        resident: Names of units that have a place of their own: they are sent when their weights have changed.
+        step_seconds: How long a step is expected to take.
+        bottleneck: Which lane has most to do: "compute", "to device", "to host" or "host".
+        device_bytes: Device memory that weights, gradients on their way and activations are expected to take.
+        activation_bytes: What activations may take of it.
+        reserve_bytes: What must stay free beside, for what computing needs in between.
+    """
+
+    k: int
+    k_prime: int
+    resident: tuple[str, ...] = ()
+    step_seconds: float = 0.0
+    bottleneck: str = "compute"
+    device_bytes: int = 0
+    activation_bytes: int = 0
+    reserve_bytes: int = 0
+
+
+class Planner(Protocol):
+    """Is asked between steps, when no graph waits for its backward."""
+
+    def before_step(self, pipeline: Pipeline, builds_graph: bool) -> WindowPlan | None:
+        """What the next step is to run with; None for the smallest window.
+
+        Args:
+            pipeline: Whose step.
+            builds_graph: Whether it may have a backward.
+        """
+
+    def abandon(self) -> None:
+        """A step was not finished, or the pipeline ends: whatever was being measured is worth nothing."""

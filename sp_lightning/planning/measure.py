@@ -1,0 +1,236 @@
+"""From what a pipeline recorded of some steps to numbers about its workload and its machine.
+
+Of several steps the fastest counts for every number: what disturbs a measurement makes it longer. Time that computing
+waited for copies (stalls) is taken out, so the numbers hold for any window. Time between the calls of units belongs to
+the unit before.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from sp_lightning.pipeline import Kind, Pipeline, Recording, Span
+from sp_lightning.pipeline.arrangement import Arrangement, gradient_bytes, sent_bytes
+from sp_lightning.pipeline.choice import Policy, Way
+from sp_lightning.pipeline.units import Unit
+from sp_lightning.planning.workload import NOTHING_SAVED, Machine, Stepping, UnitWork, Workload
+
+_UNLIKE = 2  # how many times the smallest copy the largest must be, to tell what a copy costs whatever its size
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What was seen of some steps besides their recording.
+
+    Args:
+        trains: Whether they had a backward.
+        policies: For each step, what was done with the activations of each member, if something chooses for each.
+        activation_peak: The most bytes of activations at once.
+        reserve_bytes: What computing took beside weights, gradients and activations, if the device tells.
+        optimizer_steps: Steps of optimizers among them.
+        overlapped: Units that were stepped while the device computed.
+        in_backward: Those of them that were stepped before backward had ended.
+    """
+
+    trains: bool
+    policies: Sequence[Mapping[str, Policy]]
+    activation_peak: int
+    reserve_bytes: int | None
+    optimizer_steps: int
+    overlapped: int
+    in_backward: int
+
+
+def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) -> Workload:
+    """What a step has to do."""
+    plan, auto = pipeline.arrangement, pipeline.activations
+    steps = [_Step(plan, recording, begin, end) for begin, end in recording.steps]
+    ways: dict[str, list[Way]] = {}
+    if auto is not None:
+        auto.look()
+        ways = auto.ways()
+    chosen = observed.policies if len(observed.policies) == len(steps) else [{}] * len(steps)
+
+    def backward(unit: Unit) -> float:
+        return min(s.backward[unit.name] - _second_forwards(unit, ways, c) for s, c in zip(steps, chosen, strict=True))
+
+    units = tuple(
+        UnitWork(
+            name=unit.name,
+            weight_bytes=sent_bytes([unit]),
+            gradient_bytes=_moved(recording, Kind.GRADIENTS, unit) // len(steps),
+            parameters=_trainable(unit),
+            forward_seconds=min(step.forward[unit.name] for step in steps),
+            backward_seconds=max(0.0, backward(unit)),
+            host_bytes=sum(weight.master.nbytes for weight in unit.weights),
+            offload_bytes=_offloaded(unit, ways, recording) // (1 if ways else len(steps)),
+            ways=_ways_of(unit, ways, pipeline.options.activations),
+        )
+        for unit in plan.units
+    )
+    stepping = _stepping(observed)
+    reserve = observed.reserve_bytes
+    return Workload(
+        units=units,
+        resident=UnitWork(
+            "resident",
+            weight_bytes=sent_bytes([plan.resident]),
+            gradient_bytes=_moved(recording, Kind.GRADIENTS, plan.resident) // len(steps),
+            parameters=_trainable(plan.resident),
+        ),
+        trains=observed.trains,
+        stepping=stepping,
+        micro_steps=max(1, round(len(steps) / observed.optimizer_steps)) if observed.optimizer_steps else 1,
+        clips=stepping == "under forward" and all(step.waits_for_all_gradients for step in steps),
+        turn_seconds=min(step.turn for step in steps),
+        rest_seconds=max(0.0, min(step.rest(apart=stepping == "apart") for step in steps)),
+        outside_bytes=observed.activation_peak if auto is None else auto.outside,
+        piece_bytes=max(gradient_bytes([unit]) for unit in plan.all_units) if observed.trains else 0,
+        reserve_bytes=reserve if reserve is not None else auto.gradients if auto is not None else 0,
+    )
+
+
+def machine_of(plan: Arrangement, recording: Recording) -> Machine:
+    """How fast copies and the optimizer are."""
+    to_device, copy_seconds = _rate(recording.spans, (Kind.LOAD, Kind.FETCH))
+    to_host, _ = _rate(recording.spans, (Kind.GRADIENTS, Kind.OFFLOAD))
+    parameters = {
+        group.name: sum(_trainable(unit) for unit in plan.all_units if unit.group is group) for group in plan.groups
+    }
+    stepped = [span for span in recording.spans if span.kind is Kind.STEP]
+    seconds = sum(span.end - span.begin for span in stepped)
+    return Machine(
+        to_device=to_device,
+        to_host=to_host,
+        optimizer=sum(parameters[span.name] for span in stepped) / seconds if seconds else math.inf,
+        copy_seconds=copy_seconds,
+    )
+
+
+class _Step:
+    """One recorded step.
+
+    Attributes:
+        forward: Seconds that the device computed for each unit in forward, by the unit's name.
+        backward: The same in backward.
+        turn: Seconds between the two.
+        waits_for_all_gradients: Whether no unit was stepped before the last gradient had landed.
+    """
+
+    def __init__(self, plan: Arrangement, recording: Recording, begin: float, end: float) -> None:
+        units = {unit.name for unit in plan.units}
+        spans = [span for span in recording.spans if begin <= span.begin < end]
+        self._seconds = end - begin
+        self._spans = spans
+        self._stalls = [span for span in spans if span.kind is Kind.STALL]
+        self._begins = [span.begin for span in self._stalls]
+        self._stalled = [0.0, *accumulate(span.end - span.begin for span in self._stalls)]
+        backward = self._of(Kind.BACKWARD)
+        turned = backward[0].begin if backward else end
+        forward = [span for span in self._of(Kind.FORWARD) if span.begin < turned]
+        self.forward = self._sum(forward, units)
+        self.backward = self._sum(backward, units)
+        self.turn = self._computing(forward[-1].end, turned) if forward and backward else 0.0
+        gradients, stepped = self._of(Kind.GRADIENTS), self._of(Kind.STEP)
+        self.waits_for_all_gradients = bool(gradients and stepped) and all(
+            span.begin >= gradients[-1].end for span in stepped if span.begin > gradients[0].begin
+        )
+
+    def rest(self, apart: bool) -> float:
+        """Seconds of a step in which the device computed nothing of it and waited for no copy.
+
+        Args:
+            apart: Whether the optimizer's work passes in them, and is not to count.
+        """
+        known = sum(self.forward.values()) + sum(self.backward.values()) + self.turn + self._stalled[-1]
+        stepped = sum(span.end - span.begin for span in self._of(Kind.STEP)) if apart else 0.0
+        return self._seconds - known - stepped
+
+    def _of(self, kind: Kind) -> list[Span]:
+        return [span for span in self._spans if span.kind is kind]
+
+    def _sum(self, spans: Sequence[Span], units: Iterable[str]) -> dict[str, float]:
+        """Seconds for each unit; what runs between its calls and the next unit's is its own."""
+        seconds: dict[str, float] = defaultdict(float)
+        latest = None
+        ends = [following.begin for _, following in pairwise(spans)] + [span.end for span in spans[-1:]]
+        for span, end in zip(spans, ends, strict=True):
+            latest = span.name if span.name in units else latest
+            if latest is not None:
+                seconds[latest] += self._computing(span.begin, end)
+        return seconds
+
+    def _computing(self, begin: float, end: float) -> float:
+        first, last = bisect_left(self._begins, begin), bisect_left(self._begins, end)
+        return end - begin - (self._stalled[last] - self._stalled[first])
+
+
+def _rate(spans: Iterable[Span], kinds: tuple[Kind, ...]) -> tuple[float, float]:
+    """Bytes per second of copies, and what each takes whatever its size, where their sizes differ enough to tell."""
+    copies = [(span.nbytes, span.end - span.begin) for span in spans if span.kind in kinds and span.nbytes]
+    nbytes, seconds = sum(size for size, _ in copies), sum(time for _, time in copies)
+    if not seconds:
+        return math.inf, 0.0
+    mean = nbytes / len(copies)
+    spread = sum((size - mean) ** 2 for size, _ in copies)
+    if max(copies)[0] >= _UNLIKE * min(copies)[0]:
+        slope = sum((size - mean) * time for size, time in copies) / spread
+        constant = seconds / len(copies) - slope * mean
+        if slope > 0 and constant > 0:
+            return 1 / slope, constant
+    return nbytes / seconds, 0.0
+
+
+def _stepping(observed: Observed) -> Stepping | None:
+    if observed.in_backward > 0:
+        return "in backward"
+    if observed.overlapped > 0:
+        return "under forward"
+    return "apart" if observed.optimizer_steps > 0 else None
+
+
+def _trainable(unit: Unit) -> int:
+    return sum(weight.master.numel() for weight in unit.weights if weight.master.requires_grad)
+
+
+def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]], policy: str) -> tuple[Way, ...]:
+    """What can happen to the activations of a unit: the same to those of all its members, as far as they can."""
+    measured = [{way.policy: way for way in ways[member.name]} for member in unit.members if member.name in ways]
+    if not measured:
+        explicit: dict[str, Policy] = {"recompute": "recompute", "offload": "offload"}
+        return (Way(explicit[policy], 0, 0, 0.0),) if policy in explicit else (NOTHING_SAVED,)
+    policies: tuple[Policy, ...] = ("keep", "recompute", "offload")
+    together = []
+    for each in [each for each in policies if any(each in of for of in measured)]:
+        chosen = [of.get(each, of["keep"]) for of in measured]
+        held, working = sum(way.held for way in chosen), max(way.working for way in chosen)
+        together.append(Way(each, held, working, sum(way.seconds for way in chosen)))
+    return tuple(together)
+
+
+def _second_forwards(unit: Unit, ways: Mapping[str, Sequence[Way]], policies: Mapping[str, Policy]) -> float:
+    """Seconds that second forwards of a unit took in a step."""
+    return sum(
+        way.seconds
+        for member in unit.members
+        if policies.get(member.name) == "recompute"
+        for way in ways.get(member.name, ())
+        if way.policy == "recompute"
+    )
+
+
+def _offloaded(unit: Unit, ways: Mapping[str, Sequence[Way]], recording: Recording) -> int:
+    """Bytes of a unit's activations that leave, if they wait on the host."""
+    if not ways:
+        return _moved(recording, Kind.OFFLOAD, unit)
+    held = [{way.policy: way.held for way in ways[member.name]} for member in unit.members if member.name in ways]
+    return sum(of["keep"] - of["offload"] for of in held if "offload" in of)
+
+
+def _moved(recording: Recording, kind: Kind, unit: Unit) -> int:
+    return sum(span.nbytes for span in recording.spans if span.kind is kind and span.name == unit.name)

@@ -1,0 +1,192 @@
+"""The planner that a pipeline asks between steps: starts small, measures, and chooses; again, when all is different.
+
+    step 1      the smallest window; memory, kernels and the optimizer's state are made
+    steps 2, 3  recorded: what each unit computes and moves, how fast copies and the optimizer are
+    step 4 on   the window that was chosen
+
+With gradient accumulation it waits for a first step of the optimizer, and records until it has seen another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from typing_extensions import override
+
+from sp_lightning.pipeline import Pipeline, Recording
+from sp_lightning.pipeline.arrangement import Arrangement, sent_bytes
+from sp_lightning.pipeline.choice import Policy
+from sp_lightning.pipeline.planned import Planner, WindowPlan
+from sp_lightning.planning.choose import choose
+from sp_lightning.planning.cost import activation_bytes, ways_of
+from sp_lightning.planning.measure import Observed, machine_of, workload_of
+
+_WARM_UP = 1  # steps before the recording
+_RECORDED = 2
+_PATIENCE = 8  # steps to wait for one of the optimizer
+_MUCH_LARGER = 1.25  # inputs, than when they were measured
+
+_log = logging.getLogger(__name__)
+
+_Situation = tuple[tuple[str | int, ...], bool]
+"""Units and their bytes, and whether there is a backward: what a plan is made for."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A plan, and how large inputs (or activations) were when it was made; no plan if nothing but the smallest fits."""
+
+    plan: WindowPlan | None
+    size: int
+
+
+class AutoPlanner(Planner):
+    """Measures the first steps, then chooses what the user has left open (see `choose`)."""
+
+    def __init__(self) -> None:
+        self._made: dict[_Situation, _Made] = {}
+        self._arrangement: Arrangement | None = None
+        self._units: tuple[str | int, ...] = ()
+        self._trains = False
+        self._measuring: _Measurement | None = None
+
+    @override
+    def before_step(self, pipeline: Pipeline, builds_graph: bool) -> WindowPlan | None:
+        options = pipeline.options
+        if (options.k != "auto" and options.k_prime != "auto") or pipeline.budget is None:
+            return None
+        self._look_at(pipeline.arrangement)
+        if builds_graph and not self._trains:
+            self._trains = True
+            self.abandon()
+        made = self._made.get((self._units, self._trains))
+        if builds_graph != self._trains:  # a validation step in a training: its times would disturb
+            self.abandon()
+        elif made is None or _size(pipeline) > _MUCH_LARGER * made.size:
+            made = self._measure(pipeline) or made
+        return None if made is None else made.plan
+
+    @override
+    def abandon(self) -> None:
+        measuring, self._measuring = self._measuring, None
+        if measuring is not None:
+            measuring.stop()
+
+    def _look_at(self, arrangement: Arrangement) -> None:
+        if arrangement is not self._arrangement:
+            self._arrangement = arrangement
+            sizes = [(unit.name, sent_bytes([unit])) for unit in arrangement.all_units]
+            units = tuple(entry for size in sizes for entry in size)
+            if units != self._units:
+                self._units = units
+                self.abandon()
+
+    def _measure(self, pipeline: Pipeline) -> _Made | None:
+        if self._measuring is None:
+            self._measuring = _Measurement(pipeline, self._trains)
+        measuring = self._measuring
+        if not measuring.goes_on():
+            self._measuring = None
+            made = self._made[self._units, self._trains] = _Made(_plan(pipeline, measuring), _size(pipeline))
+            return made
+        return None
+
+
+class _Measurement:
+    """Some steps that are being recorded.
+
+    Args:
+        pipeline: Whose.
+        trains: Whether they have a backward.
+    """
+
+    def __init__(self, pipeline: Pipeline, trains: bool) -> None:
+        self._pipeline = pipeline
+        self._trains = trains
+        self._steps = -1  # the first call comes before the first step
+        self._before = replace(pipeline.stats)
+        self._scope: ExitStack | None = None
+        self._policies: list[dict[str, Policy]] = []
+        self._peak = 0
+        self._in_use: int | None = None
+        self.recording = Recording()
+
+    def goes_on(self) -> bool:
+        """A step is about to begin; False if the steps before it are enough."""
+        self._steps += 1
+        if self._scope is None:
+            if self._steps >= _WARM_UP and self._saw_optimizer():
+                self._start()
+            return True
+        auto = self._pipeline.activations
+        self._policies.append({} if auto is None else dict(auto.in_use))
+        self._peak = max(self._peak, self._pipeline.activation_peak)
+        if self._steps >= _RECORDED and self._saw_optimizer():
+            self.stop()
+            return False
+        return True
+
+    def _saw_optimizer(self) -> bool:
+        """Whether an optimizer has stepped meanwhile, if there is one to wait for."""
+        steps = self._pipeline.stats.optimizer_steps - self._before.optimizer_steps
+        return not self._trains or steps > 0 or self._steps >= _PATIENCE
+
+    def _start(self) -> None:
+        self._steps = 0
+        self._before = replace(self._pipeline.stats)
+        self._in_use = self._pipeline.memory_in_use()
+        self._scope = ExitStack()
+        self.recording = self._scope.enter_context(self._pipeline.record())
+
+    def stop(self) -> None:
+        """End the recording."""
+        if self._scope is not None:
+            with contextlib.suppress(Exception):  # a copy that failed has been told of
+                self._scope.close()
+
+    def observed(self) -> Observed:
+        """What was seen besides."""
+        now, before = self._pipeline.stats, self._before
+        most = self._pipeline.most_memory_in_use()
+        known = None if most is None or self._in_use is None else max(0, most - self._in_use - self._peak)
+        return Observed(
+            trains=self._trains,
+            policies=self._policies,
+            activation_peak=self._peak,
+            reserve_bytes=known,
+            optimizer_steps=now.optimizer_steps - before.optimizer_steps,
+            overlapped=now.overlapped_steps - before.overlapped_steps,
+            in_backward=now.steps_in_backward - before.steps_in_backward,
+        )
+
+
+def _size(pipeline: Pipeline) -> int:
+    """Bytes of inputs, or of activations, where these are not measured."""
+    return pipeline.activation_peak if pipeline.activations is None else pipeline.activations.input_bytes
+
+
+def _plan(pipeline: Pipeline, measured: _Measurement) -> WindowPlan | None:
+    """Choose by what was measured; None if only the smallest window fits."""
+    options, arrangement, budget = pipeline.options, pipeline.arrangement, pipeline.budget
+    assert budget is not None
+    workload = workload_of(pipeline, measured.recording, measured.observed())
+    machine = machine_of(arrangement, measured.recording)
+    try:
+        plan = choose(workload, machine, budget, k=options.k, k_prime=options.k_prime, fill=options.k == "auto")
+    except ValueError as error:
+        _log.info("Superpipeline: the window stays as small as it is. %s", error)
+        return None
+    choice, prediction = plan.choice, plan.prediction
+    return WindowPlan(
+        k=choice.k,
+        k_prime=choice.k_prime,
+        resident=tuple(arrangement.units[unit].name for unit in choice.resident),
+        step_seconds=prediction.seconds,
+        bottleneck=prediction.bottleneck,
+        device_bytes=prediction.device_bytes,
+        activation_bytes=activation_bytes(workload, ways_of(workload, choice)),
+        reserve_bytes=workload.reserve_bytes,
+    )
