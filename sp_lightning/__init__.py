@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sp_lightning.losses import chunked_cross_entropy
 from sp_lightning.pipeline import Pipeline, PipelineOptions, superpipeline
+from sp_lightning.planning import Assumptions, plan
 
 if TYPE_CHECKING:
     from sp_lightning.lightning import SuperpipelineCallback, SuperpipelineCheckpointIO, SuperpipelineStrategy
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Assumptions",
     "Pipeline",
     "PipelineOptions",
     "SuperpipelineCallback",
@@ -29,6 +31,7 @@ __all__ = [
     "SuperpipelineStrategy",
     "__version__",
     "chunked_cross_entropy",
+    "plan",
     "superpipeline",
 ]
 

@@ -84,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     try:
         if arguments[:1] == ["plan"]:
-            import_module("sp_lightning.plan_command").run(arguments[1:], f"{PROGRAM} plan")
+            from sp_lightning import plan_command  # needs jsonargparse
+
+            plan_command.run(arguments[1:], f"{PROGRAM} plan")
         else:
             _run(arguments)
     except ArgumentError as error:

@@ -85,24 +85,24 @@ def dry_run(module: nn.Module, plan: Plan, inputs: Any, autocast: torch.dtype | 
         CannotFollow: The forward raises, because it needs values or does not take these inputs.
     """
     dtypes = {id(weight.master): weight.compute_dtype for unit in plan.units for weight in unit.weights}
-    with without_values():
-        imagined = _copy_with(
-            module, lambda tensor: torch.empty(tensor.shape, dtype=dtypes.get(id(tensor), tensor.dtype))
-        )
-        args, kwargs = tree_map(_imagined_input, _as_arguments(inputs))
-        unit_of = {
-            imagined.get_submodule(member.name): index
-            for index, unit in enumerate(plan.units)
-            for member in unit.members
-        }
-        watch = _Watch(imagined, len(plan.units))
-        context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
-        with watch.flops, context, watch.calls(unit_of), saved_tensors_hooks(watch.save, lambda tensor: tensor):
-            try:
-                imagined.train()(*args, **kwargs)
-            except Exception as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                raise CannotFollow(f"`{type(module).__name__}.forward` cannot be followed: {reason}") from error
+    mode = without_values()
+
+    def imagined(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=dtypes.get(id(tensor), tensor.dtype))
+
+    twin = _copy_with(module, imagined).train()
+    arguments = tree_map(lambda leaf: imagined(leaf) if isinstance(leaf, Tensor) else leaf, _as_arguments(inputs))
+    unit_of = {twin.get_submodule(m.name): index for index, unit in enumerate(plan.units) for m in unit.members}
+    watch = _Watch(twin, len(plan.units))
+    context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+    with mode, watch.flops, context, watch.calls(unit_of), saved_tensors_hooks(watch.save, lambda tensor: tensor):
+        args, kwargs = arguments
+        try:
+            twin(*args, **kwargs)
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise CannotFollow(f"`{type(module).__name__}.forward` cannot be followed: {reason}") from error
         watch.count_flops()
     return watch.seen
 
@@ -167,12 +167,11 @@ class _Watch:
 
 
 def _copy_with(module: nn.Module, changed: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a module with other parameters and buffers; those that are shared stay shared."""
-    replaced: dict[int, Any] = {}
+    """A copy of a module with other tensors; those that are shared stay shared."""
+    attributes = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    replaced: dict[int, Any] = {id(tensor): changed(tensor) for tensor in [*attributes, *module.buffers()]}
     for parameter in module.parameters():
         replaced[id(parameter)] = nn.Parameter(changed(parameter), requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        replaced[id(buffer)] = changed(buffer)
     return copy.deepcopy(module, replaced)
 
 
@@ -181,10 +180,6 @@ def _as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
-
-
-def _imagined_input(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:

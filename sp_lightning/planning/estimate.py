@@ -15,10 +15,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.arrangement import largest_unit_bytes
+from sp_lightning.pipeline.arrangement import gradient_bytes, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.choice import Way
-from sp_lightning.pipeline.host import lay_out
-from sp_lightning.pipeline.landing import lay_out_gradients
+from sp_lightning.pipeline.gradients import slots_in_ring
 from sp_lightning.pipeline.lowering import known_to_be_lowered
 from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
 from sp_lightning.pipeline.units import Plan, Unit, find_units
@@ -32,6 +31,7 @@ GIGA, TERA = 1e9, 1e12
 
 STATE = {
     "SGD": 0,
+    "ASGD": 1,
     "Adagrad": 1,
     "RMSprop": 1,
     "Muon": 1,
@@ -48,7 +48,6 @@ STATE = {
 _FACTORED = "Adafactor"  # keeps a number per row and per column instead
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _DEVICE_MEMORY = 24 * 2**30  # where nobody says, and there is no device
-_LANDING = 3  # units whose gradients are on the host at once, on their way into the optimizer
 
 
 @dataclass(frozen=True)
@@ -128,14 +127,12 @@ class Estimate:
         machine: How fast.
         parameters: How many numbers the weights have.
         flops: What a step computes, forward and backward.
-        counts_activations: Whether a dry run has shown what autograd saves.
     """
 
     workload: Workload
     machine: Machine
     parameters: int
     flops: float
-    counts_activations: bool
 
 
 def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
@@ -159,12 +156,11 @@ def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
             weight.compute_dtype = autocast
     seen, outside = _look(module, plan, inputs, autocast, given)
     work = tuple(_work(unit, calls, given) for unit, calls in zip(plan.units, seen, strict=True))
-    largest_gradient = max(unit.gradient_bytes for unit in work)
-    fixed = _work(plan.resident, Seen(), given)
+    resident = _work(plan.resident, Seen(), given)
     workload = Workload(
         units=work,
-        resident=replace(fixed, host_bytes=fixed.host_bytes + _LANDING * largest_gradient),
-        stepping="in backward" if largest_gradient or fixed.gradient_bytes else None,
+        resident=replace(resident, host_bytes=resident.host_bytes + _ring_bytes(plan)),
+        stepping="in backward" if any(unit.gradient_bytes for unit in (*work, resident)) else None,
         turn_seconds=3 * outside.flops / (given.compute * TERA),
         outside_bytes=outside.saved,
         reserve_bytes=max([outside.saved, *(calls.inputs + calls.saved for calls in seen)]),
@@ -177,7 +173,7 @@ def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
         optimizer=given.host_bandwidth * GIGA / _bytes_per_step(weights, given),
     )
     parameters = sum(weight.master.numel() for weight in weights)
-    return Estimate(workload, machine, parameters, computing * given.compute * TERA, inputs is not None)
+    return Estimate(workload, machine, parameters, computing * given.compute * TERA)
 
 
 def _look(
@@ -206,12 +202,13 @@ def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
     backward = forward * (1 + parameters / numbers) if numbers else 0.0
     return UnitWork(
         name=unit.name,
-        weight_bytes=lay_out([weight.compute_bytes for weight in unit.weights])[1],
-        gradient_bytes=lay_out_gradients(trained, [w.compute_dtype for w in trained])[1] if trained else 0,
+        weight_bytes=sent_bytes([unit]),
+        gradient_bytes=gradient_bytes([unit]) if trained else 0,
         parameters=parameters,
         forward_seconds=forward,
         backward_seconds=backward,
         host_bytes=sum(_host_bytes(weight, given) for weight in unit.weights),
+        offload_bytes=seen.large,
         ways=_ways(seen, forward, backward, given),
     )
 
@@ -236,6 +233,12 @@ def _host_bytes(weight: Weight, given: Assumptions) -> int:
         # A gradient in a lower dtype goes from where it lands into the optimizer, and has no memory of its own.
         nbytes += _state_bytes(weight.master, given) + (0 if weight.lowered else weight.master.nbytes)
     return nbytes
+
+
+def _ring_bytes(plan: Plan) -> int:
+    """Host memory through which gradients pass that have none of their own."""
+    passing = [unit for unit in plan.units if any(w.lowered and w.master.requires_grad for w in unit.weights)]
+    return slots_in_ring(len(plan.all_units()), 1) * max((gradient_bytes([unit]) for unit in passing), default=0)
 
 
 def _state_bytes(parameter: nn.Parameter, given: Assumptions) -> int:
