@@ -31,7 +31,9 @@ else:
     _Base = object
 
 PROGRAM = "sp-lightning"
-COMMANDS = ("fit", "validate", "test", "predict", "plan")
+RUNS = ("fit", "validate", "test", "predict")
+"""Commands that are LightningCLI's."""
+COMMANDS = (*RUNS, "plan")
 
 _STRATEGIES = {
     "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
@@ -132,7 +134,7 @@ def run_in(name: str, arguments: list[str]) -> None:
             "description": "Train and use models larger than the memory of the device, with PyTorch Lightning."
             f" Before that, `{PROGRAM} plan --help`: what a model would take, on a machine of any kind.",
             **quiet,
-            **{command: dict(quiet) for command in COMMANDS},
+            **{command: dict(quiet) for command in RUNS},
         },
     )
 
