@@ -13,8 +13,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sp_lightning.api import superpipeline
 from sp_lightning.losses import chunked_cross_entropy
-from sp_lightning.pipeline import Pipeline, PipelineOptions, superpipeline
+from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import Assumptions, plan
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standa
 from sp_lightning.materialize import materialize
 from sp_lightning.overlap import OverlapPlan, plan_overlap
 from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.planning import AutoPlanner
 from sp_lightning.precision import host_precision, lend_pipeline
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class SuperpipelineMixin(_Base):
         if next(module.parameters(), None) is None:
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
         else:
-            self.pipeline = Pipeline(module, self.root_device, options=self.options)
+            self.pipeline = Pipeline(module, self.root_device, options=self.options, planner=AutoPlanner())
         lend_pipeline(self.precision_plugin, self.pipeline, self.lightning)
         # Hazard 1: `self.device`, `self.log` and others rely on it, and nothing was moved that would have set it.
         self.lightning.update_properties(module, device=self.root_device)

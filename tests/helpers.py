@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Planner
 
 from .zoo import CASES, Batch, Case
 from .zoo.blocks import WIDTH, Block
@@ -258,7 +258,11 @@ def reference_of(case: Case, plan: Plan) -> tuple[Trace, Fingerprint]:
 
 
 def assert_exact(
-    case: Case, options: PipelineOptions, plan: Plan, reference: tuple[Trace, Fingerprint] | None = None
+    case: Case,
+    options: PipelineOptions,
+    plan: Plan,
+    reference: tuple[Trace, Fingerprint] | None = None,
+    planner: Planner | None = None,
 ) -> None:
     """Train through a Pipeline and through a plain loop: everything is bit-equal, and the module is given back."""
     expected, plain = reference or plain_run(case.name, plan)
@@ -266,7 +270,7 @@ def assert_exact(
     before, threads = dict(model.named_parameters()), set(threading.enumerate())
     classes = {module: type(module) for module in model.modules()}
 
-    pipe = Pipeline(model, "cpu", options=replace(options, units=case.units))
+    pipe = Pipeline(model, "cpu", options=replace(options, units=case.units), planner=planner)
     assert same_objects(before, dict(model.named_parameters())), "attaching replaced a Parameter object"
     try:
         train(case, plan, model, actual, pipe.step, pipe.detach)

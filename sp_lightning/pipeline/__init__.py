@@ -1,10 +1,10 @@
 """The engine: streams a module's units between host and device. Imports torch and nothing of Lightning."""
 
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
-from sp_lightning.pipeline.api import superpipeline
 from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
+from sp_lightning.pipeline.planned import Planner, WindowPlan
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary, readable_bytes
 from sp_lightning.pipeline.trace import Kind, Lane, Recording, Span
@@ -18,10 +18,11 @@ __all__ = [
     "Lane",
     "Pipeline",
     "PipelineOptions",
+    "Planner",
     "Recording",
     "Span",
     "Stats",
     "Summary",
+    "WindowPlan",
     "readable_bytes",
-    "superpipeline",
 ]

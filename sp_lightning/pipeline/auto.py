@@ -90,8 +90,8 @@ class _Unit:
             waiting_anyway = max(0.0, self.weights / link.up - backward)
             fetching = max(0.0, (self.weights + took.large) / link.up - backward) - waiting_anyway
             hidden = _HIDDEN * took.large * (1 / link.up + 1 / link.down)
-            # while a unit computes, what its neighbour saved is still leaving, or coming back already
-            ways.append(Way("offload", everything - took.large, 2 * took.working, sending + fetching + hidden))
+            seconds = sending + fetching + hidden
+            ways.append(Way("offload", everything - took.large, took.working, seconds, leaving=took.large))
         return ways
 
     @property

@@ -3,8 +3,9 @@
 [Note: the peak]
 From its forward to its backward a unit holds something: all that it saved, or its inputs alone. While it computes, in
 forward and in backward, more of it is there. Units before it in the forward hold theirs all that time, units after it
-nothing any more, or nothing yet. So the peak is the largest, over all units, of what the units before one hold plus
-what that one needs to compute.
+nothing any more, or nothing yet. What the unit before saved may still be leaving for the host, or be coming back
+already. So the peak is the largest, over all units, of what the units before one hold, what of the last of them is on
+its way, and what that one needs to compute.
 """
 
 from __future__ import annotations
@@ -27,29 +28,33 @@ class Way:
         held: Bytes on the device from its forward to its backward.
         working: Bytes on the device while it computes.
         seconds: What it costs.
+        leaving: Bytes that are on their way to the host while the unit after it computes, and back in backward.
     """
 
     policy: Policy
     held: int
     working: int
     seconds: float
+    leaving: int = 0
 
 
 class _State(NamedTuple):
-    """A choice for the first units: what they hold, what they cost, and the last of them."""
+    """A choice for the first units: what they hold, what they cost, what is leaving, and the last of them."""
 
     held: int
     seconds: float
+    leaving: int
     way: Way | None
     before: _State | None
 
 
 def peak(ways: Sequence[Way]) -> int:
     """The most bytes that are on the device at once, for one way per unit, in the order of the forward."""
-    held = most = 0
+    held = most = leaving = 0
     for way in ways:
-        most = max(most, held + way.working)
+        most = max(most, held + leaving + way.working)
         held += way.held
+        leaving = way.leaving
     return most
 
 
@@ -63,7 +68,7 @@ def choose(units: Sequence[Sequence[Way]], budget: int) -> list[Way]:
     chosen = _cheapest(units, budget)
     if chosen is not None:
         return chosen
-    too_little, enough = budget, sum(max(way.held + way.working for way in ways) for ways in units)
+    too_little, enough = budget, sum(max(way.held + way.leaving + way.working for way in ways) for ways in units)
     while enough - too_little > 1:
         middle = (too_little + enough) // 2
         if _cheapest(units, middle) is None:
@@ -76,13 +81,13 @@ def choose(units: Sequence[Sequence[Way]], budget: int) -> list[Way]:
 
 
 def _cheapest(units: Sequence[Sequence[Way]], budget: int) -> list[Way] | None:
-    states = [_State(0, 0.0, None, None)]
+    states = [_State(0, 0.0, 0, None, None)]
     for ways in units:
         reached = [
-            _State(state.held + way.held, state.seconds + way.seconds, way, state)
+            _State(state.held + way.held, state.seconds + way.seconds, way.leaving, way, state)
             for state in states
             for way in ways
-            if state.held + way.working <= budget
+            if state.held + state.leaving + way.working <= budget
         ]
         states = _worth_keeping(reached)
         if not states:
@@ -96,11 +101,13 @@ def _cheapest(units: Sequence[Sequence[Way]], budget: int) -> list[Way] | None:
 
 
 def _worth_keeping(states: list[_State]) -> list[_State]:
-    """Without those that hold more than another one and cost as much."""
+    """Without those that another one is as good as in every respect."""
     kept: list[_State] = []
-    for state in sorted(states, key=lambda state: state[:2]):
-        if not kept or state.seconds < kept[-1].seconds:
+    least: dict[int, float] = {}  # seconds, by what is leaving, among those that hold no more
+    for state in sorted(states, key=lambda state: state[:3]):
+        if all(state.seconds < seconds for leaving, seconds in least.items() if leaving <= state.leaving):
             kept.append(state)
+            least[state.leaving] = state.seconds
     if len(kept) > _MOST_STATES:
         last = len(kept) - 1
         kept = [kept[number * last // (_MOST_STATES - 1)] for number in range(_MOST_STATES)]

@@ -56,7 +56,7 @@ from sp_lightning.pipeline.units import Member
 from sp_lightning.pipeline.weights import Twin, Weight
 from sp_lightning.pipeline.window import Window
 
-_SHARE_OF_FREE_MEMORY = 0.9  # that activations may take, where no budget says how much
+_SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
 
 _attached_masters: set[int] = set()
 
@@ -261,6 +261,7 @@ class Pipeline:
             self._schedule.forget_position()
             self._window.forget()
             self._depth = 0
+            self._graphs.begin()
             resume_all_guards()
             self._guard.disarm()
 
@@ -361,8 +362,7 @@ class Pipeline:
         free = self._backend.free_memory()
         if free is None:
             return None
-        own = self._plan.device_bytes() + self._returns.device_bytes() + self._meter.bytes
-        return int(_SHARE_OF_FREE_MEMORY * (free + own))
+        return self._plan.streaming_bytes() + int(_SHARE_OF_FREE_MEMORY * free)
 
     # ------------------------------------------------------------------------------------------ attach and take off
 
@@ -494,6 +494,8 @@ class Pipeline:
                 self._saved.pop()
             if self._depth:
                 self._depth -= 1
+                if self._depth == 0 and not in_backward():
+                    self._graphs.begin()  # who holds the old one waits for its backward
                 self._close()
 
     def _checked(self) -> AbstractContextManager[Any]:
@@ -517,7 +519,6 @@ class Pipeline:
         if not self._graphs.waiting():
             self._backend.trace.begin_step()
             self._activations.begin_step()
-        self._graphs.begin()
         self._offloader.begin()
         self._untouched = True
         self._activate()
@@ -693,9 +694,9 @@ class Pipeline:
             return
         outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
         for weight in outermost:
-            if weight.used_for is self._graphs.current:
+            if weight.used_for is not None and weight.used_for() is self._graphs.current:
                 self._keep_as_is(weight)
-            weight.used_for = self._graphs.current
+            weight.used_for = weakref.ref(self._graphs.current)
 
     def _leave(self, member: Member) -> None:
         with self._at_work:

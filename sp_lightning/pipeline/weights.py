@@ -7,6 +7,7 @@ twins stand in the module tree in place of the masters, so the graph is built on
 
 from __future__ import annotations
 
+import weakref
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.pipeline._private import storage_key
 
 if TYPE_CHECKING:
+    from sp_lightning.pipeline.backward import Graph
     from sp_lightning.pipeline.device import Group
     from sp_lightning.pipeline.units import Unit
 
@@ -90,7 +92,7 @@ class Weight:
         self.master = master
         self.host = master.data
         self.compute_dtype = master.dtype
-        self.used_for: object = None
+        self.used_for: weakref.ref[Graph] | None = None
 
     @property
     def lowered(self) -> bool:

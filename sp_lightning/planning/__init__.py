@@ -3,11 +3,13 @@
 from sp_lightning.planning.choose import Plan, choose
 from sp_lightning.planning.cost import Choice, Prediction, predict
 from sp_lightning.planning.estimate import Assumptions, Estimate, estimate
+from sp_lightning.planning.planner import AutoPlanner
 from sp_lightning.planning.report import Report, plan
 from sp_lightning.planning.workload import Machine, UnitWork, Workload
 
 __all__ = [
     "Assumptions",
+    "AutoPlanner",
     "Choice",
     "Estimate",
     "Machine",

@@ -7,19 +7,30 @@ replayed, with as many units resident as then fit.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from sp_lightning.pipeline.choice import Way, peak
 from sp_lightning.pipeline.choice import choose as choose_ways
-from sp_lightning.planning.cost import Choice, Prediction, activation_bytes, gradient_bytes, predict, weight_bytes
+from sp_lightning.planning.cost import (
+    Choice,
+    Prediction,
+    activation_bytes,
+    gradient_bytes,
+    least_seconds,
+    predict,
+    weight_bytes,
+)
 from sp_lightning.planning.workload import Machine, Workload
 
 _SPLITS = 6  # of the budget between activations and weights
-_ALIKE = 1.01  # times that differ by less are the same
+_ALIKE = 1.02  # times that differ by less are the same
+_NOT_AHEAD = 1.04  # how much faster a window that fetches nothing ahead must be: it hides no deviation from the plan
 _K_PRIMES = (1, 2, 4)
-_EVERY_K = 8  # up to here every k is tried, above only steps of a quarter
+_EVERY_K = 12  # up to here every k is tried, above it only steps of a sixth
 
 
 @dataclass(frozen=True)
@@ -35,9 +46,14 @@ class _Candidate(NamedTuple):
     prediction: Prediction
     arena_bytes: int  # before spare memory was filled
 
-    def rank(self) -> tuple[bool, int, float]:
-        """What decides between choices that take the same time: the smallest window that fetches ahead, least work."""
-        return (self.choice.k < 2 * self.choice.k_prime, self.arena_bytes, sum(self.prediction.lanes.values()))
+    @property
+    def seconds(self) -> float:
+        fetches_ahead = self.choice.k >= 2 * self.choice.k_prime
+        return self.prediction.seconds * (1.0 if fetches_ahead else _NOT_AHEAD)
+
+    def rank(self) -> tuple[int, float]:
+        """What decides between choices that take the same time: the smallest window, then the least work."""
+        return self.arena_bytes, sum(self.prediction.lanes.values())
 
 
 def choose(
@@ -68,21 +84,30 @@ def choose(
     candidates: list[_Candidate] = []
     for ways in _splits(workload, room - least_weights):
         left = room - activation_bytes(workload, ways)
-        for window in windows:
+        least, fastest = least_seconds(workload, machine, ways), _fastest(candidates)
+        if least > fastest:
+            continue
+        for window in sorted([*windows, *_largest_windows(workload, windows, left)]):
             choice = Choice(*window, ways=ways)
             arena = weight_bytes(workload, choice)
-            if arena <= left:
-                choice = _filled(workload, choice, left) if fill else choice
-                candidates.append(_Candidate(choice, predict(workload, machine, choice), arena))
+            if arena > left:
+                continue
+            for each in {choice, _filled(workload, choice, left)} if fill else {choice}:
+                candidates.append(_Candidate(each, predict(workload, machine, each), arena))
+            if _fastest(candidates) <= _ALIKE * least:
+                break  # larger windows cannot be faster than that
     if not candidates:
         lowest = activation_bytes(workload, choose_ways([unit.ways for unit in workload.units], 0))
         raise ValueError(
             f"{budget} bytes of device memory are too little: {budget - room + least_weights + lowest} are needed."
         )
-    fastest = min(candidate.prediction.seconds for candidate in candidates)
-    alike = [candidate for candidate in candidates if candidate.prediction.seconds <= _ALIKE * fastest]
+    alike = [candidate for candidate in candidates if candidate.seconds <= _ALIKE * _fastest(candidates)]
     best = min(alike, key=_Candidate.rank)
     return Plan(best.choice, best.prediction)
+
+
+def _fastest(candidates: Sequence[_Candidate]) -> float:
+    return min((candidate.seconds for candidate in candidates), default=math.inf)
 
 
 def _windows(
@@ -101,8 +126,20 @@ def _windows(
         window = number
         while window < units:
             yield window, number
-            window += max(number, window // 4 // number * number if window >= _EVERY_K else 1)
+            window += max(number, window // 6 // number * number if window >= _EVERY_K else 1)
         yield max(units, number), number
+
+
+def _largest_windows(workload: Workload, windows: Sequence[tuple[int, int]], left: int) -> Iterator[tuple[int, int]]:
+    """For each k_prime the largest window that fits, if that is between two of the windows."""
+    for number in {number for _, number in windows}:
+        tried = sorted(k for k, other in windows if other == number)
+        fits = [k for k in tried if weight_bytes(workload, Choice(k, number)) <= left]
+        if fits and fits[-1] < tried[-1]:
+            between = range(fits[-1], tried[len(fits)], number)
+            largest = bisect_right(between, left, key=lambda k: weight_bytes(workload, Choice(k, number)))
+            if largest > 1:
+                yield between[largest - 1], number
 
 
 def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:

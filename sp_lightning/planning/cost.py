@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
 
 from sp_lightning.pipeline.choice import Way, peak
@@ -22,7 +23,6 @@ from sp_lightning.pipeline.offload import STAYING
 from sp_lightning.planning.workload import Machine, Workload
 
 _WARM_UP = 1  # steps until each one is like the one before
-_REPLAYED = 2  # steps that are averaged then
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,32 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
     for _ in range(_WARM_UP * workload.micro_steps):
         replay.step()
     begin, lanes, moved = replay.compute, dict(replay.busy), (replay.bytes_to_device, replay.bytes_to_host)
-    for _ in range(_REPLAYED * workload.micro_steps):
+    for _ in range(workload.micro_steps):
         replay.step()
     return Prediction(
-        seconds=(replay.compute - begin) / _REPLAYED,
-        lanes={lane: (seconds - lanes[lane]) / _REPLAYED for lane, seconds in replay.busy.items()},
+        seconds=replay.compute - begin,
+        lanes={lane: seconds - lanes[lane] for lane, seconds in replay.busy.items()},
         device_bytes=device_bytes(workload, choice),
         host_bytes=host_bytes(workload, choice),
-        bytes_to_device=(replay.bytes_to_device - moved[0]) // _REPLAYED,
-        bytes_to_host=(replay.bytes_to_host - moved[1]) // _REPLAYED,
+        bytes_to_device=replay.bytes_to_device - moved[0],
+        bytes_to_host=replay.bytes_to_host - moved[1],
+    )
+
+
+def least_seconds(workload: Workload, machine: Machine, ways: Sequence[Way]) -> float:
+    """What a step takes at least with these ways, whatever the window: the work of the busiest lane."""
+    everything = (*workload.units, workload.resident)
+    second = sum(way.seconds for way in ways if way.policy == "recompute")
+    compute = sum(unit.forward_seconds + workload.trains * unit.backward_seconds for unit in workload.units)
+    between = workload.rest_seconds + workload.trains * (workload.turn_seconds + second)
+    to_device = sum(unit.weight_bytes for unit in everything if unit.parameters) if workload.stepping else 0
+    to_host = sum(unit.gradient_bytes for unit in everything) * workload.micro_steps
+    stepped = sum(unit.parameters for unit in everything) if workload.stepping else 0
+    return max(
+        (compute + between) * workload.micro_steps,
+        to_device / machine.to_device,
+        to_host / machine.to_host,
+        stepped / machine.optimizer,
     )
 
 
@@ -113,8 +130,7 @@ def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
 
 def host_bytes(workload: Workload, choice: Choice) -> int:
     """Host memory for weights, gradients, optimizer state and activations that wait there."""
-    ways = zip(workload.units, ways_of(workload, choice), strict=True)
-    waiting = sum(unit.offload_bytes for unit, way in ways if way.policy == "offload")
+    waiting = sum(way.leaving for way in ways_of(workload, choice))
     return waiting + sum(unit.host_bytes for unit in (*workload.units, workload.resident))
 
 
@@ -127,8 +143,13 @@ def _places(workload: Workload, choice: Choice) -> tuple[list[list[int]], list[i
     """What travels together, where each part that streams lies in the arena, and the bytes of the arena."""
     parts = travel_together(len(workload.units), choice.k_prime, choice.resident)
     streamed = [part for part in parts if part[0] not in choice.resident]
-    sizes = [sum(workload.units[unit].weight_bytes for unit in part) for part in streamed]
-    return parts, *place_in_arena(sizes, max(1, choice.k // choice.k_prime))
+    sizes = tuple(sum(workload.units[unit].weight_bytes for unit in part) for part in streamed)
+    return parts, *_arena(sizes, max(1, choice.k // choice.k_prime))
+
+
+@lru_cache(maxsize=1024)  # the same window is looked at with many ways for activations
+def _arena(sizes: tuple[int, ...], window: int) -> tuple[list[int], int]:
+    return place_in_arena(sizes, window)
 
 
 class _Group:
@@ -169,8 +190,8 @@ class _Replay:
         self._workload = workload
         self._machine = machine
         self._ways = ways_of(workload, choice)
-        leaves = zip(workload.units, self._ways, range(STAYING - len(workload.units), STAYING), strict=True)
-        self._offloaded = [u.offload_bytes * (way.policy == "offload" and last < 0) for u, way, last in leaves]
+        leave = len(workload.units) - STAYING
+        self._offloaded = [way.leaving * (unit < leave) for unit, way in enumerate(self._ways)]
         self._lay_out(choice)
         self.compute = self._up = self._down = self._host = 0.0
         self.busy = dict.fromkeys(("compute", "to device", "to host", "host"), 0.0)
@@ -294,7 +315,8 @@ class _Replay:
         while use <= position + self._length:
             group = self._group_at(use)
             if not group.loaded:
-                if any(other.loaded and self._next_use(other, kept_from) < use for other in group.conflicts):
+                taken = [other for other in group.conflicts if other.loaded]
+                if any(self._next_use(other, kept_from) < use for other in taken):
                     break
                 self._load(group)
             use += 1

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 from sp_lightning.pipeline import Kind, Pipeline, Recording, Span
 from sp_lightning.pipeline.arrangement import Arrangement, gradient_bytes, sent_bytes
-from sp_lightning.pipeline.choice import Policy, Way
+from sp_lightning.pipeline.choice import Policy, Way, peak
 from sp_lightning.pipeline.units import Unit
 from sp_lightning.planning.workload import NOTHING_SAVED, Machine, Stepping, UnitWork, Workload
 
@@ -56,6 +56,11 @@ def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) ->
         ways = auto.ways()
     chosen = observed.policies if len(observed.policies) == len(steps) else [{}] * len(steps)
 
+    saved = {unit: _moved(recording, Kind.OFFLOAD, unit) // len(steps) for unit in plan.units}
+    policy = pipeline.options.activations
+    ways_of_unit = {unit: _ways_of(unit, ways) or (_explicit(policy, saved[unit]),) for unit in plan.units}
+    by_choice = peak([of[0] for of in ways_of_unit.values()]) if auto is None else 0
+
     def backward(unit: Unit) -> float:
         return min(s.backward[unit.name] - _second_forwards(unit, ways, c) for s, c in zip(steps, chosen, strict=True))
 
@@ -68,8 +73,7 @@ def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) ->
             forward_seconds=min(step.forward[unit.name] for step in steps),
             backward_seconds=max(0.0, backward(unit)),
             host_bytes=sum(weight.master.nbytes for weight in unit.weights),
-            offload_bytes=_offloaded(unit, ways, recording) // (1 if ways else len(steps)),
-            ways=_ways_of(unit, ways, pipeline.options.activations),
+            ways=ways_of_unit[unit],
         )
         for unit in plan.units
     )
@@ -89,7 +93,7 @@ def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) ->
         clips=stepping == "under forward" and all(step.waits_for_all_gradients for step in steps),
         turn_seconds=min(step.turn for step in steps),
         rest_seconds=max(0.0, min(step.rest(apart=stepping == "apart") for step in steps)),
-        outside_bytes=observed.activation_peak if auto is None else auto.outside,
+        outside_bytes=max(0, observed.activation_peak - by_choice) if auto is None else auto.outside,
         piece_bytes=max(gradient_bytes([unit]) for unit in plan.all_units) if observed.trains else 0,
         reserve_bytes=reserve if reserve is not None else auto.gradients if auto is not None else 0,
     )
@@ -198,18 +202,23 @@ def _trainable(unit: Unit) -> int:
     return sum(weight.master.numel() for weight in unit.weights if weight.master.requires_grad)
 
 
-def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]], policy: str) -> tuple[Way, ...]:
+def _explicit(policy: str, leaving: int) -> Way:
+    """What happens to the activations of a unit, where the user has said it; only copies are known of it."""
+    if policy == "offload":
+        return Way("offload", 0, 0, 0.0, leaving)
+    return Way("recompute", 0, 0, 0.0) if policy == "recompute" else NOTHING_SAVED
+
+
+def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
     """What can happen to the activations of a unit: the same to those of all its members, as far as they can."""
     measured = [{way.policy: way for way in ways[member.name]} for member in unit.members if member.name in ways]
-    if not measured:
-        explicit: dict[str, Policy] = {"recompute": "recompute", "offload": "offload"}
-        return (Way(explicit[policy], 0, 0, 0.0),) if policy in explicit else (NOTHING_SAVED,)
     policies: tuple[Policy, ...] = ("keep", "recompute", "offload")
     together = []
-    for each in [each for each in policies if any(each in of for of in measured)]:
-        chosen = [of.get(each, of["keep"]) for of in measured]
+    for policy in [policy for policy in policies if any(policy in of for of in measured)]:
+        chosen = [of.get(policy, of["keep"]) for of in measured]
         held, working = sum(way.held for way in chosen), max(way.working for way in chosen)
-        together.append(Way(each, held, working, sum(way.seconds for way in chosen)))
+        seconds, leaving = sum(way.seconds for way in chosen), sum(way.leaving for way in chosen)
+        together.append(Way(policy, held, working, seconds, leaving))
     return tuple(together)
 
 
@@ -222,14 +231,6 @@ def _second_forwards(unit: Unit, ways: Mapping[str, Sequence[Way]], policies: Ma
         for way in ways.get(member.name, ())
         if way.policy == "recompute"
     )
-
-
-def _offloaded(unit: Unit, ways: Mapping[str, Sequence[Way]], recording: Recording) -> int:
-    """Bytes of a unit's activations that leave, if they wait on the host."""
-    if not ways:
-        return _moved(recording, Kind.OFFLOAD, unit)
-    held = [{way.policy: way.held for way in ways[member.name]} for member in unit.members if member.name in ways]
-    return sum(of["keep"] - of["offload"] for of in held if "offload" in of)
 
 
 def _moved(recording: Recording, kind: Kind, unit: Unit) -> int:

@@ -25,7 +25,6 @@ class UnitWork:
         forward_seconds: On the device.
         backward_seconds: On the device, without a second forward.
         host_bytes: What it takes on the host: weights, what is sent of them, gradients, optimizer state.
-        offload_bytes: How much of its activations leaves when they wait on the host.
         ways: What may become of its activations, in order of preference.
     """
 
@@ -36,7 +35,6 @@ class UnitWork:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     host_bytes: int = 0
-    offload_bytes: int = 0
     ways: tuple[Way, ...] = (NOTHING_SAVED,)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions, accelerator
+from sp_lightning.pipeline.arrangement import gradient_bytes
 
 from .fake_device import DeviceTensor, FakeDeviceModule
 from .parts import DoneTicket, PendingTicket
@@ -431,8 +432,10 @@ def test_what_may_be_page_locked_besides(
     """For activations there is what weights and gradients leave of the share; above it these are not page-locked."""
     monkeypatch.setattr("sp_lightning.pipeline.arrangement.total_host_memory", lambda: total)
     pipe, _ = attach(chain(), pin_memory=pin_memory)
-    pinnable = pipe._plan.pinnable_bytes()
-    locked = sum(parameter.nbytes for parameter in pipe.module.parameters()) * 2 if pipe.summary().pinned else 0
+    plan = pipe._plan
+    pinnable = plan.pinnable_bytes()
+    weights = sum(parameter.nbytes for parameter in pipe.module.parameters())
+    locked = weights + sum(map(gradient_bytes, [[unit] for unit in plan.all_units])) if pipe.summary().pinned else 0
     pipe.detach()
     assert pinnable == (left and left - locked)
 

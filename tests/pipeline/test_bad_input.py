@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, superpipeline
+from sp_lightning import superpipeline
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 
 from ..zoo.blocks import Block, chain
 from .parts import RecordingBackend

@@ -21,7 +21,7 @@ def ways_of_a_unit(draw: st.DrawFn) -> list[Way]:
     if draw(st.booleans()):
         ways.append(Way("recompute", held, held + saved, float(draw(sizes))))
     if draw(st.booleans()):
-        ways.append(Way("offload", draw(st.integers(0, held)), 2 * (held + saved), float(draw(sizes))))
+        ways.append(Way("offload", draw(st.integers(0, held)), held + saved, float(draw(sizes)), leaving=saved))
     return ways
 
 
@@ -29,7 +29,9 @@ models = st.lists(ways_of_a_unit(), max_size=5)
 
 
 def peak_by_hand(ways: list[Way]) -> int:
-    return max((sum(way.held for way in ways[:i]) + way.working for i, way in enumerate(ways)), default=0)
+    before = [Way("keep", 0, 0, 0.0), *ways]
+    held = [sum(way.held for way in ways[:i]) for i in range(len(ways))]
+    return max((held[i] + before[i].leaving + way.working for i, way in enumerate(ways)), default=0)
 
 
 @given(models, sizes.map(lambda size: 5 * size))

@@ -169,3 +169,34 @@ def test_buffers_are_moved_once_and_stay_shared() -> None:
     with attached(model):
         assert model[0].table is model[1].table
     assert model[0].table is model[1].table
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("scoped", [False, True])
+def test_a_graph_that_is_dropped_is_waited_for_by_nobody(scoped: bool, autocast: bool) -> None:
+    """What was learned is taken in although no backward ever runs."""
+    model = layers()
+    with attached(model) as pipeline:
+        with (
+            pipeline.step() if scoped else nullcontext(),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False),
+        ):
+            output = model(torch.ones(2, 8))
+        assert pipeline._graphs.waiting()
+        del output
+        assert not pipeline._graphs.waiting()
+
+
+def test_nothing_is_rearranged_under_a_graph_that_waits() -> None:
+    """A loss whose backward comes late still finds the places that its graph was built over."""
+    model = layers()
+    with attached(model) as pipeline:
+        output = model(torch.ones(2, 8))
+        pipeline._rearrange = True
+        before = pipeline._plan
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        assert pipeline._plan is before
+        output.sum().backward()
+        model(torch.ones(2, 8))
+        assert pipeline._plan is not before

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Stats, Summary, superpipeline
+from sp_lightning import superpipeline
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Stats, Summary
 from sp_lightning.pipeline.summary import readable_bytes
 
 from ..zoo.blocks import Block, chain

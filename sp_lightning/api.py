@@ -1,4 +1,4 @@
-"""The engine's front door for plain PyTorch loops."""
+"""The front door for plain PyTorch loops: the engine, with a planner."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.options import ActivationPolicy, PipelineOptions, UnitPolicy
-from sp_lightning.pipeline.pipeline import Pipeline
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.options import ActivationPolicy, UnitPolicy
+from sp_lightning.planning import AutoPlanner
 
 
 def superpipeline(
@@ -33,8 +34,8 @@ def superpipeline(
     Args:
         module: The module, with its parameters on the CPU. Inputs go to the device, as ever.
         device: Where to compute; by default the current accelerator, or else the CPU.
-        k: Units on the device at once.
-        k_prime: Units moved together, at most `k`.
+        k: Units on the device at once; by default chosen by what the first steps take, within `memory_budget`.
+        k_prime: Units moved together, at most `k`; chosen likewise.
         memory_budget: Device memory for weights, gradients on their way and activations, such as `"12GB"`.
         units: What a unit is: module classes, class names, or `(name, module) -> bool`. `None` finds units.
         resident: Names of modules and parameters that stay on the device.
@@ -71,4 +72,4 @@ def superpipeline(
         compile=compile,
         debug=debug,
     )
-    return Pipeline(module, device, options=options)
+    return Pipeline(module, device, options=options, planner=AutoPlanner())

@@ -1,0 +1,250 @@
+"""Models to plan for, small and of four families; planners; a device on virtual clocks that computes real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Planner, Stats, Summary, WindowPlan
+from sp_lightning.planning import Machine, UnitWork, Workload
+
+from ..simulated import SimulatedBackend, TimedBlock
+from ..zoo.blocks import Chain
+from ..zoo.case import Batch
+from ..zoo.vision import CLASSES, resnet50
+
+WORDS = 64
+
+
+def decoder() -> nn.Module:
+    config = hf.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=10,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        use_cache=False,
+    )
+    return hf.LlamaForCausalLM(config).train()
+
+
+def vit() -> nn.Module:
+    config = hf.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=10,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=4,
+        num_labels=CLASSES,
+    )
+    return hf.ViTForImageClassification(config).train()
+
+
+def encoder_decoder() -> nn.Module:
+    config = hf.T5Config(
+        vocab_size=WORDS,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=5,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    return hf.T5ForConditionalGeneration(config).train()
+
+
+def _words(count: int) -> Batch:
+    tokens = torch.randint(1, WORDS, (count, 24))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _pictures(count: int) -> Batch:
+    return {"pixel_values": torch.randn(count, 3, 16, 16), "labels": torch.randint(CLASSES, (count,))}
+
+
+def _plain_pictures(count: int) -> Batch:
+    return (torch.randn(count, 3, 64, 64),)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+    "decoder": (decoder, _words),
+    "ViT": (vit, _pictures),
+    "ResNet": (resnet50, _plain_pictures),
+    "encoder-decoder": (encoder_decoder, _words),
+}
+
+
+@dataclass
+class Trained:
+    """What came of some steps.
+
+    Attributes:
+        seconds: Of each step.
+        counted: The most device memory for weights, gradients and activations in the last step.
+    """
+
+    seconds: list[float]
+    counted: int
+    summary: Summary
+    stats: Stats
+
+
+def finish(pipeline: Pipeline, seconds: list[float]) -> Trained:
+    """What came of the steps of a pipeline, which is detached."""
+    summary = pipeline.summary()
+    counted = summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes
+    pipeline.detach()
+    return Trained(seconds, counted, summary, pipeline.stats)
+
+
+class Fixed(Planner):
+    """Wants one window after the other, a step each, and from the last one on always that.
+
+    Args:
+        windows: k, k_prime, and the numbers of resident units.
+    """
+
+    def __init__(self, *windows: tuple[int, int, Sequence[int]]) -> None:
+        self._windows = list(windows)
+        self.seen: list[tuple[int, int]] = []
+
+    @override
+    def before_step(self, pipeline: Pipeline, builds_graph: bool) -> WindowPlan | None:
+        self.seen.append((pipeline.arrangement.k, pipeline.arrangement.k_prime))
+        k, k_prime, resident = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
+        units = pipeline.arrangement.units
+        return WindowPlan(k, k_prime, tuple(units[number].name for number in resident if number < len(units)))
+
+    @override
+    def abandon(self) -> None:
+        pass
+
+
+WIDTH = 8
+UNIT_BYTES = 4 * WIDTH * WIDTH
+STEP_BYTES = 3 * UNIT_BYTES  # what a step of a unit reads and writes: a gradient, and weights twice
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Equal units on virtual clocks, and the seconds that each of them takes.
+
+    Args:
+        forward: To compute its forward.
+        backward: To compute its backward.
+        up: To be sent to the device.
+        down: To get its gradient to the host.
+        step: To be stepped by the optimizer on the host.
+        units: How many.
+    """
+
+    forward: float
+    backward: float
+    up: float
+    down: float
+    step: float
+    units: int = 16
+
+    def workload(self, **facts: Any) -> Workload:
+        """What a step of them has to do."""
+        unit = UnitWork("", UNIT_BYTES, UNIT_BYTES, WIDTH * WIDTH, self.forward, self.backward)
+        return Workload(tuple(replace(unit, name=f"blocks.{n}") for n in range(self.units)), **facts)
+
+    @property
+    def machine(self) -> Machine:
+        """What they run on."""
+        return Machine(UNIT_BYTES / self.up, UNIT_BYTES / self.down, WIDTH * WIDTH / self.step)
+
+    def train(
+        self,
+        planner: Planner | None = None,
+        *,
+        steps: int = 8,
+        in_backward: bool = True,
+        accumulate: int = 1,
+        frozen: bool = False,
+        clip: bool = False,
+        **options: Any,
+    ) -> Trained:
+        """Train them; what is trained for has one step of the optimizer for every few backwards."""
+        backend = SimulatedBackend(UNIT_BYTES / self.up, UNIT_BYTES / self.down, STEP_BYTES / self.step)
+        model = Chain(TimedBlock(WIDTH, backend, self.forward, self.backward) for _ in range(self.units))
+        options = {"units": [TimedBlock], "activations": "keep", **options}
+        pipeline = Pipeline(model, "cpu", options=PipelineOptions(**options), backend=backend, planner=planner)
+        optimizer = SGD(model.parameters(), 1e-3)
+        model.requires_grad_(not frozen)
+        seconds = []
+        for _ in range(steps):
+            begin = backend.now
+            for micro in range(accumulate):
+                loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
+                last = in_backward and micro == accumulate - 1
+                stepping = pipeline.stepping_in_backward(optimizer) if last else nullcontext()
+                with stepping, pipeline.measuring_norms() if clip else nullcontext():
+                    loss.backward()
+            if clip:
+                pipeline.clip_grad_norm(model.parameters(), 1e9)
+            if not frozen:
+                optimizer.step()
+                optimizer.zero_grad()
+            seconds.append(backend.now - begin)
+        return finish(pipeline, seconds)
+
+
+class Computing(TorchDispatchMode):
+    """Moves a device's virtual clock for all that counts as work in what runs inside."""
+
+    def __init__(self, backend: SimulatedBackend, flops_per_second: float) -> None:
+        super().__init__()
+        self._backend = backend
+        self._rate = flops_per_second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self._backend.compute(count(*args, **(kwargs or {}), out_val=result) / self._rate)
+        return result
+
+
+def train(
+    model: nn.Module,
+    batch: Batch,
+    backend: SimulatedBackend,
+    planner: Planner | None,
+    *,
+    steps: int,
+    flops_per_second: float = 1e9,
+    in_backward: bool = True,
+    **options: Any,
+) -> Trained:
+    """Train on virtual clocks."""
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(**options), backend=backend, planner=planner)
+    optimizer = SGD(model.parameters(), 1e-3)
+    seconds = []
+    for _ in range(steps):
+        begin = backend.now
+        pipeline.stats.activation_peak_bytes = 0
+        with Computing(backend, flops_per_second):
+            output = model(**batch) if isinstance(batch, dict) else model(*batch)
+            loss = output.square().mean() if isinstance(output, Tensor) else output.loss
+            with pipeline.stepping_in_backward(optimizer) if in_backward else nullcontext():
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(backend.now - begin)
+    return finish(pipeline, seconds)
