@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline.arrangement import gradient_bytes, largest_unit_bytes, sent_bytes
+from sp_lightning.pipeline.auto import Link
 from sp_lightning.pipeline.choice import Way
 from sp_lightning.pipeline.gradients import slots_in_ring
 from sp_lightning.pipeline.lowering import known_to_be_lowered
@@ -200,28 +201,28 @@ def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
     forward = seen.flops / (given.compute * TERA)
     # Backward multiplies once for the gradient of the input, and once more for the gradient of each trained weight.
     backward = forward * (1 + parameters / numbers) if numbers else 0.0
+    weights = sent_bytes([unit])
     return UnitWork(
         name=unit.name,
-        weight_bytes=sent_bytes([unit]),
+        weight_bytes=weights,
         gradient_bytes=gradient_bytes([unit]) if trained else 0,
         parameters=parameters,
         forward_seconds=forward,
         backward_seconds=backward,
         host_bytes=sum(_host_bytes(weight, given) for weight in unit.weights),
-        offload_bytes=seen.large,
-        ways=_ways(seen, forward, backward, given),
+        ways=_ways(seen, weights, forward, backward, given),
     )
 
 
-def _ways(seen: Seen, forward: float, backward: float, given: Assumptions) -> tuple[Way, ...]:
+def _ways(seen: Seen, weights: int, forward: float, backward: float, given: Assumptions) -> tuple[Way, ...]:
     """What may become of a unit's activations, as far as the user leaves the choice."""
     everything = seen.inputs + seen.saved
-    out, back = seen.large / (given.to_host * GIGA), seen.large / (given.to_device * GIGA)
+    link = Link(up=given.to_device * GIGA, down=given.to_host * GIGA)
+    offloading = link.offload_seconds(seen.large, weights, forward, backward)
     ways = (
         Way("keep", everything, everything, 0.0),
         Way("recompute", seen.inputs, everything, forward),
-        # what a neighbour saved is still leaving, or coming back already, while a unit computes
-        Way("offload", everything - seen.large, 2 * everything, max(0.0, out - forward) + max(0.0, back - backward)),
+        Way("offload", everything - seen.large, everything, offloading, leaving=seen.large),
     )
     return tuple(way for way in ways if given.activations in ("auto", way.policy))
 
