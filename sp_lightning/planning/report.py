@@ -139,7 +139,7 @@ class Report:
         choice, took = self.best.choice, self.best.prediction
         chosen = [f"k={choice.k}", f"k_prime={choice.k_prime}"]
         if choice.resident:
-            chosen.append(f"{len(choice.resident)} units resident")
+            chosen.append(f"resident units: {len(choice.resident)}")
         if self.not_followed is None:
             ways = Counter(way.policy for way in choice.ways)
             chosen.append("activations: " + ", ".join(f"{policy} {count}" for policy, count in sorted(ways.items())))

@@ -100,7 +100,7 @@ def train(module: LightningModule, precision: str) -> None:
 
 
 # transformers does without a causal mask where none is needed, but does not see that it is not in a dry run
-MASKED = {llama: 1.12, t5: 1.05, vit: 1.0}
+MASKED = {llama: 1.12, t5: 1.08, vit: 1.0}
 
 
 @pytest.mark.parametrize(
@@ -224,6 +224,8 @@ def test_frozen_weights_have_no_gradients():
 
 @pytest.mark.parametrize("name", [*STATE, "Adafactor"])
 def test_state_of_optimizers(name):
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"torch {torch.__version__} has no {name}")
     matrix, vector = nn.Parameter(torch.ones(48, 32)), nn.Parameter(torch.ones(640))
     parameters = [matrix] if name == "Muon" else [matrix, vector]  # which is for matrices alone
     optimizer = getattr(torch.optim, name)(parameters, lr=0.1)
