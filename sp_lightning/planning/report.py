@@ -18,7 +18,7 @@ from sp_lightning.planning.estimate import TERA, Assumptions, Estimate, estimate
 from sp_lightning.planning.workload import Workload
 
 _SHARE = 0.9  # of the device's memory; the strategy takes as much if nobody says otherwise
-_RATIO = 1.5  # from one k in the table to the next
+_EVERY_K = 4  # up to here each k is in the table, above it only twice as many at a time
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _windows(units: int) -> Iterator[int]:
     k = 1
     while k < units:
         yield k
-        k = max(k + 1, int(_RATIO * k))
+        k = k + 1 if k < _EVERY_K else 2 * k
     yield units
 
 
