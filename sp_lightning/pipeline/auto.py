@@ -135,7 +135,6 @@ class AutoPolicy:
         self._second_forwards: list[tuple[_Unit, int, Any, Any]] = []
         self._told = False
         self._room_has_changed = False
-        self._share: int | None = None
         self._reserve: int | None = None
         self.outside = 0
         self.gradients = 0
@@ -149,14 +148,17 @@ class AutoPolicy:
         self._in_use = {}
         self._measuring.clear()
 
-    def share(self, nbytes: int | None, reserve: int | None) -> None:
-        """Choose again: weights take another part of the budget from now on.
+    def prescribe(self, policies: Mapping[str, Policy] | None, reserve: int | None = None) -> None:
+        """Somebody has chosen for all members that were measured; what is measured later is chosen here again.
 
         Args:
-            nbytes: What activations are to take; None for all that there is.
-            reserve: What must be free beside them in backward, where that was measured.
+            policies: What happens to the activations of each member; None to choose here, for what there is room now.
+            reserve: What must be free beside activations in backward, if that is known.
         """
-        self._share, self._reserve, self._room_has_changed = nbytes, reserve, True
+        self._reserve = reserve
+        self._room_has_changed = policies is None
+        if policies is not None:
+            self._chosen = {name: policies.get(name, "keep") for name in self._units}
 
     @property
     def input_bytes(self) -> int:
@@ -213,8 +215,7 @@ class AutoPolicy:
         ways = self.ways()
         limit = self._budget()
         apart = self.outside + self.gradients
-        room = limit - apart if self._share is None else min(limit - apart, self._share - self.outside)
-        chosen = choose([*ways.values()], room)
+        chosen = choose([*ways.values()], limit - apart)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
         needed = peak(chosen) + apart
         if needed > limit and not self._told:

@@ -454,10 +454,11 @@ class Pipeline:
         self._learned.plan = plan
         self._rearrange_for(self._plan.autocast)
         self._activations.auto = policies  # units are the same, and so is what was measured of them
-        if policies is not None and plan is not None:
-            policies.share(plan.activation_bytes, plan.reserve_bytes)
+        if policies is not None and plan is not None and plan.policies:
+            units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self._plan.units]
+            policies.prescribe({m.name: policy for unit, policy in units for m in unit.members}, plan.reserve_bytes)
         elif policies is not None:
-            policies.share(None, None)
+            policies.prescribe(None)
 
     def _stop_planning(self) -> None:
         if self._planner is not None:

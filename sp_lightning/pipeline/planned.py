@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+from sp_lightning.pipeline.choice import Policy
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.pipeline import Pipeline
@@ -20,8 +23,9 @@ class WindowPlan:
         step_seconds: How long a step is expected to take.
         bottleneck: Which lane has most to do: "compute", "to device", "to host" or "host".
         device_bytes: Device memory that weights, gradients on their way and activations are expected to take.
-        activation_bytes: What activations may take of it.
+        activation_bytes: What activations take of it.
         reserve_bytes: What must stay free beside, for what computing needs in between.
+        policies: What happens to the activations of each unit, by its name, if that was left to choose.
     """
 
     k: int
@@ -32,6 +36,7 @@ class WindowPlan:
     device_bytes: int = 0
     activation_bytes: int = 0
     reserve_bytes: int = 0
+    policies: Mapping[str, Policy] = field(default_factory=dict)
 
 
 class Planner(Protocol):

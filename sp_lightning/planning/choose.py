@@ -143,21 +143,25 @@ def _largest_windows(workload: Workload, windows: Sequence[tuple[int, int]], lef
 
 
 def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
-    """Ways for all units, the cheapest within several shares of what is there for activations."""
-    units = [unit.ways for unit in workload.units]
-    if not workload.trains or all(len(ways) == 1 for ways in units):
-        yield tuple(ways[0] for ways in units)
+    """Ways for all units, the cheapest within several shares of what is there for activations.
+
+    What a way costs depends on how busy the lanes are with weights, which is not known here. So not all units have to
+    have all ways: some are looked for where nothing is offloaded, and some where nothing is recomputed.
+    """
+    if not workload.trains or all(len(unit.ways) == 1 for unit in workload.units):
+        yield tuple(unit.ways[0] for unit in workload.units)
         return
     most -= workload.outside_bytes
-    least = peak(choose_ways(units, 0))
-    enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units]))
     seen: set[tuple[Way, ...]] = set()
-    for number in range(_SPLITS):
-        share = enough - (enough - least) * number // (_SPLITS - 1)
-        ways = tuple(choose_ways(units, share))
-        if ways not in seen:
-            seen.add(ways)
-            yield ways
+    for left_out in ("", "offload", "recompute"):
+        units = [[way for way in unit.ways if way.policy != left_out] or list(unit.ways) for unit in workload.units]
+        least = peak(choose_ways(units, 0))
+        enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units]))
+        for number in range(_SPLITS if enough > least else 1):
+            ways = tuple(choose_ways(units, enough - (enough - least) * number // (_SPLITS - 1)))
+            if ways not in seen:
+                seen.add(ways)
+                yield ways
 
 
 def _filled(workload: Workload, choice: Choice, left: int) -> Choice:

@@ -180,6 +180,8 @@ def _plan(pipeline: Pipeline, measured: _Measurement) -> WindowPlan | None:
         _log.info("Superpipeline: the window stays as small as it is. %s", error)
         return None
     choice, prediction = plan.choice, plan.prediction
+    ways = ways_of(workload, choice)
+    policies = {unit.name: way.policy for unit, way in zip(workload.units, ways, strict=True)}
     return WindowPlan(
         k=choice.k,
         k_prime=choice.k_prime,
@@ -187,6 +189,7 @@ def _plan(pipeline: Pipeline, measured: _Measurement) -> WindowPlan | None:
         step_seconds=prediction.seconds,
         bottleneck=prediction.bottleneck,
         device_bytes=prediction.device_bytes,
-        activation_bytes=activation_bytes(workload, ways_of(workload, choice)),
+        activation_bytes=activation_bytes(workload, ways),
         reserve_bytes=workload.reserve_bytes,
+        policies={} if pipeline.activations is None else policies,
     )

@@ -33,7 +33,7 @@ WINDOWS = [
 
 def compare(blocks: Blocks, window: tuple[int, int, tuple[int, ...]], workload: Workload, **training: Any) -> None:
     k, k_prime, resident = window
-    real = blocks.train(Fixed(window), steps=5, **training)
+    real = blocks.train(Fixed(window), steps=4, **training)
     predicted = predict(workload, blocks.machine, Choice(k, k_prime, resident))
     assert predicted.seconds == pytest.approx(real.seconds[-1], rel=0.01)
     assert predicted.device_bytes == real.summary.device_bytes + real.summary.gradient_bytes
@@ -118,7 +118,7 @@ def test_what_is_recomputed_takes_time_and_what_is_offloaded_takes_lanes() -> No
     assert kept.device_bytes == weights + 8 * 400 + 7
     assert again.device_bytes == weights + 7 * 100 + 400 + 7
     assert away.device_bytes == weights + 400 + 400 + 7
-    assert away.lanes["to host"] == away.lanes["to device"] == 6 * 4.0  # the last two stay
+    assert [away.lanes[lane] for lane in ("to host", "to device")] == pytest.approx([24.0, 24.0])  # two stay
     assert away.host_bytes == 8 * 400
     assert away.seconds == pytest.approx(2 * 4.0 * 6 + 2 * 3.0, rel=0.1)
 

@@ -1,0 +1,227 @@
+"""A planner at work: on virtual clocks, against every window there is, and for models of four families."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.arrangement import sent_bytes
+from sp_lightning.planning import AutoPlanner
+
+from ..helpers import is_block
+from ..simulated import SimulatedBackend
+from ..zoo.blocks import chain, rows
+from .parts import MODELS, UNIT_BYTES, Blocks, train
+
+MACHINES = {
+    "compute": Blocks(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5, units=12),
+    "to device": Blocks(forward=0.4, backward=0.8, up=1.0, down=0.9, step=0.5, units=12),
+    "to host": Blocks(forward=0.1, backward=0.9, up=0.1, down=2.0, step=0.5, units=12),
+    "host": Blocks(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0, units=12),
+}
+
+
+@contextmanager
+def planned(model: nn.Module, **options: Any) -> Iterator[Pipeline]:
+    """A pipeline with a planner over a model of Blocks, with delays and poison."""
+    choices = PipelineOptions(units=is_block, debug=True, **options)
+    pipeline = Pipeline(model, "cpu", options=choices, planner=AutoPlanner())
+    try:
+        yield pipeline
+    finally:
+        pipeline.detach()
+
+
+PIECES = 2 * 2 * UNIT_BYTES  # gradients of a unit, with room for their norms
+
+
+@pytest.mark.parametrize("units", [3, 6])
+@pytest.mark.parametrize("bottleneck", MACHINES)
+def test_it_is_as_fast_as_the_best_window(bottleneck: str, units: int) -> None:
+    """Every k and k_prime is tried on the same machine; activations take the same in all of them."""
+    blocks = MACHINES[bottleneck]
+    least = blocks.train(k=1, k_prime=1, steps=2)
+    budget = least.counted + (units - 1) * UNIT_BYTES
+    windows = [(k, k_prime) for k in range(1, 8) for k_prime in range(1, k + 1) if k % k_prime == 0]
+    every = [blocks.train(k=k, k_prime=k_prime, steps=4) for k, k_prime in windows]
+    best = min(run.seconds[-1] for run in every if run.counted <= budget)
+    planned = blocks.train(AutoPlanner(), memory_budget=budget)
+    assert planned.seconds[-1] <= 1.05 * best
+    assert planned.counted <= budget
+    plan = planned.summary.plan
+    assert plan is not None
+    assert plan.step_seconds == pytest.approx(planned.seconds[-1], rel=0.01)
+    assert plan.device_bytes == pytest.approx(planned.counted, rel=0.01)
+    assert plan.bottleneck == bottleneck or units == 6
+
+
+@pytest.mark.parametrize(("share", "rate"), [(1.6, 5e7), (3.0, 2e6)], ids=["fast copies", "slow copies"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_it_expects_of_real_models_is_right(name: str, share: float, rate: float) -> None:
+    """Time within 10 %, memory within 5 %, and never more than the budget."""
+    build, batch = MODELS[name]
+    torch.manual_seed(0)
+    model = build()
+    budget = int(share * sum(parameter.nbytes for parameter in model.parameters()))
+    backend = SimulatedBackend(rate, rate, 5 * rate)
+    trained = train(model, batch(1), backend, AutoPlanner(), steps=6, memory_budget=budget)
+    plan = trained.summary.plan
+    assert plan is not None
+    assert plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.1)
+    assert plan.device_bytes == pytest.approx(trained.counted, rel=0.05)
+    assert trained.counted <= budget
+
+
+def test_activations_share_the_budget_with_weights() -> None:
+    """With less memory more is recomputed or offloaded; what is expected is what is measured."""
+    build, batch = MODELS["decoder"]
+    peaks = []
+    for share in (1.5, 2.0, 6.0):
+        torch.manual_seed(0)
+        model = build()
+        budget = int(share * sum(parameter.nbytes for parameter in model.parameters()))
+        trained = train(model, batch(2), SimulatedBackend(1e8, 1e8, 1e9), AutoPlanner(), steps=7, memory_budget=budget)
+        assert trained.counted <= budget
+        plan = trained.summary.plan
+        assert plan is not None
+        assert plan.activation_bytes == pytest.approx(trained.stats.activation_peak_bytes, rel=0.1)
+        peaks.append(plan.activation_bytes)
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+@pytest.mark.parametrize("stepping", ["in backward", "under forward", "apart"])
+def test_it_sees_when_the_optimizer_steps(stepping: str) -> None:
+    blocks = MACHINES["host"]
+    overlap = "auto" if stepping != "apart" else False
+    in_backward = stepping == "in backward"
+    options = {"in_backward": in_backward, "overlap_optimizer": overlap, "memory_budget": 20 * UNIT_BYTES}
+    trained = blocks.train(AutoPlanner(), **options)
+    assert trained.summary.plan is not None
+    assert trained.summary.plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.02)
+
+
+def test_it_sees_that_gradients_add_up() -> None:
+    trained = MACHINES["to device"].train(AutoPlanner(), accumulate=3, memory_budget=20 * UNIT_BYTES, steps=6)
+    assert trained.summary.plan is not None
+    assert trained.summary.plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.02)
+
+
+def test_frozen_models_and_inference() -> None:
+    """There is no optimizer to wait for for ever; and without a backward, units that stay are never sent again."""
+    blocks = MACHINES["to device"]
+    frozen = blocks.train(AutoPlanner(), frozen=True, in_backward=False, memory_budget=8 * UNIT_BYTES, steps=20)
+    assert frozen.summary.plan is not None
+    assert frozen.summary.plan.step_seconds == pytest.approx(frozen.seconds[-1], rel=0.02)
+    model = chain(8)
+    total = sum(p.nbytes for p in model.parameters())
+    with planned(model, memory_budget=2 * total) as pipeline, torch.no_grad():
+        for _ in range(6):
+            pipeline.stats.loads = 0
+            model(*rows())
+        plan = pipeline.summary().plan
+        assert plan is not None
+        assert pipeline.stats.loads == 8 - len(plan.resident)
+        assert plan.resident
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(3, 1), (4, 2), (3, "auto"), ("auto", 2)])
+def test_explicit_values_are_obeyed(k: Any, k_prime: Any) -> None:
+    summary = MACHINES["to device"].train(AutoPlanner(), k=k, k_prime=k_prime, memory_budget=20 * UNIT_BYTES).summary
+    assert k in ("auto", summary.k)
+    assert k_prime in ("auto", summary.k_prime)
+    if k != "auto":
+        assert summary.device_bytes == k * UNIT_BYTES, "nothing else stays on the device"
+    assert (summary.plan is None) == ("auto" not in (k, k_prime))
+
+
+def test_on_the_cpu_without_a_budget_nothing_is_measured() -> None:
+    with planned(chain(6)) as pipeline:
+        for _ in range(5):
+            pipeline.module(*rows()).square().mean().backward()
+            assert not pipeline._backend.trace.is_recording
+        summary = pipeline.summary()
+    assert (summary.k, summary.k_prime, summary.plan) == (2, 1, None)
+
+
+def test_by_default_the_budget_is_nine_tenths_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostBackend, "free_memory", lambda self: 10_000)
+    model = chain(6)
+    with planned(model) as pipeline:
+        assert pipeline.budget == pipeline.arrangement.streaming_bytes() + 9_000
+
+
+def test_what_does_not_fit_is_said_and_left_as_small_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = MACHINES["compute"]
+    with caplog.at_level(logging.INFO, "sp_lightning"):
+        trained = blocks.train(AutoPlanner(), memory_budget=2 * UNIT_BYTES + PIECES)
+    assert (trained.summary.k, trained.summary.plan) == (2, None)
+    assert "stays as small as it is" in caplog.text
+
+
+def test_a_budget_for_a_single_slot_is_enough() -> None:
+    """Where two do not fit, an automatic window begins with one."""
+    model = chain(6)
+    with planned(model) as pipeline:
+        plan = pipeline.arrangement
+        slot = max(sent_bytes([unit]) for unit in plan.units)
+        enough = plan.streaming_bytes()
+    for budget, k in [(enough, 2), (enough - 1, 1), (enough - slot, 1)]:
+        with planned(model, memory_budget=budget) as pipeline:
+            assert pipeline.summary().k == k
+    with pytest.raises(ValueError, match="too small with `k=1`"), planned(model, memory_budget=enough - slot - 1):
+        pass
+
+
+def test_it_plans_again_for_much_larger_inputs() -> None:
+    model = chain(8, 32, 64)
+    total = 2 * sum(p.nbytes for p in model.parameters())
+    plans = []
+    with planned(model, memory_budget=total) as pipeline:
+        for size in [4] * 6 + [5] * 3 + [24] * 8:
+            pipeline.stats.activation_peak_bytes = 0
+            model(torch.randn(size, 32)).square().mean().backward()
+            summary = pipeline.summary()
+            plans.append(summary.plan)
+            assert summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes <= total
+    assert plans[5] is not None
+    assert plans[8] is plans[5]
+    assert plans[-1] is not plans[5]
+
+
+def test_validation_in_between_does_not_disturb() -> None:
+    model = chain(8)
+    total = sum(p.nbytes for p in model.parameters())
+    with planned(model, memory_budget=4 * total) as pipeline:
+        seen = []
+        for step in range(12):
+            model(*rows()).square().mean().backward()
+            if step in (0, 2, 9):
+                with torch.no_grad():
+                    model(*rows())
+            seen.append(pipeline.summary().plan)
+    assert seen[-1] is not None
+    assert seen[-1] is seen[9], "planned once"
+    assert len({id(plan) for plan in seen}) == 2
+
+
+def test_an_exception_ends_what_is_being_measured() -> None:
+    model = chain(8)
+    total = sum(p.nbytes for p in model.parameters())
+    with planned(model, memory_budget=4 * total) as pipeline:
+        for _ in range(2):
+            model(*rows()).square().mean().backward()
+        with pytest.raises(InterruptedError), pipeline.step():  # noqa: PT012
+            model(*rows())
+            raise InterruptedError
+        assert not pipeline._backend.trace.is_recording
+        for _ in range(12):
+            model(*rows()).square().mean().backward()
+        assert pipeline.summary().plan is not None
+    assert not pipeline._backend.trace.is_recording
