@@ -8,7 +8,8 @@ followed up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -51,6 +52,22 @@ class Namespace:
     empty_init: Callable[..., Any]
     info: Callable[..., None]
     warn: Callable[..., None]
+
+    @staticmethod
+    def logged(module: Any) -> list[Any]:
+        """Private. Where `self.log` keeps values until the end of the epoch, if a loop is running."""
+        results = None if module._trainer is None else module._trainer._results
+        return [] if results is None else [results]
+
+    @staticmethod
+    @contextmanager
+    def in_hook(module: Any, name: str) -> Iterator[None]:
+        """Private. As if Lightning called a hook of this name: `self.log` asks which one it is in."""
+        before, module._current_fx_name = module._current_fx_name, name
+        try:
+            yield
+        finally:
+            module._current_fx_name = before
 
     def check(self, condition: bool, message: str) -> None:
         """Raise `MisconfigurationException` with `message` unless `condition` holds."""

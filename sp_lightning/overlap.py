@@ -57,11 +57,15 @@ class OverlapPlan:
     clamp: float | None
     keeps_gradients: bool
 
-    def around_backward(self) -> AbstractContextManager[None]:
-        """The scope for the backward pass before the step."""
+    def around_backward(self, may_step: bool = True) -> AbstractContextManager[None]:
+        """The scope for the backward pass before the step.
+
+        Args:
+            may_step: Whether units may be stepped in this one: what has been stepped cannot run again.
+        """
         if self.why_not is not None:
             return nullcontext()
-        if self.why_not_in_backward is None:
+        if self.why_not_in_backward is None and may_step:
             return self.pipeline.stepping_in_backward(
                 self.optimizer, clamp=self.clamp, keep_gradients=self.keeps_gradients
             )

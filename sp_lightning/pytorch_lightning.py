@@ -43,9 +43,10 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
         process_group_backend: For training on several devices, which is not built yet.
         timeout: For training on several devices, which is not built yet.
         k: How many units are on the device at once. With `k` at least the number of units, nothing is streamed.
-        k_prime: How many units one transfer moves, at most `k`.
+            "auto" begins with two and chooses what the first steps show to be fastest within `memory_budget`.
+        k_prime: How many units one transfer moves, at most `k`. "auto" begins with one and is chosen with `k`.
         memory_budget: The device memory that a step may take, in bytes, as "12GB", or as a fraction of the device.
-            None is all of it.
+            None is 90 % of what is free.
         units: What a unit is: module classes or their names, or a function of a module's name and the module. None
             finds them.
         resident: Names of modules or parameters that always stay on the device.

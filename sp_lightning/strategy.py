@@ -25,6 +25,7 @@ from sp_lightning._host import use_all_cores
 from sp_lightning._namespace import Namespace
 from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
 from sp_lightning.materialize import materialize
+from sp_lightning.out_of_memory import OutOfMemoryRetry
 from sp_lightning.overlap import OverlapPlan, plan_overlap
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
@@ -70,6 +71,7 @@ class SuperpipelineMixin(_Base):
         self.pipeline: Pipeline | None = None
         self._threads_before: int | None = None
         self._overlap: OverlapPlan | None = None
+        self._retry: OutOfMemoryRetry | None = None
         self._said: set[str] = set()
 
     # ---------------------------------------------------------------------------------------------- topology
@@ -248,6 +250,7 @@ class SuperpipelineMixin(_Base):
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
         else:
             self.pipeline = Pipeline(module, self.root_device, options=self.options, planner=AutoPlanner())
+            self._retry = OutOfMemoryRetry(self.pipeline, module, self.lightning)
         lend_pipeline(self.precision_plugin, self.pipeline, self.lightning)
         # Hazard 1: `self.device`, `self.log` and others rely on it, and nothing was moved that would have set it.
         self.lightning.update_properties(module, device=self.root_device)
@@ -264,8 +267,11 @@ class SuperpipelineMixin(_Base):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
-            return super().training_step(*args, **kwargs)
+        def run() -> Any:
+            with self._step():
+                return super(SuperpipelineMixin, self).training_step(*args, **kwargs)
+
+        return run() if self._retry is None else self._retry.training_step((*args, *kwargs.values()), run)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -284,13 +290,23 @@ class SuperpipelineMixin(_Base):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        overlap = nullcontext() if self._overlap is None else self._overlap.around_backward()
-        with self._step(), overlap:
-            if kwargs.get("inputs") is not None and self.pipeline is not None:
-                inputs = kwargs["inputs"]
-                # The weights that a user names are not the tensors that the graph was built with.
-                kwargs["inputs"] = self.pipeline.backward_inputs([inputs] if isinstance(inputs, Tensor) else inputs)
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        def run(loss: Tensor) -> Tensor:
+            with self._step(), self._around_backward():
+                if kwargs.get("inputs") is not None and self.pipeline is not None:
+                    # The weights that a user names are not the tensors that the graph was built with.
+                    named = kwargs["inputs"]
+                    inputs = self.pipeline.backward_inputs([named] if isinstance(named, Tensor) else named)
+                    return super(SuperpipelineMixin, self).backward(
+                        loss, optimizer, *args, **{**kwargs, "inputs": inputs}
+                    )
+                return super(SuperpipelineMixin, self).backward(loss, optimizer, *args, **kwargs)
+
+        return run(closure_loss) if self._retry is None else self._retry.backward(closure_loss, run)
+
+    def _around_backward(self) -> AbstractContextManager[None]:
+        if self._overlap is None or self._retry is None:
+            return nullcontext()
+        return self._overlap.around_backward(may_step=not self._retry.is_probing)
 
     @override
     def optimizer_step(
@@ -378,14 +394,18 @@ class SuperpipelineMixin(_Base):
                 plugin.teardown()
 
     def _detach(self) -> None:
-        pipeline, self.pipeline = self.pipeline, None
+        pipeline, self.pipeline, self._retry = self.pipeline, None, None
         lend_pipeline(self.precision_plugin, None, self.lightning)
         if pipeline is not None:
             pipeline.detach()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "pipeline": None}  # threads, streams and device memory belong to this process
+        return {
+            **super().__getstate__(),
+            "pipeline": None,
+            "_retry": None,
+        }  # threads, streams and device memory belong to this process
 
     @classmethod
     @override

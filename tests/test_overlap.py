@@ -452,7 +452,10 @@ def test_units_are_stepped_in_backward(name: str) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_in_backward_with(arguments: dict[str, Any], precision: str) -> None:
     stats = assert_same_fit(precision=precision, **arguments)
-    assert stats.steps_in_backward == 4 * BLOCKS
+    # the second batch is the first one after weights were arranged for autocast: if it is a whole step that runs out of
+    # memory, it must be able to run again
+    probing = precision == "bf16-mixed" and "accumulate_grad_batches" not in arguments
+    assert stats.steps_in_backward == (4 - probing) * BLOCKS
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3])
@@ -623,7 +626,7 @@ def test_spent_gradients_cannot_be_read() -> None:
 
     class Reading(Module):
         def training_step(self, batch: Tensor, index: int) -> Tensor:
-            if index == 2:
+            if index == 3:
                 self.losses += [p.grad for p in self.parameters()]
             return super().training_step(batch, index)
 

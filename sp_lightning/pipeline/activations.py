@@ -37,6 +37,7 @@ class Activations:
         checks: Whether to make sure that what is computed again is the same.
 
     Attributes:
+        chooses: Whether the choice is left to `auto`.
         auto: What chooses in the user's place. None if the user has chosen, or if there is nothing to choose by, and
             everything is kept.
     """
@@ -45,6 +46,7 @@ class Activations:
         self, policy: ActivationPolicy, saved: SavedTensors, device: torch.device, stats: Stats, checks: bool = False
     ) -> None:
         self.auto: AutoPolicy | None = None
+        self.chooses = policy == "auto"
         self._policy: Policy = "keep" if policy == "auto" else policy
         self._saved = saved
         self._device = device
@@ -53,6 +55,13 @@ class Activations:
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._inside = False
         self._told: set[str] = set()
+
+    def recompute_from_now_on(self) -> bool:
+        """Stop choosing, and take the least memory; False if that is so already."""
+        if not self.chooses:
+            return False
+        self.chooses, self.auto, self._policy = False, None, "recompute"
+        return True
 
     def begin_step(self) -> None:
         """A new graph is about to be built, and no other one waits for its backward."""

@@ -45,6 +45,7 @@ class Learned:
         used_as_is: Masters that are used in their own dtype, by identity.
         assumed: Masters taken for lowered because of the layer they are in, until that layer has been watched.
         observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
+        short_of_memory: Whether the window has to be as small as it can be.
         buffers: Host memory of earlier arrangements, by the identities of the masters in it.
         plan: What a planner has chosen for the window.
     """
@@ -56,6 +57,7 @@ class Learned:
         self.used_as_is: set[int] = set()
         self.assumed: set[int] = set()
         self.observed: dict[tuple[int, ...], set[bool]] = {}
+        self.short_of_memory = False
         self.buffers: dict[tuple[int, ...], HostBuffer] = {}
         self.plan: WindowPlan | None = None
 
@@ -108,6 +110,7 @@ class Arrangement:
     ) -> None:
         self.autocast = autocast
         self._options = options
+        self._short_of_memory = learned.short_of_memory
         self._backend = backend
         device_bytes = backend.total_memory()
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
@@ -176,14 +179,15 @@ class Arrangement:
     def _choose_window(self, plan: WindowPlan | None) -> None:
         k, k_prime = self._options.k, self._options.k_prime
         together = k_prime if isinstance(k_prime, int) else 1
-        self.plan = plan
-        if plan is not None:
-            kept = [number for number, unit in enumerate(self.units) if unit.name in plan.resident]
-            self._set_window(plan.k, plan.k_prime, kept)
+        self.plan = None if self._short_of_memory else plan
+        if self.plan is not None:
+            kept = [number for number, unit in enumerate(self.units) if unit.name in self.plan.resident]
+            self._set_window(self.plan.k, self.plan.k_prime, kept)
             if self.budget is None or self._needed_bytes() <= self.budget:
                 return
             self.plan = None  # weights are sent in another dtype than when the plan was made
-        self._set_window(k if isinstance(k, int) else _DEFAULT_SLOTS * together, together)
+        slots = 1 if self._short_of_memory else _DEFAULT_SLOTS
+        self._set_window(k if isinstance(k, int) else slots * together, together)
         if k == "auto" and self.budget is not None and self._needed_bytes() > self.budget:
             self._set_window(together, together)
 

@@ -135,7 +135,6 @@ class AutoPolicy:
         self._second_forwards: list[tuple[_Unit, int, Any, Any]] = []
         self._told = False
         self._room_has_changed = False
-        self._reserve: int | None = None
         self.outside = 0
         self.gradients = 0
 
@@ -148,14 +147,12 @@ class AutoPolicy:
         self._in_use = {}
         self._measuring.clear()
 
-    def prescribe(self, policies: Mapping[str, Policy] | None, reserve: int | None = None) -> None:
+    def prescribe(self, policies: Mapping[str, Policy] | None) -> None:
         """Somebody has chosen for all members that were measured; what is measured later is chosen here again.
 
         Args:
             policies: What happens to the activations of each member; None to choose here, for what there is room now.
-            reserve: What must be free beside activations in backward, if that is known.
         """
-        self._reserve = reserve
         self._room_has_changed = policies is None
         if policies is not None:
             self._chosen = {name: policies.get(name, "keep") for name in self._units}
@@ -203,8 +200,7 @@ class AutoPolicy:
 
     def look(self) -> None:
         """Work out what the last step has shown of activations that are not a unit's."""
-        working = max((unit.footprint.working for unit in self._units.values()), default=0)
-        self.gradients = working if self._reserve is None else self._reserve
+        self.gradients = max((unit.footprint.working for unit in self._units.values()), default=0)
         if self._in_use:
             ways = {name: {way.policy: way for way in of} for name, of in self.ways().items()}
             used = [of.get(self._in_use[name], of["keep"]) for name, of in ways.items() if name in self._in_use]

@@ -172,6 +172,7 @@ class BackwardPass:
     def abandon(self) -> None:
         """An exception has ended the pass, and autograd has not called back."""
         self._leave_units()
+        self._graphs.clear()  # who still holds one may try again
         self._returns.abandon()
         self.running = False
 

@@ -63,13 +63,14 @@ class SideEffects:
     Args:
         module: Whose forward it is.
         inputs: What the module is called with.
+        outside: Objects that the module leads to, and that are not looked into.
     """
 
-    def __init__(self, module: nn.Module, inputs: Iterable[Any]) -> None:
+    def __init__(self, module: nn.Module, inputs: Iterable[Any], outside: Iterable[object] = ()) -> None:
         self._before: list[tuple[Any, Any]] = []  # places, and what they contained
         self._held: dict[int, _Held] = {}
         self._copies: dict[int, Tensor] = {}  # by the tensor that was changed in place
-        self._seen: set[int] = set()
+        self._seen = set(map(id, outside))
         self._has_scripted_buffers = False
         self._modes = [(inner, inner.training) for inner in module.modules()]
         for inner, _ in self._modes:
@@ -120,6 +121,16 @@ class SideEffects:
                 _write(place, content)
             for module, training in modes:
                 module.training = training
+
+    def undo(self) -> None:
+        """Put everything back as it was before the forward, for good; the same tensors hold the values of then."""
+        for place, content in self._before:
+            for value in _values(content):
+                if id(value) in self._copies:
+                    value.data.copy_(self._copies[id(value)])
+            _write(place, content)
+        for module, training in self._modes:
+            module.training = training
 
     # ------------------------------------------------------------------------------------------------- looking around
 
@@ -179,7 +190,7 @@ class SideEffects:
 
 _PLACES = (dict, list, set, deque, types.CellType, torch.Generator)
 _PLAIN = {str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device}
-_NOT_OF_A_USER = {"torch", *sys.stdlib_module_names}
+_NOT_OF_A_USER = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
 
 
 def _is_of_a_user(definition: type | types.FunctionType) -> bool:

@@ -32,8 +32,9 @@ class PipelineOptions:
     """Choices for one pipeline; every default works.
 
     Args:
-        k: Units on the device at once. At or above the number of units, nothing is streamed.
-        k_prime: Units moved together in one transfer, at most `k`.
+        k: Units on the device at once. At or above the number of units, nothing is streamed. `"auto"` is two, until a
+            planner has measured the first steps and chosen.
+        k_prime: Units moved together in one transfer, at most `k`. `"auto"` is one, until a planner has chosen.
         memory_budget: Device memory that weights, gradients on their way, and activations (with `"auto"`) may take:
             bytes, a fraction of the device's memory (a float up to 1), or text such as `"12GB"`.
         units: What a unit is: module classes or their names, or a callable `(name, module) -> bool`. `None` finds them.

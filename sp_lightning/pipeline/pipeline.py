@@ -265,6 +265,24 @@ class Pipeline:
             resume_all_guards()
             self._guard.disarm()
 
+    def has_gradients(self) -> bool:
+        """Whether a gradient is there that the next backward pass would add to."""
+        return any(self._returns.gradient_of(weight) is not None for weight in self._plan.weights)
+
+    def shrink(self) -> str | None:
+        """Take less device memory from the next step on, of what `"auto"` leaves open.
+
+        Returns:
+            What was given up, in words; None if nothing is left to give up.
+        """
+        if self.options.activations == "auto" and self._activations.recompute_from_now_on():
+            return "units compute their activations a second time in backward from now on"
+        can_shrink = self._plan.plan is not None or self._plan.k > self._plan.k_prime
+        if self.options.k == "auto" and can_shrink and not self._learned.short_of_memory:
+            self._learned.short_of_memory = self._rearrange = True
+            return f"`k` is {self._plan.k_prime} from now on, and was {self._plan.k}"
+        return None
+
     def rebuild(self) -> None:
         """Take in a changed module tree: other Parameter objects, added or removed modules.
 
@@ -368,6 +386,7 @@ class Pipeline:
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
         plan = self._plan = Arrangement(self.module, self.options, self._learned, self._backend, autocast)
+        self.stats.arrangements += 1
         self._schedule = Schedule(len(plan.streamed_members))
         self._saved.twins = plan.twins
         self._returns = GradientReturn(
@@ -445,7 +464,7 @@ class Pipeline:
 
     def _follow_plan(self) -> None:
         """Between steps, when no graph holds on to the old arrangement: have the window that the planner wants."""
-        if self._planner is None or self._graphs.waiting():
+        if self._planner is None or self._learned.short_of_memory or self._graphs.waiting():
             return
         plan = self._planner.before_step(self, torch.is_grad_enabled())
         if plan == self._learned.plan:
@@ -456,7 +475,7 @@ class Pipeline:
         self._activations.auto = policies  # units are the same, and so is what was measured of them
         if policies is not None and plan is not None and plan.policies:
             units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self._plan.units]
-            policies.prescribe({m.name: policy for unit, policy in units for m in unit.members}, plan.reserve_bytes)
+            policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
         elif policies is not None:
             policies.prescribe(None)
 
@@ -466,7 +485,7 @@ class Pipeline:
 
     def _auto_policy(self) -> AutoPolicy | None:
         """What chooses for each unit, where there is a limit to what activations may take."""
-        if self.options.activations != "auto" or self._room_for_activations() is None:
+        if not self._activations.chooses or self._room_for_activations() is None:
             return None
         return AutoPolicy(self._backend, self._meter, lambda: self._room_for_activations() or 0)
 

@@ -24,7 +24,6 @@ class WindowPlan:
         bottleneck: Which lane has most to do: "compute", "to device", "to host" or "host".
         device_bytes: Device memory that weights, gradients on their way and activations are expected to take.
         activation_bytes: What activations take of it.
-        reserve_bytes: What must stay free beside, for what computing needs in between.
         policies: What happens to the activations of each unit, by its name, if that was left to choose.
     """
 
@@ -35,7 +34,6 @@ class WindowPlan:
     bottleneck: str = "compute"
     device_bytes: int = 0
     activation_bytes: int = 0
-    reserve_bytes: int = 0
     policies: Mapping[str, Policy] = field(default_factory=dict)
 
 

@@ -296,12 +296,36 @@ class _Input:
         return self._saved.unpack(self._packed).detach().requires_grad_(self._requires_grad)
 
 
+class RandomStates:
+    """Random generators as they are now: torch's, the device's, Python's, numpy's.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._api: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._on_device = None if self._api is None else self._api.get_rng_state(device)
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._device = device
+
+    def restore(self) -> None:
+        """Make them so again."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._on_device is not None:
+            self._api.set_rng_state(self._on_device, self._device)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
 class _Surroundings:
     """What a forward depends on besides its inputs and its module: random generators, autocast, the default device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._random = _random_states(device)
+        self._random = RandomStates(device)
         kinds = {device.type, "cpu"}
         self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
         self._has_cache = torch.is_autocast_cache_enabled()
@@ -310,9 +334,9 @@ class _Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Everything as it was when this was made; random generators are afterwards as they are now."""
-        now = _random_states(self._device)
+        now = RandomStates(self._device)
         try:
-            _set_random_states(self._device, self._random)
+            self._random.restore()
             with ExitStack() as stack:
                 for kind, (enabled, dtype) in self._autocast.items():
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self._has_cache))
@@ -320,25 +344,7 @@ class _Surroundings:
                     stack.enter_context(self._default_device)
                 yield
         finally:
-            _set_random_states(self._device, now)
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    states = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state(device)
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    return states
-
-
-def _set_random_states(device: torch.device, states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "device" in states:
-        torch.get_device_module(device).set_rng_state(states["device"], device)
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
+            now.restore()
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -26,10 +26,11 @@ class Stats:
         host_syncs: Times that the host waited for the device.
         activation_bytes: Device memory that is held now because autograd saved it for backward, without weights.
         activation_peak_bytes: The most that it has been.
-        optimizer_steps: Steps of optimizers, whatever they stepped.
         optimizer_waits: Times that the host waited for an optimizer's step, because somebody looked at a weight.
         overlapped_steps: Units that an optimizer stepped while the device could compute.
         steps_in_backward: Those of them that were stepped before backward had ended.
+        optimizer_steps: Calls of an optimizer's `step`.
+        arrangements: Times that units, host memory and places on the device were laid out.
         resets: Recoveries after an exception in the middle of a step.
     """
 
@@ -49,10 +50,11 @@ class Stats:
     host_syncs: int = 0
     activation_bytes: int = 0
     activation_peak_bytes: int = 0
-    optimizer_steps: int = 0
     optimizer_waits: int = 0
     overlapped_steps: int = 0
     steps_in_backward: int = 0
+    optimizer_steps: int = 0
+    arrangements: int = 0
     resets: int = 0
 
     def clear(self) -> None:

@@ -179,6 +179,5 @@ def _filled(workload: Workload, choice: Choice, left: int) -> Choice:
             fits = count
         else:
             too_many = count
-    if length - fits <= choice.k:  # nothing is streamed
-        return Choice(length, choice.k_prime, (), choice.ways)
-    return with_resident(fits)
+    nothing_streamed = Choice(max(length, choice.k_prime), choice.k_prime, (), choice.ways)
+    return nothing_streamed if weight_bytes(workload, nothing_streamed) <= left else with_resident(fits)

@@ -31,6 +31,7 @@ class Observed:
         trains: Whether they had a backward.
         policies: For each step, what was done with the activations of each member, if something chooses for each.
         activation_peak: The most bytes of activations at once.
+        outside_bytes: The most that were saved outside of units, if something chooses for each unit.
         reserve_bytes: What computing took beside weights, gradients and activations, if the device tells.
         optimizer_steps: Steps of optimizers among them.
         overlapped: Units that were stepped while the device computed.
@@ -40,6 +41,7 @@ class Observed:
     trains: bool
     policies: Sequence[Mapping[str, Policy]]
     activation_peak: int
+    outside_bytes: int
     reserve_bytes: int | None
     optimizer_steps: int
     overlapped: int
@@ -50,10 +52,7 @@ def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) ->
     """What a step has to do."""
     plan, auto = pipeline.arrangement, pipeline.activations
     steps = [_Step(plan, recording, begin, end) for begin, end in recording.steps]
-    ways: dict[str, list[Way]] = {}
-    if auto is not None:
-        auto.look()
-        ways = auto.ways()
+    ways = {} if auto is None else auto.ways()
     chosen = observed.policies if len(observed.policies) == len(steps) else [{}] * len(steps)
 
     saved = {unit: _moved(recording, Kind.OFFLOAD, unit) // len(steps) for unit in plan.units}
@@ -93,8 +92,8 @@ def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) ->
         clips=stepping == "under forward" and all(step.waits_for_all_gradients for step in steps),
         turn_seconds=min(step.turn for step in steps),
         rest_seconds=max(0.0, min(step.rest(apart=stepping == "apart") for step in steps)),
-        outside_bytes=max(0, observed.activation_peak - by_choice) if auto is None else auto.outside,
-        piece_bytes=max(gradient_bytes([unit]) for unit in plan.all_units) if observed.trains else 0,
+        outside_bytes=max(0, observed.activation_peak - by_choice) if auto is None else observed.outside_bytes,
+        piece_bytes=max(gradient_bytes([unit]) for unit in plan.all_units),
         reserve_bytes=reserve if reserve is not None else auto.gradients if auto is not None else 0,
     )
 
@@ -216,9 +215,8 @@ def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
     together = []
     for policy in [policy for policy in policies if any(policy in of for of in measured)]:
         chosen = [of.get(policy, of["keep"]) for of in measured]
-        held, working = sum(way.held for way in chosen), max(way.working for way in chosen)
         seconds, leaving = sum(way.seconds for way in chosen), sum(way.leaving for way in chosen)
-        together.append(Way(policy, held, working, seconds, leaving))
+        together.append(Way(policy, sum(way.held for way in chosen), peak(chosen), seconds, leaving))
     return tuple(together)
 
 

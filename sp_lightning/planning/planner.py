@@ -26,7 +26,7 @@ from sp_lightning.planning.measure import Observed, machine_of, workload_of
 
 _WARM_UP = 1  # steps before the recording
 _RECORDED = 2
-_PATIENCE = 8  # steps to wait for one of the optimizer
+_PATIENCE = 32  # steps to wait for one of the optimizer
 _MUCH_LARGER = 1.25  # inputs, than when they were measured
 
 _log = logging.getLogger(__name__)
@@ -106,11 +106,12 @@ class _Measurement:
     def __init__(self, pipeline: Pipeline, trains: bool) -> None:
         self._pipeline = pipeline
         self._trains = trains
+        self._waits = trains and any(weight.master.requires_grad for weight in pipeline.arrangement.weights)
         self._steps = -1  # the first call comes before the first step
         self._before = replace(pipeline.stats)
         self._scope: ExitStack | None = None
         self._policies: list[dict[str, Policy]] = []
-        self._peak = 0
+        self._peak = self._outside = 0
         self._in_use: int | None = None
         self.recording = Recording()
 
@@ -123,6 +124,9 @@ class _Measurement:
             return True
         auto = self._pipeline.activations
         self._policies.append({} if auto is None else dict(auto.in_use))
+        if auto is not None:  # memory that two units save is counted for both, so this depends on what was done
+            auto.look()
+            self._outside = max(self._outside, auto.outside)
         self._peak = max(self._peak, self._pipeline.activation_peak)
         if self._steps >= _RECORDED and self._saw_optimizer():
             self.stop()
@@ -132,9 +136,10 @@ class _Measurement:
     def _saw_optimizer(self) -> bool:
         """Whether an optimizer has stepped meanwhile, if there is one to wait for."""
         steps = self._pipeline.stats.optimizer_steps - self._before.optimizer_steps
-        return not self._trains or steps > 0 or self._steps >= _PATIENCE
+        return not self._waits or steps > 0 or self._steps >= _PATIENCE
 
     def _start(self) -> None:
+        self._waits &= self._steps < _PATIENCE
         self._steps = 0
         self._before = replace(self._pipeline.stats)
         self._in_use = self._pipeline.memory_in_use()
@@ -156,6 +161,7 @@ class _Measurement:
             trains=self._trains,
             policies=self._policies,
             activation_peak=self._peak,
+            outside_bytes=self._outside,
             reserve_bytes=known,
             optimizer_steps=now.optimizer_steps - before.optimizer_steps,
             overlapped=now.overlapped_steps - before.overlapped_steps,
@@ -190,6 +196,5 @@ def _plan(pipeline: Pipeline, measured: _Measurement) -> WindowPlan | None:
         bottleneck=prediction.bottleneck,
         device_bytes=prediction.device_bytes,
         activation_bytes=activation_bytes(workload, ways),
-        reserve_bytes=workload.reserve_bytes,
         policies={} if pipeline.activations is None else policies,
     )

@@ -200,3 +200,19 @@ def test_nothing_is_rearranged_under_a_graph_that_waits() -> None:
         output.sum().backward()
         model(torch.ones(2, 8))
         assert pipeline._plan is not before
+
+
+def test_a_backward_that_failed_holds_no_graph() -> None:
+    def fail(_: Tensor) -> None:
+        raise InterruptedError
+
+    model = layers()
+    with attached(model) as pipeline:
+        middle = model[:2](torch.ones(2, 8))
+        middle.register_hook(fail)
+        output = model[2:](middle)
+        with pytest.raises(InterruptedError), pipeline.step():
+            output.sum().backward()
+        assert pipeline._graphs.waiting()
+        del output, middle
+        assert not pipeline._graphs.waiting()

@@ -100,6 +100,13 @@ def test_where_all_fits_nothing_is_streamed() -> None:
     assert (chosen.k, chosen.resident) == (12, ())
 
 
+def test_where_it_nearly_fits_it_is_streamed() -> None:
+    """A window of pairs leaves a hole here and there; it is not taken for room."""
+    for k_prime in (1, 2, 3):
+        for budget in range(500, 1500, 50):
+            assert choose(blocks(8), FAST, budget, k_prime=k_prime).prediction.device_bytes <= budget
+
+
 def test_what_is_reserved_stays_free() -> None:
     assert choose(blocks(reserve_bytes=200), FAST, 800).choice.resident == (3, 9)
 

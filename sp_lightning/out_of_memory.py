@@ -1,0 +1,215 @@
+"""When the device's memory is exhausted in the first steps: a smaller window, and the same micro-batch once more.
+
+What a training step needs besides weights is not known before it has run, so the first ones may fail. Whatever a failed
+attempt has changed is put back: random generators, buffers, metrics, what was logged, attributes of the module. So the
+run goes on with the numbers of one in which nothing failed.
+
+[Note: two graphs for one loss]
+If backward fails, its graph still holds what it has not come to, and Lightning's loop holds the loss. So while a step
+may have to run again, Lightning gets a loss without the module's graph, and makes its own of it: divided for
+accumulation. In backward the two are joined, and if that fails, nobody holds the module's graph.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from sp_lightning._namespace import Namespace
+from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline.effects import SideEffects
+from sp_lightning.pipeline.recompute import RandomStates
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+T = TypeVar("T")
+
+_WATCHED = 8  # micro-batches after units were arranged anew; later ones need no more, unless their inputs are larger
+
+
+class OutOfMemoryRetry:
+    """Runs training steps so that one which does not fit runs again with a smaller window.
+
+    Args:
+        pipeline: The engine, which makes room.
+        module: The user's module, whose changes are undone.
+        lightning: What is borrowed from the namespace.
+    """
+
+    def __init__(self, pipeline: Pipeline, module: LightningModule, lightning: Namespace) -> None:
+        self._pipeline = pipeline
+        self._module = module
+        self._lightning = lightning
+        self._arranged = self._proven = 0
+        self._left = _WATCHED
+        self._attempt: _Attempt | None = None
+
+    def training_step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Run a training step.
+
+        Args:
+            inputs: What it is called with.
+            run: Calls it.
+
+        Raises:
+            torch.OutOfMemoryError: If it does not fit, and there is nothing left to give up.
+        """
+        self._attempt = None
+        if not self._is_watched():
+            return run()
+        attempt = _Attempt(self._module, self._pipeline, self._lightning, inputs, run)
+        output = self._until_it_fits(attempt, run)
+        if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
+            return output
+        attempt.loss, attempt.given = loss, loss.detach().requires_grad_()
+        self._attempt = attempt
+        return {**output, "loss": attempt.given} if isinstance(output, Mapping) else attempt.given
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether the step that is under way is the first one since units were arranged."""
+        return self._attempt is not None and self._proven != self._pipeline.stats.arrangements
+
+    def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run the backward pass of the last training step.
+
+        Args:
+            loss: What Lightning has made of the loss that it was given.
+            run: Runs backward from a loss.
+
+        Raises:
+            torch.OutOfMemoryError: If it does not fit, and there is nothing left to give up, or it cannot run again.
+        """
+        attempt = self._attempt
+        if attempt is None:
+            return run(loss)
+        try:
+            result = self._backward(attempt, loss, run)
+        finally:
+            self._attempt = None
+        self._proven = self._pipeline.stats.arrangements
+        return result
+
+    def _backward(self, attempt: _Attempt, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        (scale,) = torch.autograd.grad(loss, attempt.given)
+        value = loss.detach()
+
+        def backward() -> Tensor:
+            if attempt.loss is None:
+                with self._lightning.in_hook(self._module, "training_step"):
+                    attempt.loss = _loss_in(attempt.run())
+            joined, attempt.loss = _Joined.apply(attempt.loss, value, scale), None
+            return run(joined)
+
+        if self._pipeline.has_gradients():  # what is added to their sums cannot be taken away again
+            return backward()
+        return cast("Tensor", self._until_it_fits(attempt, backward))
+
+    def _until_it_fits(self, attempt: _Attempt, run: Callable[[], Any]) -> Any:
+        result, failure = _try(run)
+        while failure is not None:
+            if attempt.has_stepped():
+                raise torch.OutOfMemoryError(f"{failure}\n{_ADVICE}")
+            self._make_room(failure)
+            attempt.undo()
+            result, failure = _try(run)
+        return result
+
+    def _is_watched(self) -> bool:
+        if self._arranged != self._pipeline.stats.arrangements:
+            self._arranged, self._left = self._pipeline.stats.arrangements, _WATCHED
+        self._left -= 1
+        return self._left >= 0
+
+    def _make_room(self, failure: str) -> None:
+        """Outside of any `except`, whose traceback would hold the activations."""
+        given_up = self._pipeline.shrink()
+        if given_up is None:
+            raise torch.OutOfMemoryError(f"{failure}\n{_ADVICE}")
+        gc.collect()
+        device = self._pipeline.device
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
+        self._lightning.warn(
+            f"The device's memory did not suffice: {given_up}. The training step runs again, with the same data and the"
+            " same random numbers."
+        )
+
+
+class _Attempt:
+    """A training step that may have to run again, and what was there before it.
+
+    Attributes:
+        run: Runs it.
+        loss: What it returned, with the module's graph.
+        given: What Lightning got in its place.
+    """
+
+    loss: Tensor | None = None
+    given: Tensor
+
+    def __init__(
+        self,
+        module: LightningModule,
+        pipeline: Pipeline,
+        lightning: Namespace,
+        inputs: tuple[Any, ...],
+        run: Callable[[], Any],
+    ) -> None:
+        self.run = run
+        self._stats = pipeline.stats
+        self._steps = self._stats.optimizer_steps, self._stats.steps_in_backward
+        self._random = RandomStates(pipeline.device)
+        self._look = partial(SideEffects, module, [*lightning.logged(module), *inputs], outside=[module._trainer])
+        self._effects = self._look()
+
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has changed weights since."""
+        return self._steps != (self._stats.optimizer_steps, self._stats.steps_in_backward)
+
+    def undo(self) -> None:
+        """Everything is as it was before the attempt that failed, and the next one can fail, too."""
+        lost = self._effects.settle()
+        if lost is not None:
+            raise torch.OutOfMemoryError(f"The training step cannot run again, because it {lost}.\n{_ADVICE}")
+        self._effects.undo()
+        self._effects = self._look()
+        self._random.restore()
+
+
+class _Joined(torch.autograd.Function):
+    """A loss with the module's graph, and the value and the gradient of what Lightning has made of it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = scale
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.scale, None, None
+
+
+_ADVICE = (
+    "Nothing is left that superpipeline could give up. Use smaller batches, or less memory for each: "
+    "`SuperpipelineStrategy(activations='recompute')`, `k=1`, smaller `units`."
+)
+
+
+def _try(run: Callable[[], T]) -> tuple[T | None, str | None]:
+    """The result, or what was said of the memory that is missing; whatever the attempt held is free again."""
+    try:
+        return run(), None
+    except torch.OutOfMemoryError as error:
+        return None, str(error)
+
+
+def _loss_in(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) and loss.requires_grad else None

@@ -1,0 +1,219 @@
+"""A device whose memory is exhausted in the first steps: the window shrinks, and nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from sp_lightning import SuperpipelineStrategy
+
+from .zoo.blocks import WIDTH, Block
+
+
+class Device:
+    """Has so much memory: units fail in a forward or in a backward while more than that is in use.
+
+    It is not an attribute of the module: what it counts would be put back as well.
+    """
+
+    current: Device
+
+    def __init__(self, where: str, fits: Any, step: int = 0) -> None:
+        self.where, self.fits, self.step = where, fits, step
+        self.failures = 0
+
+    def use(self, where: str, module: Module) -> None:
+        strategy = module.trainer.strategy
+        pipeline = getattr(strategy, "pipeline", None)
+        if pipeline is not None and where == self.where and module.calls > self.step and not self.fits(pipeline):
+            self.failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class Watched(torch.autograd.Function):
+    """Uses the device's memory in the middle of a forward, or of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Module) -> Tensor:
+        ctx.module = module
+        Device.current.use("forward", module)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        Device.current.use("backward", ctx.module)
+        return gradient, None
+
+
+class Module(LightningModule):
+    """Everything that a failed attempt may leave behind: random numbers, statistics, metrics, logs, attributes."""
+
+    def __init__(self, returns: str = "loss") -> None:
+        super().__init__()
+        self.returns = returns
+        self.blocks = nn.ModuleList(Block(WIDTH, 24, dropout=0.2) for _ in range(6))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.metric = MeanMetric()
+        self.losses: list[float] = []
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 2:
+                x = Watched.apply(x, self)
+        return x
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.calls += 1
+        noise = torch.randn(()) + random.random()
+        loss = (self(batch[0]) * noise).square().mean()
+        self.metric.update(loss.detach())
+        self.losses.append(float(loss.detach()))
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return {"loss": loss, "more": 1} if self.returns == "dict" else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05)
+
+
+class Losses(Callback):
+    """What Lightning tells callbacks."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.backward: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(outputs["loss"])
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        self.backward.append(loss.detach().clone())
+
+
+def fit(module: Module, strategy: Any, **options: Any) -> list[Any]:
+    """All that a user can see after six batches."""
+    torch.manual_seed(1)
+    random.seed(1)
+    data = DataLoader(TensorDataset(torch.randn(24, WIDTH)), batch_size=4)
+    losses = Losses()
+    options = {"max_epochs": 1, "log_every_n_steps": 1, "callbacks": [losses], **options}
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, data)
+    seen = [*module.state_dict().values(), *losses.seen, losses.backward[-1], torch.tensor(module.losses)]
+    return [*seen, torch.tensor(module.calls), *(trainer.callback_metrics[name] for name in ("loss_epoch", "metric"))]
+
+
+@cache
+def reference(returns: str = "loss", **options: Any) -> list[Any]:
+    torch.manual_seed(0)
+    Device.current = Device("never", None)
+    return fit(Module(returns), "auto", **options)
+
+
+def streamed(memory: Device, returns: str = "loss", strategy: Any = None, **options: Any) -> list[Any]:
+    torch.manual_seed(0)
+    Device.current = memory
+    return fit(Module(returns), strategy or SuperpipelineStrategy(units=Block), **options)
+
+
+def same(expected: list[Any], found: list[Any]) -> bool:
+    return len(expected) == len(found) and all(map(torch.equal, expected, found))
+
+
+def one_unit(pipeline: Any) -> bool:
+    return bool(pipeline.summary().k == 1)
+
+
+def recomputed(pipeline: Any) -> bool:
+    return bool(pipeline._activations._policy == "recompute")
+
+
+@pytest.mark.parametrize("fits", [one_unit, recomputed])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("returns", ["loss", "dict"])
+def test_nothing_changes_but_the_window(returns: str, where: str, fits: Any) -> None:
+    memory = Device(where, fits)
+    with pytest.warns(UserWarning, match="memory did not suffice.*runs again"):
+        assert same(reference(returns), streamed(memory, returns))
+    assert memory.failures == (2 if fits is one_unit else 1)
+
+
+PLAIN: dict[str, Any] = {}
+CLIPPED = {"gradient_clip_val": 0.1}
+ACCUMULATED = {"accumulate_grad_batches": 3}
+MIXED = {"precision": "bf16-mixed"}
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "step"),
+    [
+        (PLAIN, "forward", 2),
+        (CLIPPED, "forward", 1),
+        (CLIPPED, "backward", 2),
+        (ACCUMULATED, "forward", 1),
+        (ACCUMULATED, "backward", 0),
+        (MIXED, "forward", 2),
+        (MIXED, "backward", 1),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_ways_to_train(options: dict[str, Any], where: str, step: int) -> None:
+    memory = Device(where, one_unit, step)
+    assert same(reference(**options), streamed(memory, **options))
+    assert memory.failures == 2
+
+
+@pytest.mark.parametrize(("options", "step"), [(PLAIN, 2), (ACCUMULATED, 1)], ids=["stepped", "accumulated"])
+def test_what_cannot_run_again(options: dict[str, Any], step: int) -> None:
+    """Units that were stepped in backward, and sums that were added to, cannot be told from what they were."""
+    memory = Device("backward", one_unit, step)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        streamed(memory, **options)
+    assert memory.failures == 1
+
+
+def test_nothing_left_to_give_up() -> None:
+    memory = Device("forward", lambda pipeline: False)
+    with (
+        pytest.warns(UserWarning, match="memory did not suffice"),
+        pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory.*\n.*smaller batches.*recompute"),
+    ):
+        streamed(memory)
+    assert memory.failures == 3
+
+
+def test_choices_of_the_user_are_kept() -> None:
+    memory = Device("forward", one_unit)
+    strategy = SuperpipelineStrategy(units=Block, k=3, activations="keep")
+    with pytest.raises(torch.OutOfMemoryError, match="smaller batches"):
+        streamed(memory, strategy=strategy)
+    assert memory.failures == 1
+
+
+def test_later_steps_raise() -> None:
+    """They are not watched, because watching costs time."""
+    memory = Device("forward", one_unit, step=9)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        streamed(memory, max_epochs=2)
+    assert memory.failures == 1
