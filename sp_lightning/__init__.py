@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sp_lightning.api import superpipeline
 from sp_lightning.losses import chunked_cross_entropy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.planning import Assumptions, plan
 from sp_lightning.timeline import write_timeline
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Assumptions",
     "Pipeline",
     "PipelineOptions",
     "SuperpipelineCallback",
@@ -31,6 +33,7 @@ __all__ = [
     "SuperpipelineStrategy",
     "__version__",
     "chunked_cross_entropy",
+    "plan",
     "superpipeline",
     "write_timeline",
 ]

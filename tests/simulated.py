@@ -55,15 +55,20 @@ class SimulatedTicket(Ticket):
 
     @property
     def end(self) -> float:
-        """When it is done; what waits on the host is put in order as soon as somebody wants to know."""
+        """When it is done; of what waits on the host as much is put in order as somebody wants to know."""
         if self._end is None:
-            self._backend.put_work_in_order()
+            self._backend.put_work_in_order(until=self)
         assert self._end is not None
         return self._end
 
     @end.setter
     def end(self, end: float) -> None:
         self._end = end
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is work on the host that has not been given its time."""
+        return self._end is None
 
     def interval(self, origin: Origin) -> tuple[float, float]:
         """In virtual time."""
@@ -148,9 +153,13 @@ class SimulatedBackend(Backend):
         self._work.append(Work(ticket, rank, max([self.main, *ends(after)]), seconds))
         return ticket
 
-    def put_work_in_order(self) -> None:
-        """Give all work its time: of what is ready the lowest rank first."""
-        while self._work:
+    def put_work_in_order(self, until: SimulatedTicket | None = None) -> None:
+        """Give work its time: of what is ready the lowest rank first.
+
+        Args:
+            until: The work that somebody waits for. What comes after it may be overtaken by work that is given later.
+        """
+        while self._work and (until is None or until.waits):
             now = max(self._free[Lane.HOST], min(work.ready for work in self._work))
             work = min((work for work in self._work if work.ready <= now), key=lambda work: (work.rank, work.ready))
             self._work.remove(work)

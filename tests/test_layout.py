@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import re
 import sys
 from pathlib import Path
 
@@ -128,9 +129,21 @@ def test_optional_dependencies_are_imported_where_they_are_used(path):
 
 
 def test_declared_dependencies_are_those_imported():
-    """What the package imports is declared, and nothing else is."""
+    """What the package imports is declared, and nothing else is; what extras bring is imported where it is needed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = {line.split(">=")[0].replace("-", "_") for line in project["dependencies"]}
-    found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)} - OPTIONAL
+
+    def names(lines: list[str]) -> set[str]:
+        return {re.split(r"[\[>]", line)[0].replace("-", "_") for line in lines}
+
+    optional = names([line for extra in ("cli", "examples") for line in project["optional-dependencies"][extra]])
+    found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
     # Every `lightning` brings `pytorch_lightning` of the same release.
-    assert found - sys.stdlib_module_names - {"sp_lightning", "pytorch_lightning"} == declared
+    found -= {*sys.stdlib_module_names, "sp_lightning", "pytorch_lightning"}
+    assert found - optional - OPTIONAL == names(project["dependencies"])
+
+
+def test_the_command_line_is_imported_by_nobody():
+    """It needs an extra."""
+    of_cli = ("sp_lightning.cli", "sp_lightning.plan_command")
+    users = [name_of(path) for path in modules(PACKAGE) if any(name.startswith(of_cli) for name in imported(path))]
+    assert users == ["sp_lightning.__main__", "sp_lightning.cli"]

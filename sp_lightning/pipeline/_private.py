@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -156,6 +157,15 @@ def storage_key(tensor: Tensor) -> int:
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
     """Keeps the identity of a tensor's memory from being used again, but not the memory."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def without_values() -> AbstractContextManager[object]:
+    """In it, tensors that it made have shapes, dtypes and a device, and no values. Memory is counted as if they had.
+
+    The meta device has no values, either, but what depends on the device (autocast, attention's kernels) is different
+    there.
+    """
+    return FakeTensorMode()
 
 
 def users_of_storage(tensor: Tensor) -> int:

@@ -32,7 +32,7 @@ from sp_lightning.pipeline.weights import Twin, Weight
 
 _PINNED_SHARE = 0.8  # of the host's memory; the rest of the system must not starve
 _DEFAULT_SLOTS = 2  # one computes, one arrives
-_LARGEST_UNIT = 2 << 30  # blocks above this many bytes are divided where their structure allows it
+_LARGEST_UNIT = 2 << 30  # see `largest_unit_bytes`
 
 
 class Learned:
@@ -118,7 +118,7 @@ class Arrangement:
         self._backend = backend
         device_bytes = backend.total_memory()
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
-        largest = min(_LARGEST_UNIT, (self.budget or device_bytes or 8 * _LARGEST_UNIT) // 8)
+        largest = largest_unit_bytes(self.budget or device_bytes)
         plan = find_units(module, options.units, [*options.resident, *learned.resident], largest, learned.split)
         if learned.order:
             plan.put_in_order(learned.order)
@@ -326,6 +326,15 @@ class Arrangement:
         for unit in units:
             unit.group = group
         return group
+
+
+def largest_unit_bytes(device_bytes: int | None) -> int:
+    """Blocks above this many bytes are divided where their structure allows it.
+
+    Args:
+        device_bytes: What there is for a step on the device, if that is known.
+    """
+    return _LARGEST_UNIT if device_bytes is None else min(_LARGEST_UNIT, device_bytes // 8)
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:

@@ -33,6 +33,20 @@ class Link(NamedTuple):
     up: float
     down: float
 
+    def offload_seconds(self, nbytes: int, weights: int, forward: float, backward: float) -> float:
+        """What it costs to have activations of a unit wait on the host.
+
+        Args:
+            nbytes: Their bytes.
+            weights: Bytes of weights that travel for the unit.
+            forward: Seconds of its forward, under which activations leave.
+            backward: Seconds of its backward, under which weights and activations come.
+        """
+        sending = max(0.0, nbytes / self.down - forward)
+        waiting_anyway = max(0.0, weights / self.up - backward)
+        fetching = max(0.0, (weights + nbytes) / self.up - backward) - waiting_anyway
+        return sending + fetching + _HIDDEN * nbytes * (1 / self.up + 1 / self.down)
+
     @staticmethod
     def measured(backend: Backend) -> Link:
         """Copy a little in both directions; the host waits."""
@@ -85,12 +99,7 @@ class _Unit:
         if took.repeatable:
             ways.append(Way("recompute", took.held, took.working, forward))
         if link is not None and took.large:
-            backward = _BACKWARD * forward
-            sending = max(0.0, took.large / link.down - forward)
-            waiting_anyway = max(0.0, self.weights / link.up - backward)
-            fetching = max(0.0, (self.weights + took.large) / link.up - backward) - waiting_anyway
-            hidden = _HIDDEN * took.large * (1 / link.up + 1 / link.down)
-            seconds = sending + fetching + hidden
+            seconds = link.offload_seconds(took.large, self.weights, forward, _BACKWARD * forward)
             ways.append(Way("offload", everything - took.large, took.working, seconds, leaving=took.large))
         return ways
 

@@ -47,6 +47,11 @@ from sp_lightning.pipeline.weights import Twin, Weight
 _SLOTS_SHARE = 5  # at most one slot for so many units: what the optimizer may be behind
 
 
+def slots_in_ring(units: int, together: int) -> int:
+    """How many slots there are at most for the gradients of this many units, of which so many travel together."""
+    return max(2, together + 1, -(-units // _SLOTS_SHARE))
+
+
 @dataclass(eq=False)
 class Shipment:
     """One copy on its way to the host.
@@ -136,7 +141,7 @@ class GradientReturn:
         self._pieces: list[Piece] = []
         self._turn = 0
         together = max((unit.group.units for unit in self._units), default=1)
-        self._ring = Ring(backend, pin, max(2, together + 1, -(-len(self._units) // _SLOTS_SHARE)))
+        self._ring = Ring(backend, pin, slots_in_ring(len(self._units), together))
 
     # ------------------------------------------------------------------------------------------- while backward runs
 

@@ -138,6 +138,7 @@ def find_units(
     resident: Sequence[str] = (),
     max_unit_bytes: int | None = None,
     split: Sequence[nn.Module] = (),
+    on_meta: bool = False,
 ) -> Plan:
     """Find the units of a module tree.
 
@@ -147,11 +148,12 @@ def find_units(
         resident: Names of modules and parameters that stay on the device.
         max_unit_bytes: Blocks above this size are descended into.
         split: Modules that turned out not to be called themselves, to be descended into.
+        on_meta: Whether parameters may be on the meta device, because nobody is going to compute with them.
 
     Raises:
         ValueError: If there is nothing to stream, a name or policy matches nothing, or a parameter is not on the CPU.
     """
-    return _Finder(root, policy, resident, max_unit_bytes, split).plan()
+    return _Finder(root, policy, resident, max_unit_bytes, split, on_meta).plan()
 
 
 def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
@@ -170,8 +172,10 @@ class _Finder:
         resident: Sequence[str],
         max_unit_bytes: int | None,
         split: Sequence[nn.Module],
+        on_meta: bool,
     ) -> None:
         self.root = root
+        self.on_meta = on_meta
         self.policy = policy
         self.max_unit_bytes = max_unit_bytes
         self.split = {id(module) for module in split}
@@ -218,7 +222,7 @@ class _Finder:
         if not named:
             raise ValueError(f"`{type(self.root).__name__}` has no parameters, so there is nothing to stream.")
         for name, owner, _, parameter in named:
-            _check_parameter(name, parameter)
+            _check_parameter(name, parameter, self.on_meta)
             if id(parameter) in self.weights or any(parameter is other for other in self.unmanaged.values()):
                 continue
             if _is_manageable(owner, parameter):
@@ -457,12 +461,14 @@ class _Finder:
                 member.recurrent.append((module, [by_master[id(p)] for p in module._flat_weights]))
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(
             f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example data before the model is "
             "given to superpipeline."
         )
+    if parameter.device.type == "meta" and on_meta:
+        return
     if parameter.device.type == "meta":
         raise ValueError(
             f"Parameter {name!r} is on the meta device and has no values. Materialise the model on the CPU first "

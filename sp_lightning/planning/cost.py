@@ -288,7 +288,7 @@ class _Replay:
             for group in [group for group in self._groups if group.parameters]:
                 self._step_group(group, position)
         if stepping == "apart":
-            self._step_all()
+            self._let_step()
             self.compute = max(self.compute, self._host)
 
     # ------------------------------------------------------------------------------------------------------ weights
@@ -304,7 +304,7 @@ class _Replay:
         for other in group.conflicts:
             other.loaded = False
         if group.stepped is None:
-            self._step_all()
+            self._let_step(until=group)
         assert group.stepped is not None
         group.ready = self._receive(group.nbytes, group.stepped)
         group.loaded = True
@@ -343,11 +343,15 @@ class _Replay:
         if group is not self._resident:
             self._next = min(self._next, self._next_use(group, position + 1))
 
-    def _step_all(self) -> None:
-        """Give the optimizer's work its time: of what has landed, what the next forward needs first comes first."""
+    def _let_step(self, until: _Group | None = None) -> None:
+        """Give the optimizer's work its time: of what has landed, what the next forward needs first comes first.
+
+        Args:
+            until: The group that is waited for. What comes after it may still be overtaken by what lands later.
+        """
         coming = sorted(self._given, key=lambda group: -group.landed)
         landed: list[tuple[int, _Group]] = []
-        while coming or landed:
+        while (coming or landed) and (until is None or until.stepped is None):
             if not landed:
                 self._host = max(self._host, coming[-1].landed)
             while coming and coming[-1].landed <= self._host:
@@ -358,7 +362,7 @@ class _Replay:
             self._host += seconds
             self.busy["host"] += seconds
             group.stepped = self._host
-        self._given.clear()
+        self._given = [*coming, *(group for _, group in landed)]
 
     # -------------------------------------------------------------------------------------------------- the lanes
 

@@ -40,6 +40,7 @@ from sp_lightning.pipeline._private import (
     when_backward_ends,
     without_compile,
     without_torch_function,
+    without_values,
     zero_grad_is_calling,
 )
 
@@ -423,3 +424,14 @@ def test_a_graph_break_is_explained() -> None:
 def test_compiled_modules_are_looked_through() -> None:
     module = nn.Linear(2, 2)
     assert without_compile(torch.compile(module)) is without_compile(module) is module
+
+
+def test_tensors_without_values():
+    """They take no memory, know their storage, and are computed with as if they were on the CPU, autocast included."""
+    with without_values(), torch.autocast("cpu", torch.bfloat16):
+        weight = nn.Parameter(torch.empty(1 << 30, 1 << 10))  # four TiB
+        product = torch.empty(2, 1 << 10) @ weight.T
+    assert (product.dtype, product.device.type) == (torch.bfloat16, "cpu")
+    assert product.grad_fn is not None
+    assert weight.untyped_storage().nbytes() == 1 << 42
+    assert storage_key(weight) == storage_key(weight.T) != storage_key(product)

@@ -118,6 +118,21 @@ def test_real_models(name: str) -> None:
     assert max(size(plan)) <= max(0.26 * total, largest_layer)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "vgg16", "unet"])
+def test_models_on_the_meta_device(name: str) -> None:
+    """The same units, for whoever asks before there are values."""
+    _, plan = real(name)
+    with torch.device("meta"):
+        model = REAL[name][0]()
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    with pytest.raises(ValueError, match="is on the meta device"):
+        find_units(model)
+    on_meta = find_units(model, on_meta=True)
+    check_plan(model, on_meta)
+    assert (names(on_meta), size(on_meta)) == (names(plan), size(plan))
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral", "vit"])
 def test_blocks_of_transformers_stay_whole(name: str) -> None:
     """One unit per block, all blocks of a stack of the same size."""

@@ -1,0 +1,174 @@
+"""`sp-lightning fit|validate|test|predict|plan`: the strategy from the command line.
+
+The first four are a LightningCLI for any LightningModule, whose default strategy is ours. `plan` says what a model
+would take before there is a machine for it (`plan_command.py`). What is wrong with arguments is said in one line.
+
+Nothing else imports this module: it needs jsonargparse, which the extra `sp-lightning[cli]` brings.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from argparse import ArgumentError
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from sp_lightning._namespace import FABRIC, namespace
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.cli import ArgsType, LightningArgumentParser
+    from lightning.pytorch.cli import LightningCLI as _Base
+else:
+    _Base = object
+
+PROGRAM = "sp-lightning"
+RUNS = ("fit", "validate", "test", "predict")
+"""Commands that are LightningCLI's."""
+COMMANDS = (*RUNS, "plan")
+
+_STRATEGIES = {
+    "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
+    "pytorch_lightning": "sp_lightning.pytorch_lightning.SuperpipelineStrategy",
+}
+_NEEDED = ("jsonargparse", "docstring_parser", "typeshed_client")  # what `jsonargparse[signatures]` brings
+
+# Lines of jsonargparse that say how it looked at a value, not what is wrong with it.
+_STRUCTURE = re.compile(r"$|'[\w.]+':$|Does not validate|Subtypes:|Errors:|Given value|Expected a (path but|<|typing)")
+
+
+class CommandLineMixin(_Base):
+    """What the LightningCLI behind `sp-lightning` is in every namespace."""
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        assert isinstance(args, list)
+        self.config = parser.parse_args(["--print_config=comments" if a == "--print_config" else a for a in args])
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:  # a class did not like a value: as wrong as one that the parser did not like
+            raise ArgumentError(None, str(error)) from error
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        assert self.subcommand is not None
+        if self.config[self.subcommand].trainer.logger is False:
+            # The configuration is kept beside the logs. Without logs it would land in the current folder.
+            self.save_config_callback = None
+        return super().instantiate_trainer(**kwargs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `sp-lightning`.
+
+    Args:
+        arguments: What follows the program's name; `None` takes it from `sys.argv`.
+
+    Returns:
+        The exit status: 0; 2 if an argument is wrong; 1 if what was asked for cannot be done.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        return _fail(f"the command line needs {', '.join(missing)}: pip install 'sp-lightning[cli]'", 1)
+    if os.getcwd() not in sys.path:  # a console script, unlike `python -m`, does not find the modules of this folder
+        sys.path.insert(0, os.getcwd())
+    try:
+        if arguments[:1] == ["plan"]:
+            from sp_lightning import plan_command  # needs jsonargparse
+
+            plan_command.run(arguments[1:], f"{PROGRAM} plan")
+        else:
+            _run(arguments)
+    except ArgumentError as error:
+        command = " ".join([PROGRAM, *[name for name in arguments[:1] if name in COMMANDS]])
+        return _fail(f"{one_line(str(error))} (all arguments: {command} --help)", 2)
+    except Exception as error:
+        if not _is_refusal(error):
+            raise
+        return _fail(one_line(str(error)), 1)
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    """Run LightningCLI in the namespace that the user's LightningModule belongs to."""
+    first, *others = [name for name in _STRATEGIES if find_spec(name.partition(".")[0]) is not None]
+    try:
+        run_in(first, arguments)
+    except ArgumentError as error:
+        # In search of the model its module was imported, and that imported the namespace that it is made for.
+        used = [name for name in others if name in sys.modules]
+        if not used or "does not correspond to a subclass" not in str(error):
+            raise
+        run_in(used[0], arguments)
+
+
+def run_in(name: str, arguments: list[str]) -> None:
+    """Run the LightningCLI of one namespace, in which our strategy is the default.
+
+    Args:
+        name: "lightning.pytorch" or "pytorch_lightning".
+        arguments: The command line.
+
+    Raises:
+        argparse.ArgumentError: An argument is unknown, missing, or has a value that it cannot have.
+    """
+    command_line: Any = type("SuperpipelineCLI", (CommandLineMixin, import_module(f"{name}.cli").LightningCLI), {})
+    quiet = {"exit_on_error": False}
+    command_line(
+        args=arguments,
+        trainer_defaults={"strategy": {"class_path": _STRATEGIES[name]}},
+        parser_kwargs={
+            "prog": PROGRAM,
+            "description": "Train and use models larger than the memory of the device, with PyTorch Lightning."
+            f" Before that, `{PROGRAM} plan --help`: what a model would take, on a machine of any kind.",
+            **quiet,
+            **{command: dict(quiet) for command in RUNS},
+        },
+    )
+
+
+def one_line(message: str) -> str:
+    """Say in one line what jsonargparse says as a tree of all types that a value could have had.
+
+    Args:
+        message: A message of jsonargparse, or any other.
+    """
+    keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)":', message))
+    inner = message.partition("Problem with given class_path")[2] or message
+    lines = [re.sub(r'^(- |Parser key "[^"]+":)*', "", line.strip()).strip() for line in inner.splitlines()]
+    told = [line for line in dict.fromkeys(lines) if not _STRUCTURE.match(line)]
+    expected, given = (
+        re.findall(r"Expected a ([^\n]+?)(?:\. Got|\n)", inner),
+        re.findall(r"(?:Given|Got) value: (.+)", inner),
+    )
+    if not told and expected and given:
+        types = re.sub(
+            r"<class '([\w.]+)'>|typing\.Literal\[([^]]+)\]|typing\.", r"\1\2", " or ".join(dict.fromkeys(expected))
+        )
+        told = [f"expected {types}, got {given[0]}"]
+    return ": ".join(filter(None, [".".join(keys), "; ".join(told)])) or " ".join(message.split())
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether Lightning or this package says that something cannot be done; all else is somebody's bug."""
+    if any(isinstance(error, namespace(name).misconfiguration) for name in FABRIC if name in sys.modules):
+        return True
+    raised_in = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)][-1]
+    return isinstance(error, ValueError) and Path(__file__).parent in Path(raised_in).parents
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+    return status

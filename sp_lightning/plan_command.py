@@ -1,0 +1,106 @@
+"""`sp-lightning plan`: what a model would take, for whoever has not got the machine yet (see `planning/report.py`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import ArgumentError
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import PositiveInt
+from torch import nn
+
+from sp_lightning.planning import Assumptions, plan
+from sp_lightning.planning.models import SHAPES, transformers_model
+
+_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_OF_MODEL = "--model."
+
+
+def run(arguments: Sequence[str], program: str) -> None:
+    """Print the plan for a model, as a table or as JSON.
+
+    Args:
+        arguments: The command line after `plan`.
+        program: How the command is called.
+
+    Raises:
+        argparse.ArgumentError: An argument is unknown, missing, or has a value that it cannot have.
+        ValueError: The model cannot be planned for.
+    """
+    arguments, of_model = _split(arguments)
+    options = _parser(program).parse_args(arguments)
+    try:
+        given = Assumptions(**{field.name: options[field.name] for field in fields(Assumptions)})
+    except ValueError as error:
+        raise ArgumentError(None, str(error)) from error
+    if _CLASS_PATH.fullmatch(options.model) and not Path(options.model).exists() and options.model not in SHAPES:
+        report = plan(_module(options.model, of_model), None, given, title=options.model)
+    elif of_model:
+        raise ArgumentError(None, f"{of_model[0]} is for the class of a model, which {options.model!r} is not")
+    else:
+        model = transformers_model(options.model, options.batch_size, options.length)
+        report = plan(model.module, model.inputs, given, title=model.title)
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report)
+
+
+def _parser(program: str) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=program,
+        exit_on_error=False,
+        description="What a model would take on the device and on the host, and how long a step would take, for several"
+        " k. Needs neither weights nor a GPU: numbers are estimates, from shapes and from what is assumed.",
+    )
+    parser.add_argument(
+        "--model",
+        type=str,
+        required=True,
+        help=f"{', '.join(SHAPES)}; or the class of a LightningModule or nn.Module, whose arguments follow as"
+        " `--model.name value`; or a configuration of transformers: a folder, a config.json, a name on the hub",
+    )
+    parser.add_argument("--batch_size", type=PositiveInt, default=1, help="texts or images in a step, for transformers")
+    parser.add_argument("--length", type=PositiveInt, default=2048, help="tokens in each text, for transformers")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_class_arguments(Assumptions)
+    return parser
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments for us, and those for the model's class."""
+    ours: list[str] = []
+    of_model: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith(_OF_MODEL):
+            ours.append(argument)
+            continue
+        of_model.append(argument)
+        if "=" not in argument:
+            of_model += [value for value in [next(rest, None)] if value is not None]
+    return ours, of_model
+
+
+def _module(class_path: str, arguments: list[str]) -> nn.Module:
+    """Build a module on the meta device, where it takes no memory, whatever its size."""
+    module_name, _, class_name = class_path.rpartition(".")
+    try:
+        found = getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(None, f"model: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ArgumentError(None, f"model: {class_path} is not a class of modules")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(found, "model", fail_untyped=False)
+    options = parser.parse_args(arguments)
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in jsonargparse 4.49
+    with torch.device("meta"):
+        module: nn.Module = instantiate(options).model
+        configure_model = getattr(module, "configure_model", None)  # where LightningModules may make their layers
+        if configure_model is not None:
+            configure_model()
+    return module

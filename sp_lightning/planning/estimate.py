@@ -1,0 +1,264 @@
+"""A workload without a machine: from a model's shapes and assumptions, before there is anything to measure.
+
+Units are found by the engine's own rules, on a copy of the model on the meta device. What they compute and save is seen
+in a dry run if it is known what the model is called with. Else each weight matrix is taken to multiply and add once for
+each token, and activations are left out. Times are FLOPs over an assumed rate, and bytes over an assumed bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from sp_lightning.pipeline.arrangement import gradient_bytes, largest_unit_bytes, sent_bytes
+from sp_lightning.pipeline.auto import Link
+from sp_lightning.pipeline.choice import Way
+from sp_lightning.pipeline.gradients import slots_in_ring
+from sp_lightning.pipeline.lowering import known_to_be_lowered
+from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
+from sp_lightning.pipeline.units import Plan, Unit, find_units
+from sp_lightning.pipeline.weights import Weight
+from sp_lightning.planning.dry_run import Seen, dry_run, shapes_of
+from sp_lightning.planning.workload import Machine, UnitWork, Workload
+
+Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+
+GIGA, TERA = 1e9, 1e12
+
+STATE = {
+    "SGD": 0,
+    "ASGD": 1,
+    "Adagrad": 1,
+    "RMSprop": 1,
+    "Muon": 1,
+    "Adadelta": 2,
+    "Adam": 2,
+    "AdamW": 2,
+    "Adamax": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Rprop": 2,
+}
+"""How many numbers an optimizer of torch keeps for each parameter, with its default arguments."""
+
+_FACTORED = "Adafactor"  # keeps a number per row and per column instead
+_HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+_DEVICE_MEMORY = 24 * 2**30  # where nobody says, and there is no device
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What is taken for granted where nothing is measured.
+
+    Args:
+        device_memory: Memory of the device, of which a step may take 90 %: bytes, or text such as "24GiB". None asks
+            the device, and is 24 GiB where there is none.
+        to_device: What copies to the device reach, in GB/s.
+        to_host: What copies to the host reach, in GB/s.
+        compute: What the device reaches on such a model, in TFLOP/s. About half of what its maker says.
+        host_bandwidth: What the optimizer reads and writes on the host, in GB/s.
+        precision: The Trainer's `precision`.
+        optimizer: The class of the optimizer by its name in `torch.optim`, or the bytes that it keeps per parameter.
+        activations: The strategy's `activations`.
+        units: The strategy's `units`: names of module classes. None finds them.
+        resident: The strategy's `resident`.
+        tokens: What each weight matrix is applied to in a step, where it is not known what the model is called with.
+
+    Raises:
+        ValueError: A value is not above zero, or not one of those that are known.
+    """
+
+    device_memory: int | str | None = None
+    to_device: float = 25.0
+    to_host: float = 25.0
+    compute: float = 80.0
+    host_bandwidth: float = 60.0
+    precision: Precision = "bf16-mixed"
+    optimizer: float | str = "AdamW"
+    activations: ActivationPolicy = "auto"
+    units: str | Sequence[str] | None = None
+    resident: Sequence[str] = ()
+    tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in ("to_device", "to_host", "compute", "host_bandwidth", "tokens"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}={getattr(self, name)}` must be above zero.")
+        for name, allowed in (("precision", Precision), ("activations", ActivationPolicy)):
+            if getattr(self, name) not in get_args(allowed):
+                known = ", ".join(map(repr, get_args(allowed)))
+                raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {known}.")
+        if isinstance(self.optimizer, str) and self.optimizer not in (*STATE, _FACTORED):
+            known = ", ".join(sorted((*STATE, _FACTORED)))
+            raise ValueError(
+                f"`optimizer={self.optimizer!r}` is none of {known}. Give the bytes that yours keeps per parameter."
+            )
+        self._check_device_memory()
+
+    def _check_device_memory(self) -> None:
+        given = self.device_memory
+        try:
+            known = given is None or parse_bytes(given, device_bytes=None)
+        except ValueError:
+            known = None
+        if not known:
+            raise ValueError(f"`device_memory={given!r}` must be an amount of memory: bytes, or text such as '24GiB'.")
+
+    @property
+    def device_bytes(self) -> int:
+        """The memory of the device."""
+        if self.device_memory is not None:
+            return parse_bytes(self.device_memory, device_bytes=None) or 0
+        if torch.cuda.is_available():
+            return int(torch.cuda.get_device_properties(0).total_memory)
+        return _DEVICE_MEMORY
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A model as a workload.
+
+    Attributes:
+        workload: What a step has to do.
+        machine: How fast.
+        parameters: How many numbers the weights have.
+        flops: What a step computes, forward and backward.
+    """
+
+    workload: Workload
+    machine: Machine
+    parameters: int
+    flops: float
+
+
+def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
+    """Make a workload of a model.
+
+    Args:
+        module: The model, on any device, the meta device included. It is neither changed nor called.
+        inputs: What its forward is called with in a step, as for `dry_run`; `None` if that is not known.
+        given: What is assumed.
+
+    Raises:
+        ValueError: If the model has no parameters, `units` or `resident` do not fit it, or its forward cannot be
+            followed (`CannotFollow`).
+    """
+    dtype = _HALF.get(given.precision)
+    autocast = dtype if given.precision.endswith("mixed") else None
+    module = shapes_of(module, None if autocast else dtype)
+    plan = find_units(module, given.units, given.resident, largest_unit_bytes(given.device_bytes), on_meta=True)
+    if autocast is not None:
+        for weight in known_to_be_lowered(module, plan.units):
+            weight.compute_dtype = autocast
+    seen, outside = _look(module, plan, inputs, autocast, given)
+    work = tuple(_work(unit, calls, given) for unit, calls in zip(plan.units, seen, strict=True))
+    resident = _work(plan.resident, Seen(), given)
+    workload = Workload(
+        units=work,
+        resident=replace(resident, host_bytes=resident.host_bytes + _ring_bytes(plan)),
+        stepping="in backward" if any(unit.gradient_bytes for unit in (*work, resident)) else None,
+        turn_seconds=3 * outside.flops / (given.compute * TERA),
+        outside_bytes=outside.saved,
+        reserve_bytes=max([outside.saved, *(calls.inputs + calls.saved for calls in seen)]),
+    )
+    weights = [weight for unit in plan.all_units() for weight in unit.weights]
+    computing = sum(unit.forward_seconds + unit.backward_seconds for unit in work) + workload.turn_seconds
+    machine = Machine(
+        to_device=given.to_device * GIGA,
+        to_host=given.to_host * GIGA,
+        optimizer=given.host_bandwidth * GIGA / _bytes_per_step(weights, given),
+    )
+    parameters = sum(weight.master.numel() for weight in weights)
+    return Estimate(workload, machine, parameters, computing * given.compute * TERA)
+
+
+def _look(
+    module: nn.Module, plan: Plan, inputs: Any, autocast: torch.dtype | None, given: Assumptions
+) -> tuple[list[Seen], Seen]:
+    """What units compute and save, and what is computed and saved outside of them."""
+    if inputs is not None:
+        run = dry_run(module, plan, inputs, autocast)
+        return run.units, run.outside
+    tables = [child for child in module.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)]
+    looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
+
+    def multiplied(unit: Unit) -> int:
+        masters = [weight.master for weight in unit.weights]
+        return sum(master.numel() for master in masters if master.dim() > 1 and id(master) not in looked_up)
+
+    return [Seen(flops=2 * given.tokens * multiplied(unit)) for unit in plan.units], Seen()
+
+
+def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
+    trained = [weight for weight in unit.weights if weight.master.requires_grad]
+    numbers = sum(weight.master.numel() for weight in unit.weights)
+    parameters = sum(weight.master.numel() for weight in trained)
+    forward = seen.flops / (given.compute * TERA)
+    # Backward multiplies once for the gradient of the input, and once more for the gradient of each trained weight.
+    backward = forward * (1 + parameters / numbers) if numbers else 0.0
+    weights = sent_bytes([unit])
+    return UnitWork(
+        name=unit.name,
+        weight_bytes=weights,
+        gradient_bytes=gradient_bytes([unit]) if trained else 0,
+        parameters=parameters,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        host_bytes=sum(_host_bytes(weight, given) for weight in unit.weights),
+        ways=_ways(seen, weights, forward, backward, given),
+    )
+
+
+def _ways(seen: Seen, weights: int, forward: float, backward: float, given: Assumptions) -> tuple[Way, ...]:
+    """What may become of a unit's activations, as far as the user leaves the choice."""
+    everything = seen.inputs + seen.saved
+    link = Link(up=given.to_device * GIGA, down=given.to_host * GIGA)
+    offloading = link.offload_seconds(seen.large, weights, forward, backward)
+    ways = (
+        Way("keep", everything, everything, 0.0),
+        Way("recompute", seen.inputs, everything, forward),
+        Way("offload", everything - seen.large, everything, offloading, leaving=seen.large),
+    )
+    return tuple(way for way in ways if given.activations in ("auto", way.policy))
+
+
+def _host_bytes(weight: Weight, given: Assumptions) -> int:
+    """The master, what is sent of it, its gradient, and what the optimizer keeps of it."""
+    nbytes = weight.master.nbytes + (weight.compute_bytes if weight.lowered else 0)
+    if weight.master.requires_grad:
+        # A gradient in a lower dtype goes from where it lands into the optimizer, and has no memory of its own.
+        nbytes += _state_bytes(weight.master, given) + (0 if weight.lowered else weight.master.nbytes)
+    return nbytes
+
+
+def _ring_bytes(plan: Plan) -> int:
+    """Host memory through which gradients pass that have none of their own."""
+    passing = [unit for unit in plan.units if any(w.lowered and w.master.requires_grad for w in unit.weights)]
+    return slots_in_ring(len(plan.all_units()), 1) * max((gradient_bytes([unit]) for unit in passing), default=0)
+
+
+def _state_bytes(parameter: nn.Parameter, given: Assumptions) -> int:
+    if not isinstance(given.optimizer, str):
+        return int(given.optimizer * parameter.numel())
+    if given.optimizer in STATE:
+        return STATE[given.optimizer] * parameter.nbytes
+    if parameter.dim() < 2:
+        return parameter.nbytes
+    *matrices, rows, columns = parameter.shape
+    return prod(matrices) * (rows + columns) * parameter.element_size()
+
+
+def _bytes_per_step(weights: Sequence[Weight], given: Assumptions) -> float:
+    """What an optimizer reads and writes for each parameter: gradient, master and state, and the copy that is sent."""
+    trained = [weight for weight in weights if weight.master.requires_grad]
+    touched = sum(
+        2 * (weight.master.nbytes + _state_bytes(weight.master, given))
+        + weight.compute_bytes * (2 if weight.lowered else 1)
+        for weight in trained
+    )
+    return touched / max(1, sum(weight.master.numel() for weight in trained)) or 1.0
