@@ -32,7 +32,8 @@ from sp_lightning.pipeline.weights import Twin, Weight
 
 _PINNED_SHARE = 0.8  # of the host's memory; the rest of the system must not starve
 _DEFAULT_SLOTS = 2  # one computes, one arrives
-_LARGEST_UNIT = 2 << 30  # see `largest_unit_bytes`
+_LARGEST_UNIT = 4 << 30  # see `largest_unit_bytes`
+_SHARE_OF_DEVICE = 6
 
 
 class Learned:
@@ -334,7 +335,7 @@ def largest_unit_bytes(device_bytes: int | None) -> int:
     Args:
         device_bytes: What there is for a step on the device, if that is known.
     """
-    return _LARGEST_UNIT if device_bytes is None else min(_LARGEST_UNIT, device_bytes // 8)
+    return _LARGEST_UNIT if device_bytes is None else min(_LARGEST_UNIT, device_bytes // _SHARE_OF_DEVICE)
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:

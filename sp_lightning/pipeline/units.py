@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _READS_ITS_CHILDREN = (nn.MultiheadAttention,)  # uses `out_proj.weight` without calling `out_proj`
 _TYPICAL_COUNT = 12  # neighbours are joined up to this fraction of the model
-_SMALL_LEAF = 50  # leaves below this fraction of the model are not worth streaming on their own
+_SMALL_LEAF = 50  # leaves below this fraction of the model are not worth streaming on their own,
+_SMALL_BYTES = 256 << 20  # unless they are larger than this: a large model's embedding would fill a small device
 
 
 @dataclass
@@ -261,7 +262,7 @@ class _Finder:
         """Modules that are not divided further, in the order of the tree."""
         if self.policy is not None:
             return self._atoms_by_policy(_as_predicate(self.policy))
-        atoms = self._descend("", self.root, False, self.total // _SMALL_LEAF, set())
+        atoms = self._descend("", self.root, False, min(self.total // _SMALL_LEAF, _SMALL_BYTES), set())
         streamed = {id(p): p.nbytes for _, module in atoms for p in module.parameters()}
         if sum(streamed.values()) < 0.9 * self.total:  # many small leaves add up: stream them too
             atoms = self._descend("", self.root, False, 0, set())

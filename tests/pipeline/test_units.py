@@ -14,6 +14,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import without_compile
+from sp_lightning.pipeline.arrangement import largest_unit_bytes
 from sp_lightning.pipeline.units import Plan, find_units
 
 from ..zoo.blocks import Block, Chain, chain
@@ -521,3 +522,14 @@ def test_what_holds_parts_of_units_is_no_place_for_them() -> None:
     plan = find_units(model)
     assert [member.name for member in plan.callers] == ["", "again"]
     assert all(len({place.weight.unit.name for place in member.places}) <= 1 for member in plan.resident.members)
+
+
+def test_a_very_large_model_keeps_its_blocks_and_no_large_leaf() -> None:
+    """70 billion parameters: a fiftieth of that is an embedding that would fill a small device."""
+    size = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=128256, num_hidden_layers=80, **size))
+    plan = find_units(model, max_unit_bytes=largest_unit_bytes(24 << 30), on_meta=True)
+    blocks = [f"model.layers.{number}" for number in range(80)]
+    assert names(plan) == ["model.embed_tokens", *blocks, "lm_head"]
+    assert [weight.name for weight in plan.resident.weights] == ["model.norm.weight"]
