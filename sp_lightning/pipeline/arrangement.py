@@ -162,6 +162,7 @@ class Arrangement:
         with torch.inference_mode(False):
             for twin in self.twins.values():
                 twin.data = twin.parameter.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
+        self.twins.clear()  # twins are known by their memory, which is anybody's now
 
     def device_bytes(self) -> int:
         """Device memory for weights."""

@@ -136,10 +136,10 @@ def test_the_old_window_is_gone_before_the_new_one_is_made() -> None:
 
     loss = model(torch.randn(8, 16)).square().mean()
     loss.backward()
-    old, seen = pipeline.arrangement, []
+    old, seen, twins = pipeline.arrangement, [], list(pipeline.arrangement.twins.values())
 
     def allocate(nbytes: int) -> torch.Tensor:
-        memory = [old.arena, *(g.place for g in old.groups), *(t.parameter for t in old.twins.values())]
+        memory = [old.arena, *(g.place for g in old.groups), *(t.parameter for t in twins)]
         seen.append(sum(tensor.untyped_storage().nbytes() for tensor in memory) if nbytes else 0)
         return HostBackend.allocate(backend, nbytes)
 
@@ -147,4 +147,5 @@ def test_the_old_window_is_gone_before_the_new_one_is_made() -> None:
     pipeline.rebuild()
     assert seen
     assert not any(seen)
+    assert not old.twins, "what lies there now would be taken for a weight"
     pipeline.detach()
