@@ -159,6 +159,18 @@ class Arrangement:
                 member.find_groups()
         return weight.twin
 
+    def give_up_memory(self) -> None:
+        """Let go of the device's memory, so that the next arrangement has room; not while a graph holds weights."""
+        if any(group.handles for group in self.groups):
+            return
+        self.arena = self._backend.allocate(0)
+        for group in self.groups:
+            group.place = self.arena
+        with torch.inference_mode(False):
+            for twin in self.twins.values():
+                twin.data = twin.parameter.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
+        self.twins.clear()  # twins are known by their memory, which is anybody's now
+
     def device_bytes(self) -> int:
         """Device memory for weights."""
         return self.arena.nbytes + sum(group.nbytes for group in self.groups if group.kept)

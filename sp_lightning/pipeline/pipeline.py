@@ -667,6 +667,7 @@ class Pipeline:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._dismantle()
+        self._plan.give_up_memory()
         self._arrange(autocast)
 
     def _run_watched(

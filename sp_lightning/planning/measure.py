@@ -107,10 +107,11 @@ def machine_of(plan: Arrangement, recording: Recording) -> Machine:
     }
     stepped = [span for span in recording.spans if span.kind is Kind.STEP]
     seconds = sum(span.end - span.begin for span in stepped)
+    count = sum(parameters[span.name] for span in stepped)
     return Machine(
         to_device=to_device,
         to_host=to_host,
-        optimizer=sum(parameters[span.name] for span in stepped) / seconds if seconds else math.inf,
+        optimizer=count / seconds if count and seconds else math.inf,
         copy_seconds=copy_seconds,
     )
 

@@ -50,15 +50,19 @@ class AutoPlanner(Planner):
         self._made: dict[_Situation, _Made] = {}
         self._arrangement: Arrangement | None = None
         self._units: tuple[str | int, ...] = ()
+        self._has_limit = False
         self._trains = False
         self._measuring: _Measurement | None = None
 
     @override
     def before_step(self, pipeline: Pipeline, builds_graph: bool) -> WindowPlan | None:
         options = pipeline.options
-        if (options.k != "auto" and options.k_prime != "auto") or pipeline.budget is None:
+        if options.k != "auto" and options.k_prime != "auto":
             return None
-        self._look_at(pipeline.arrangement)
+        if pipeline.arrangement is not self._arrangement:
+            self._look_at(pipeline)
+        if not self._has_limit:
+            return None
         if builds_graph and not self._trains:
             self._trains = True
             self.abandon()
@@ -75,14 +79,15 @@ class AutoPlanner(Planner):
         if measuring is not None:
             measuring.stop()
 
-    def _look_at(self, arrangement: Arrangement) -> None:
-        if arrangement is not self._arrangement:
-            self._arrangement = arrangement
-            sizes = [(unit.name, sent_bytes([unit])) for unit in arrangement.all_units]
-            units = tuple(entry for size in sizes for entry in size)
-            if units != self._units:
-                self._units = units
-                self.abandon()
+    def _look_at(self, pipeline: Pipeline) -> None:
+        """Units were arranged anew; a plan is for units and their bytes, and does not mind where they lie."""
+        self._arrangement = pipeline.arrangement
+        self._has_limit = pipeline.budget is not None
+        sizes = [(unit.name, sent_bytes([unit])) for unit in self._arrangement.all_units]
+        units = tuple(entry for size in sizes for entry in size)
+        if units != self._units:
+            self._units = units
+            self.abandon()
 
     def _measure(self, pipeline: Pipeline) -> _Made | None:
         if self._measuring is None:
