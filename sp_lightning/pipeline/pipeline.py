@@ -286,8 +286,7 @@ class Pipeline:
             return f"the window that was planned, with `k={self._plan.k}`, gives way to the usual one"
         if self.options.activations == "auto" and self._activations.recompute_from_now_on():
             return "units compute their activations a second time in backward from now on"
-        can_shrink = self._plan.plan is not None or self._plan.k > self._plan.k_prime
-        if self.options.k == "auto" and can_shrink and not self._learned.short_of_memory:
+        if self.options.k == "auto" and self._plan.k > self._plan.k_prime and not self._learned.short_of_memory:
             self._learned.short_of_memory = self._rearrange = True
             return f"`k` is {self._plan.k_prime} from now on, and was {self._plan.k}"
         return None
