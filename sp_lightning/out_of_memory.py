@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning._namespace import Namespace
-from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline import Pipeline, readable_bytes
 from sp_lightning.pipeline.effects import SideEffects
 from sp_lightning.pipeline.recompute import RandomStates
 
@@ -115,7 +115,7 @@ class OutOfMemoryRetry:
         result, failure = _try(run)
         while failure is not None:
             if attempt.has_stepped():
-                raise torch.OutOfMemoryError(f"{failure}\n{_ADVICE}")
+                raise torch.OutOfMemoryError(f"{failure}\n{_advice(self._pipeline)}")
             self._make_room(failure)
             attempt.undo()
             result, failure = _try(run)
@@ -131,7 +131,7 @@ class OutOfMemoryRetry:
         """Outside of any `except`, whose traceback would hold the activations."""
         given_up = self._pipeline.shrink()
         if given_up is None:
-            raise torch.OutOfMemoryError(f"{failure}\n{_ADVICE}")
+            raise torch.OutOfMemoryError(f"{failure}\n{_advice(self._pipeline)}")
         gc.collect()
         device = self._pipeline.device
         if device.type != "cpu":
@@ -177,7 +177,7 @@ class _Attempt:
         """Everything is as it was before the attempt that failed, and the next one can fail, too."""
         lost = self._effects.settle()
         if lost is not None:
-            raise torch.OutOfMemoryError(f"The training step cannot run again, because it {lost}.\n{_ADVICE}")
+            raise torch.OutOfMemoryError(f"The training step cannot run again, because it {lost}.")
         self._effects.undo()
         self._effects = self._look()
         self._random.restore()
@@ -196,10 +196,16 @@ class _Joined(torch.autograd.Function):
         return gradient * ctx.scale, None, None
 
 
-_ADVICE = (
-    "Nothing is left that superpipeline could give up. Use smaller batches, or less memory for each: "
-    "`SuperpipelineStrategy(activations='recompute')`, `k=1`, smaller `units`."
-)
+def _advice(pipeline: Pipeline) -> str:
+    """What a step takes, as far as it is known, and what would make it smaller."""
+    summary, activations = pipeline.summary(), pipeline.stats.activation_peak_bytes
+    return (
+        f"Nothing is left that superpipeline could give up. With `k={summary.k}` a step needs "
+        f"{readable_bytes(summary.device_bytes)} for weights, {readable_bytes(summary.gradient_bytes)} for gradients on"
+        f" their way, at least {readable_bytes(activations)} for activations, and what operations take in between. Use "
+        "smaller batches, or less memory for each: `SuperpipelineStrategy(activations='recompute')`, `k=1`, smaller "
+        "`units`."
+    )
 
 
 def _try(run: Callable[[], T]) -> tuple[T | None, str | None]:
