@@ -12,6 +12,7 @@ next and copies are started for it.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -398,6 +399,12 @@ class Pipeline:
             self.module, self.options, self._learned, self._backend, autocast, self._progress
         )
         self.stats.arrangements += 1
+        if not plan.units and self.options.activations in ("recompute", "offload"):
+            warnings.warn(
+                f"`activations={self.options.activations!r}` has no effect any more: every weight is used outside of "
+                "its module's forward (a penalty over all parameters, say), so all stay on the device and no unit is left.",
+                stacklevel=2,
+            )
         self._schedule = Schedule(len(plan.streamed_members))
         self._saved.twins = plan.twins
         self._returns = GradientReturn(

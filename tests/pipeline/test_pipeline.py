@@ -216,3 +216,19 @@ def test_a_backward_that_failed_holds_no_graph() -> None:
         assert pipeline._graphs.waiting()
         del output, middle
         assert not pipeline._graphs.waiting()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_a_choice_that_has_lost_its_effect_is_told_of(activations: Any) -> None:
+    model = layers()
+    with attached(model, activations=activations) as pipeline:
+
+        def step() -> None:
+            with pipeline.step():
+                penalty = sum(parameter.square().sum() for parameter in model.parameters())
+                (model(torch.ones(2, 8)).sum() + penalty).backward()
+
+        step()
+        with pytest.warns(UserWarning, match=f"`activations='{activations}'` has no effect any more"):
+            step()
+        assert pipeline.summary().units == 0
