@@ -402,7 +402,7 @@ class Pipeline:
         if not plan.units and self.options.activations in ("recompute", "offload"):
             warnings.warn(
                 f"`activations={self.options.activations!r}` has no effect any more: every weight is used outside of "
-                "its module's forward (a penalty over all parameters, say), so all stay on the device and no unit is left.",
+                "its module's forward (a penalty over all of them, say), so all stay on the device, no unit is left.",
                 stacklevel=2,
             )
         self._schedule = Schedule(len(plan.streamed_members))
