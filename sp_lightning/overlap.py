@@ -66,10 +66,10 @@ class OverlapPlan:
         if self.why_not is not None:
             return nullcontext()
         if self.why_not_in_backward is None and may_step:
-            return self.pipeline.stepping_in_backward(
+            return self.pipeline.optimizers.stepping_in_backward(
                 self.optimizer, clamp=self.clamp, keep_gradients=self.keeps_gradients
             )
-        return self.pipeline.measuring_norms() if self.needs_norms else nullcontext()
+        return self.pipeline.optimizers.measuring_norms() if self.needs_norms else nullcontext()
 
     def __str__(self) -> str:
         name = type(self.optimizer).__name__
@@ -109,7 +109,7 @@ def plan_overlap(
     if pipeline.options.overlap_optimizer is False:
         why_not: str | None = "`overlap_optimizer=False`"
     else:
-        why_not = pipeline.why_not_overlapped(optimizer)
+        why_not = pipeline.optimizers.why_not_overlapped(optimizer)
     if clips and not by_value:
         reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")
     if scales:

@@ -59,7 +59,7 @@ class HostGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         # the engine knows from the norms, which came with the gradients, and multiplies when the optimizer reads them
         pipeline = self.loan.pipeline
-        overflow = None if pipeline is None else pipeline.unscale(optimizer, inv_scale)
+        overflow = None if pipeline is None else pipeline.optimizers.unscale(optimizer, inv_scale)
         if overflow is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         return {found_inf.device: torch.full_like(found_inf, float(overflow))}
@@ -118,12 +118,12 @@ def lend_pipeline(plugin: Any, pipeline: Pipeline | None, lightning: Namespace) 
 
 
 def _clip_by_norm(plugin: Any, loan: Loan, optimizer: Optimizer, clip_val: float) -> None:
-    clip = nn.utils.clip_grad_norm_ if loan.pipeline is None else loan.pipeline.clip_grad_norm
+    clip = nn.utils.clip_grad_norm_ if loan.pipeline is None else loan.pipeline.optimizers.clip_grad_norm
     clip(plugin.main_params(optimizer), clip_val)
 
 
 def _clip_by_value(plugin: Any, loan: Loan, optimizer: Optimizer, clip_val: float) -> None:
-    clip = nn.utils.clip_grad_value_ if loan.pipeline is None else loan.pipeline.clip_grad_value
+    clip = nn.utils.clip_grad_value_ if loan.pipeline is None else loan.pipeline.optimizers.clip_grad_value
     clip(plugin.main_params(optimizer), clip_val)
 
 

@@ -349,10 +349,14 @@ def test_host_bytes_per_parameter(in_backward: bool, most: float) -> None:
         for _ in range(4):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(torch.ones(2, 256)).square().mean()
-            with pipeline.stepping_in_backward(optimizer) if in_backward else pipeline.measuring_norms():
+            with (
+                pipeline.optimizers.stepping_in_backward(optimizer)
+                if in_backward
+                else pipeline.optimizers.measuring_norms()
+            ):
                 loss.backward()
             if not in_backward:
-                pipeline.clip_grad_norm(model.parameters(), 1.0)
+                pipeline.optimizers.clip_grad_norm(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         summary = pipeline.summary()

@@ -76,7 +76,7 @@ def train(
         if step == 2:  # the order of the units is known
             begin = backend.now
         loss = model(torch.ones(1, WIDTH)).sum()
-        with pipe.stepping_in_backward(optimizer) if in_backward else nullcontext():
+        with pipe.optimizers.stepping_in_backward(optimizer) if in_backward else nullcontext():
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

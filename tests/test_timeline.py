@@ -115,7 +115,7 @@ def test_what_a_real_step_hangs_on(machine, lane, in_backward):
 
     def step():
         loss = model(torch.ones(1, WIDTH)).sum()
-        with pipeline.stepping_in_backward(optimizer) if in_backward else nullcontext():
+        with pipeline.optimizers.stepping_in_backward(optimizer) if in_backward else nullcontext():
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

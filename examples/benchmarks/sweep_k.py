@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace, k: int) -> Point:
         begin = time.perf_counter()
         with pipeline.step():
             loss = model(batch).square().mean()
-            with pipeline.stepping_in_backward(optimizer):
+            with pipeline.optimizers.stepping_in_backward(optimizer):
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()

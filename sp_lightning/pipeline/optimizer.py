@@ -1,29 +1,138 @@
-"""Noticing that an optimizer steps.
+"""Optimizers around a pipeline: noticing that they step, and what is done for them meanwhile.
 
 The user's own optimizer steps the masters, which are ordinary CPU Parameters. All the engine has to know is *when* it
-does, wherever it is called from: torch's hooks for all optimizers tell.
+does, wherever it is called from: torch's hooks for all optimizers tell. `Optimizers` is what the engine offers in
+return; how units are stepped while the device computes is in overlap.py.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.guard import resume_guards, suspend_guards
+from sp_lightning.pipeline.gradients import GradientReturn
+from sp_lightning.pipeline.guard import EngineAtWork, resume_guards, suspend_guards
+from sp_lightning.pipeline.overlap import Overlap
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.window import Window
 
 
 class _Listener(Protocol):
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Gradients are there, and the optimizer is about to update its parameters."""
 
-    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """It has."""
+
+
+class Optimizers:
+    """What a pipeline does for the optimizers of its weights.
+
+    Args:
+        stats: Counters.
+        at_work: Entered around what is done.
+        close: Called when something was done between steps.
+        insists: Whether it is an error if an optimizer cannot step unit by unit.
+    """
+
+    def __init__(self, stats: Stats, at_work: EngineAtWork, close: Callable[[], None], insists: bool) -> None:
+        self._stats = stats
+        self._at_work = at_work
+        self._close = close
+        self._insists = insists
+        self._overlap: Overlap
+        self._returns: GradientReturn
+        self._window: Window
+
+    def work_with(self, overlap: Overlap, returns: GradientReturn, window: Window) -> None:
+        """Units were arranged anew."""
+        self._overlap, self._returns, self._window = overlap, returns, window
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to update its parameters."""
+        if self._insists and (reason := self.why_not_overlapped(optimizer)) is not None:
+            raise ValueError(f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to step this one as it is.")
+        with self._at_work:
+            self._overlap.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has updated what it was left with."""
+        with self._at_work:
+            self._overlap.after_step()
+            self._window.suspect_all()
+            self._stats.optimizer_steps += 1
+            self._close()
+
+    def why_not_overlapped(self, optimizer: Optimizer) -> str | None:
+        """Why an optimizer steps all of its weights at once, as in plain training; None if it steps unit by unit."""
+        with self._at_work:
+            return self._overlap.why_not(optimizer)
+
+    def stepping_in_backward(
+        self, optimizer: Optimizer, *, clamp: float | None = None, keep_gradients: bool = False
+    ) -> AbstractContextManager[None]:
+        """Scope around a backward pass whose gradients are final: each unit is stepped as soon as its own have landed.
+
+        `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. Nobody may
+        look at gradients in between.
+
+        Args:
+            optimizer: The optimizer.
+            clamp: Clip gradients to plus and minus this value, as `torch.nn.utils.clip_grad_value_` does.
+            keep_gradients: Keep gradients that arrive in a lower dtype until `zero_grad`. If they are not kept, it is
+                an error to read them after the step.
+        """
+        return self._overlap.in_backward(optimizer, clamp, keep_gradients)
+
+    @contextmanager
+    def measuring_norms(self) -> Iterator[None]:
+        """Scope around a backward pass whose gradients bring their norms: `clip_grad_norm` and `unscale` need them."""
+        self._returns.measures_norms = True
+        try:
+            yield
+        finally:
+            self._returns.measures_norms = False
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+        """`torch.nn.utils.clip_grad_norm_`, done while the optimizer reads the gradients where that is possible."""
+        parameters = list(parameters)
+        with self._at_work:
+            done = self._overlap.clip_norm(parameters, max_norm)
+            self._close()
+        if not done:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
+        """`torch.nn.utils.clip_grad_value_`, done while the optimizer reads the gradients where that is possible."""
+        parameters = list(parameters)
+        with self._at_work:
+            done = self._overlap.clip_value(parameters, limit)
+            self._close()
+        if not done:
+            nn.utils.clip_grad_value_(parameters, limit)
+
+    def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
+        """What `GradScaler.unscale_` does, while the optimizer reads the gradients.
+
+        Args:
+            optimizer: Whose gradients.
+            inverse_scale: What to multiply them with, on the host.
+
+        Returns:
+            Whether a gradient is not finite; None if nothing was done, because the norms did not come with them.
+        """
+        with self._at_work:
+            overflow = self._overlap.unscale(optimizer, inverse_scale)
+            self._close()
+            return overflow
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -69,10 +178,10 @@ def _then_tell(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[],
 
 def _tell(optimizer: Optimizer) -> None:
     for listener in list(_listeners):
-        listener.before_optimizer_step(optimizer)
+        listener.before_step(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     resume_guards()
     for listener in list(_listeners):
-        listener.after_optimizer_step(optimizer)
+        listener.after_step(optimizer)

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
@@ -41,7 +40,7 @@ from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
 from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.offload import STAYING, Bundle, Offloader
-from sp_lightning.pipeline.optimizer import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer import Optimizers, listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.overlap import KnownOptimizers, Overlap
 from sp_lightning.pipeline.planned import Planner
@@ -75,6 +74,9 @@ class Pipeline:
         backend: How to copy; made for the device by default.
         planner: Chooses what `options` leave to it, between steps; without one the window stays as small as it is.
         progress: Told how many bytes of weights have been laid out on the host, and of how many.
+
+    Attributes:
+        optimizers: What is done for optimizers: steps while the device computes, clipping, unscaling.
 
     Raises:
         ValueError: If an option does not fit the module or the memory; nothing is attached then.
@@ -112,7 +114,10 @@ class Pipeline:
         self._rearrange = False
         self._untouched = True
         self._spent: set[int] = set()
-        self._optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
+        self._known_optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
+        self.optimizers = Optimizers(
+            self.stats, self._at_work, self._close, insists=self.options.overlap_optimizer is True
+        )
         self._calls = 0
         self._called: dict[str, None] = {}  # units, in the order of their first calls
         self._pool = HostPool(self._backend)
@@ -130,7 +135,7 @@ class Pipeline:
             self._backend.close()
             raise
         move_unmanaged(self._plan.unmanaged.values(), self.device)
-        listen_to_optimizers(self)
+        listen_to_optimizers(self.optimizers)
         self._attached = True
         self._masters = list(module.parameters())
         _attached_masters.update(map(id, self._masters))
@@ -148,87 +153,9 @@ class Pipeline:
         with guards_resumed(), self._scope(look_for_new_parameters=True):
             yield
 
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to update its parameters (see optimizer.py)."""
-        if self.options.overlap_optimizer is True and (reason := self.why_not_overlapped(optimizer)) is not None:
-            raise ValueError(f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to step this one as it is.")
-        with self._at_work:
-            self._overlap.before_step(optimizer)
-
-    def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has updated what it was left with."""
-        with self._at_work:
-            self._overlap.after_step()
-            self._window.suspect_all()
-            self.stats.optimizer_steps += 1
-            self._close()
-
     def weights_changed(self) -> None:
         """Weights on the host were written to: what lies on the device is checked before it is used again."""
         self._window.suspect_all()
-
-    def why_not_overlapped(self, optimizer: Optimizer) -> str | None:
-        """Why an optimizer steps all of its weights at once, as in plain training; None if it steps unit by unit."""
-        with self._at_work:
-            return self._overlap.why_not(optimizer)
-
-    def stepping_in_backward(
-        self, optimizer: Optimizer, *, clamp: float | None = None, keep_gradients: bool = False
-    ) -> AbstractContextManager[None]:
-        """Scope around a backward pass whose gradients are final: each unit is stepped as soon as its own have landed.
-
-        `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. Nobody may
-        look at gradients in between.
-
-        Args:
-            optimizer: The optimizer.
-            clamp: Clip gradients to plus and minus this value, as `torch.nn.utils.clip_grad_value_` does.
-            keep_gradients: Keep gradients that arrive in a lower dtype until `zero_grad`. If they are not kept, it is
-                an error to read them after the step.
-        """
-        return self._overlap.in_backward(optimizer, clamp, keep_gradients)
-
-    @contextmanager
-    def measuring_norms(self) -> Iterator[None]:
-        """Scope around a backward pass whose gradients bring their norms: `clip_grad_norm` and `unscale` need them."""
-        self._returns.measures_norms = True
-        try:
-            yield
-        finally:
-            self._returns.measures_norms = False
-
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-        """`torch.nn.utils.clip_grad_norm_`, done while the optimizer reads the gradients where that is possible."""
-        parameters = list(parameters)
-        with self._at_work:
-            done = self._overlap.clip_norm(parameters, max_norm)
-            self._close()
-        if not done:
-            nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
-        """`torch.nn.utils.clip_grad_value_`, done while the optimizer reads the gradients where that is possible."""
-        parameters = list(parameters)
-        with self._at_work:
-            done = self._overlap.clip_value(parameters, limit)
-            self._close()
-        if not done:
-            nn.utils.clip_grad_value_(parameters, limit)
-
-    def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
-        """What `GradScaler.unscale_` does, while the optimizer reads the gradients.
-
-        Args:
-            optimizer: Whose gradients.
-            inverse_scale: What to multiply them with, on the host.
-
-        Returns:
-            Whether a gradient is not finite; None if nothing was done, because the norms did not come with them.
-        """
-        with self._at_work:
-            overflow = self._overlap.unscale(optimizer, inverse_scale)
-            self._close()
-            return overflow
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -319,9 +246,9 @@ class Pipeline:
         self._attached = False
         self._stop_planning()
         _attached_masters.difference_update(map(id, self._masters))
-        stop_listening(self)
+        stop_listening(self.optimizers)
         self._dismantle()
-        for steps in self._optimizers.values():
+        for steps in self._known_optimizers.values():
             steps.forget()
         self._offloader.close()
         for buffer in self._learned.buffers.values():
@@ -419,13 +346,14 @@ class Pipeline:
             self._backend,
             self._returns,
             self.stats,
-            self._optimizers,
+            self._known_optimizers,
             self._spent,
             overlaps=self.options.overlap_optimizer is not False,
             fused=self.device.type != "cpu",  # on the CPU the user's choice stands: the same numbers as plain training
             is_nested=lambda: self._backward.is_nested(),
             settle=self.settle,
         )
+        self.optimizers.work_with(self._overlap, self._returns, self._window)
         self._backward = BackwardPass(
             window=self._window,
             schedule=self._schedule,

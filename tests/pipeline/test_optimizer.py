@@ -31,10 +31,10 @@ class Listener:
         self.told.append((what, gradient, round(self.weight.item(), 5)))
         self.optimizers.append(optimizer)
 
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         self._note("before", optimizer)
 
-    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         self._note("after", optimizer)
 
     def closure(self) -> Tensor:

@@ -760,7 +760,7 @@ def train_in_backward(
         before(model)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss = loss_of(model)
-        scope = pipeline.stepping_in_backward(optimizer, **options) if pipeline and number else nullcontext()
+        scope = pipeline.optimizers.stepping_in_backward(optimizer, **options) if pipeline and number else nullcontext()
         with scope:
             loss.backward()
         optimizer.step()
@@ -795,7 +795,7 @@ def spent(pipeline: Pipeline, model: nn.Module) -> Optimizer:
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(X).square().mean()
-    with pipeline.stepping_in_backward(optimizer):
+    with pipeline.optimizers.stepping_in_backward(optimizer):
         loss.backward()
     optimizer.step()
     assert pipeline.stats.steps_in_backward == 5
@@ -849,7 +849,7 @@ def test_zeros_in_place_of_gradients() -> None:
         for number in range(3):
             optimizer.zero_grad(set_to_none=False)
             loss = model(X).square().mean()
-            with pipeline.stepping_in_backward(optimizer) if pipeline and number else nullcontext():
+            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number else nullcontext():
                 loss.backward()
             optimizer.step()
         return everything(model, optimizer)
@@ -876,9 +876,9 @@ def test_clipping_by_value_in_backward() -> None:
         for number in range(4):
             optimizer.zero_grad()
             loss = model(X).square().mean()
-            with pipeline.stepping_in_backward(optimizer, clamp=0.002) if number else nullcontext():
+            with pipeline.optimizers.stepping_in_backward(optimizer, clamp=0.002) if number else nullcontext():
                 loss.backward()
-            pipeline.clip_grad_value(model.parameters(), 0.002)
+            pipeline.optimizers.clip_grad_value(model.parameters(), 0.002)
             optimizer.step()
         return everything(model, optimizer)[:10]
 
@@ -969,7 +969,7 @@ def test_lower_gradients_that_were_not_stepped_in_backward_are_kept(why: str, co
                 if number > 1:  # first steps show what is lowered, and a graph that is kept would hinder that
                     before(model)
                 loss = model(X).square().mean()
-            with pipeline.stepping_in_backward(optimizer) if pipeline and number > 1 else nullcontext():
+            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number > 1 else nullcontext():
                 loss.backward()
             optimizer.step()
         kept_graphs.clear()
@@ -989,7 +989,7 @@ def test_a_gradient_after_the_step_is_an_error(retained: bool) -> None:
         plain_step(model, optimizer)
         optimizer.zero_grad()
         loss = model(X).square().mean()
-        with pipeline.stepping_in_backward(optimizer):
+        with pipeline.optimizers.stepping_in_backward(optimizer):
             loss.backward(retain_graph=retained)
             late = loss if retained else model(X).sum()
             with pytest.raises(RuntimeError, match=r"got another gradient after.*`overlap_optimizer=False`"):
@@ -1014,7 +1014,7 @@ def test_who_is_not_stepped_in_backward(why: str) -> None:
             if why == "accumulated":
                 model[1:](X).sum().backward()
             loss = model(X).square().mean()
-            with pipeline.stepping_in_backward(optimizer) if pipeline and number else nullcontext():
+            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number else nullcontext():
                 loss.backward()
             optimizer.step()
             if why == "another optimizer's":
@@ -1065,7 +1065,7 @@ def test_an_exception_while_stepping_in_backward_is_told_of(inside: bool) -> Non
         scope = pipeline.step() if inside else nullcontext()
 
         def story() -> None:
-            with pytest.raises(KeyboardInterrupt), scope, pipeline.stepping_in_backward(optimizer):
+            with pytest.raises(KeyboardInterrupt), scope, pipeline.optimizers.stepping_in_backward(optimizer):
                 loss.backward()
             optimizer.zero_grad()
             with pipeline.step():

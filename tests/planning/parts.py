@@ -193,11 +193,11 @@ class Blocks:
             for micro in range(accumulate):
                 loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
                 last = in_backward and micro == accumulate - 1
-                stepping = pipeline.stepping_in_backward(optimizer) if last else nullcontext()
-                with stepping, pipeline.measuring_norms() if clip else nullcontext():
+                stepping = pipeline.optimizers.stepping_in_backward(optimizer) if last else nullcontext()
+                with stepping, pipeline.optimizers.measuring_norms() if clip else nullcontext():
                     loss.backward()
             if clip:
-                pipeline.clip_grad_norm(model.parameters(), 1e9)
+                pipeline.optimizers.clip_grad_norm(model.parameters(), 1e9)
             if not frozen:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -242,7 +242,7 @@ def train(
         with Computing(backend, flops_per_second):
             output = model(**batch) if isinstance(batch, dict) else model(*batch)
             loss = output.square().mean() if isinstance(output, Tensor) else output.loss
-            with pipeline.stepping_in_backward(optimizer) if in_backward else nullcontext():
+            with pipeline.optimizers.stepping_in_backward(optimizer) if in_backward else nullcontext():
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
