@@ -115,7 +115,10 @@ class OutOfMemoryRetry:
         result, failure = _try(run)
         while failure is not None:
             if attempt.has_stepped():
-                raise torch.OutOfMemoryError(f"{failure}\n{_advice(self._pipeline)}")
+                raise torch.OutOfMemoryError(
+                    f"{failure}\nThe training step cannot run again with less memory, because the optimizer has stepped"
+                    " already. Go on from a checkpoint with smaller batches, or set `overlap_optimizer=False`."
+                )
             self._make_room(failure)
             attempt.undo()
             result, failure = _try(run)

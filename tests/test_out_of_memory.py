@@ -173,7 +173,7 @@ MIXED = {"precision": "bf16-mixed"}
         (ACCUMULATED, "forward", 1),
         (ACCUMULATED, "backward", 0),
         (MIXED, "forward", 2),
-        (MIXED, "backward", 1),
+        (MIXED, "backward", 0),
     ],
     ids=str,
 )
@@ -184,11 +184,15 @@ def test_ways_to_train(options: dict[str, Any], where: str, step: int) -> None:
     assert memory.failures == 2
 
 
-@pytest.mark.parametrize(("options", "step"), [(PLAIN, 2), (ACCUMULATED, 1)], ids=["stepped", "accumulated"])
-def test_what_cannot_run_again(options: dict[str, Any], step: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "step", "message"),
+    [(PLAIN, 2, "CUDA out of memory.*\\n.*the optimizer has stepped already"), (ACCUMULATED, 1, "CUDA out of memory")],
+    ids=["stepped", "accumulated"],
+)
+def test_what_cannot_run_again(options: dict[str, Any], step: int, message: str) -> None:
     """Units that were stepped in backward, and sums that were added to, cannot be told from what they were."""
     memory = Device("backward", one_unit, step)
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+    with pytest.raises(torch.OutOfMemoryError, match=message):
         streamed(memory, **options)
     assert memory.failures == 1
 
