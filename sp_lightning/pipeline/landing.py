@@ -193,13 +193,6 @@ def _is_free(tensor: Tensor) -> bool:
     return sys.getrefcount(tensor) <= _OWN_REFERENCES and users_of_storage(tensor) <= 1
 
 
-def _count_as_gradient() -> int:
-    parameter = torch.nn.Parameter(torch.empty(0))
-    parameter.grad = torch.empty(0)
-    held = [parameter.grad]
-    return max(_references(tensor) for tensor in held)
-
-
 def _references_of_a_shown_gradient() -> int:
     parameter, home = torch.nn.Parameter(torch.empty(0)), [torch.empty(0)]
     parameter.grad = home[0]

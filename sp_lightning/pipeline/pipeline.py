@@ -394,9 +394,10 @@ class Pipeline:
 
     def _take_in_what_was_learned(self) -> None:
         """Between steps, when no graph holds on to the old arrangement."""
-        if not self._graphs.waiting():
-            self._look_at_the_order()
-        if not self._rearrange or self._graphs.waiting():
+        if self._graphs.waiting():
+            return
+        self._look_at_the_order()
+        if not self._rearrange:
             return
         self._rearrange = False
         for weight in self._touched_outside:
@@ -412,7 +413,7 @@ class Pipeline:
 
     def _follow_plan(self) -> None:
         """Between steps, when no graph holds on to the old arrangement: have the window that the planner wants."""
-        if self._planner is None or self._learned.short_of_memory or self._graphs.waiting():
+        if self._planner is None or self._graphs.waiting():
             return
         plan = self._planner.before_step(self, torch.is_grad_enabled())
         if plan == self._learned.plan:
@@ -493,8 +494,8 @@ class Pipeline:
         self._overlap.put_back()
         self._take_in_what_was_learned()
         self._follow_plan()
-        self.stats.steps += not self._graphs.waiting()  # else this is the backward of the step before
-        if not self._graphs.waiting():
+        if not self._graphs.waiting():  # else this is the backward of the step before
+            self.stats.steps += 1
             self._backend.trace.begin_step()
             self._activations.begin_step()
         self._offloader.begin()
