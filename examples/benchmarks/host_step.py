@@ -5,13 +5,15 @@
 
 Three kinds of work: the update alone; clipping by norm before it; and what mixed precision needs, a gradient that comes
 in bf16 and is cast, clipped, and a bf16 copy of the new weight for the device. Plain training does these as passes of
-their own over memory. All variants take turns, and the best time of each counts, because others may use the machine.
+their own over memory. All variants take turns, in changing order, and the median of each counts, because others may use
+the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,16 +90,16 @@ VARIANTS: dict[str, Callable[[Unit, str], Callable[[], None]]] = {
 }
 
 
-def best_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The least milliseconds that each takes, of so many rounds in which they take turns."""
-    best = dict.fromkeys(steps, float("inf"))
+def median_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """The milliseconds that each takes: medians of so many rounds, every other one in the opposite order."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 2):
-        for name, step in steps.items():
+        for name in list(steps)[:: 1 if turn % 2 else -1]:
             start = time.perf_counter()
-            step()
+            steps[name]()
             if turn >= 2:  # the first steps make the state, and find out what lies where
-                best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
-    return best
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def measure(tensors: int, elements: int, threads: int, rounds: int) -> list[dict[str, Any]]:
@@ -106,7 +108,7 @@ def measure(tensors: int, elements: int, threads: int, rounds: int) -> list[dict
     unit = Unit.make(tensors, elements)
     rows = []
     for work in ("update", "clip", "mixed"):
-        times = best_times({name: variant(unit, work) for name, variant in VARIANTS.items()}, rounds)
+        times = median_times({name: variant(unit, work) for name, variant in VARIANTS.items()}, rounds)
         ratios = {
             "default / by unit": times["default"] / times["by unit"],
             "default / by unit, fused": times["default"] / times["by unit, fused"],
@@ -127,7 +129,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parameters", type=float, default=50e6, help="elements in all, about")
     parser.add_argument("--tensors", type=int, nargs="+", default=[50, 5000], help="in how many tensors they are")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads that torch computes with")
-    parser.add_argument("--rounds", type=int, default=7, help="how often each variant is measured")
+    parser.add_argument("--rounds", type=int, default=20, help="how often each variant is measured")
     parser.add_argument("--json", help="file to write the results to")
     return parser.parse_args()
 

@@ -25,6 +25,8 @@ at the end of a tensor is computed one by one and may round differently, as vect
 a tensor an element lies decides its bits; where a whole tensor lies does not.
 """
 
+_STAGGER = 17 * 64  # large buffers begin alike in their pages: an update would use the same cache sets in all of them
+
 
 def side_by_side(tensors: Sequence[Tensor]) -> bool:
     """Whether each of these tensors begins where the one before ends, in the same dtype."""
@@ -92,6 +94,7 @@ class FlatState:
         dtype, one_number = like.dtype, like.dim() == 0
         if (stretch, key, dtype) not in self._buffers:
             nbytes = self._sizes[stretch][one_number] * dtype.itemsize
-            self._buffers[stretch, key, dtype] = torch.empty(nbytes, dtype=torch.uint8)
+            apart = _STAGGER * (1 + len(self._buffers))
+            self._buffers[stretch, key, dtype] = torch.empty(apart + nbytes, dtype=torch.uint8)[apart:]
         buffer, shape = self._buffers[stretch, key, dtype], like if one_number else self._like[index]
         return tensor_in(buffer, before[one_number] * dtype.itemsize, shape, dtype)

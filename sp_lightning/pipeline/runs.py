@@ -106,7 +106,7 @@ class Piece(NamedTuple):
 
     @property
     def is_only_updated(self) -> bool:
-        """Whether there is nothing to do but the update."""
+        """Whether there is nothing to do but the update, and scaling in place before it."""
         return self.keep is None and self.copy is None and self.gradient.dtype == self.parameter.dtype
 
 
@@ -161,7 +161,7 @@ class Run:
 
     @property
     def is_only_updated(self) -> bool:
-        """Whether there is nothing to do but the update."""
+        """Whether there is nothing to do but the update, and scaling in place before it."""
         return not self._is_first_step and self._copy is None and self._gradient.dtype == self._memory.dtype
 
     def is_in_step(self) -> bool:

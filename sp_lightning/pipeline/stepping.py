@@ -1,9 +1,9 @@
 """The optimizer's step over the weights of one unit, in one pass over host memory.
 
 An optimizer steps its parameters one by one, with one pass over memory for each operation. Here the code of the user's
-optimizer runs on memory of our choice. Weights that lie side by side are one tensor. Where there is more to do than the
-update, and where torch has no fused kernel, that tensor is cut into pieces that stay in the cache from one operation to
-the next. Every bit is as after `optimizer.step()`.
+optimizer runs on memory of our choice. Weights that lie side by side are one tensor. Where there is a cast or a copy to
+do besides the update, and where torch has no fused kernel, that tensor is cut into pieces that stay in the cache from
+one operation to the next. Every bit is as after `optimizer.step()`.
 
     gradient (bf16) -> cast -> scale, clamp -> update of master and state -> copy for the device (bf16)
                        `-------------- for one piece after the other, in the cache --------------'
@@ -224,21 +224,21 @@ class _Update:
         self.is_by_element = type(optimizer) in BY_ELEMENT
         self.keeps_state = type(optimizer) is not SGD or hyper["momentum"] != 0
         self._scaling = scaling
-        self._is_one_pass = bool(hyper.get("fused")) and not scaling
+        self._is_fused = bool(hyper.get("fused"))
         self._code = StepCode(optimizer, hyper.copy())
         self._scratch: dict[torch.dtype, Tensor] = {}  # the same memory for one batch after the other: it stays cached
         self._scratch_used = 0
 
     def limit_for(self, run: Run) -> int | None:
-        """Into how large pieces to cut a run; what goes through memory once needs no cutting."""
-        return None if self._is_one_pass and run.is_only_updated else self.limit
+        """Into how large pieces to cut a run. Scaling alone saves less by it than each piece costs in Python."""
+        return None if self._is_fused and run.is_only_updated else self.limit
 
     def batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         """Pieces for one call of the optimizer's code each: as many as the cache holds until all is done to them."""
         batch: list[Piece] = []
         size = 0
         for piece in pieces:
-            in_cache = 0 if self._is_one_pass and piece.is_only_updated else piece.parameter.numel()
+            in_cache = 0 if self._is_fused and piece.is_only_updated else piece.parameter.numel()
             # first steps for themselves: the fused kernel of SGD wants momentum for all of its parameters, or for none
             if batch and (size + in_cache > self.limit or (piece.keep is None) != (batch[0].keep is None)):
                 yield batch

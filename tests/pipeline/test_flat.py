@@ -100,3 +100,11 @@ def test_whether_all_lies_where_it_lay() -> None:
     assert not state.is_for(in_a_row(64, 64), states)
     assert not state.is_for(masters, [{}, {}])
     assert not state.is_for(masters, [{"average": place.clone()}, {}])
+
+
+def test_kinds_of_state_do_not_fall_on_the_same_sets_of_a_cache() -> None:
+    # so large that the system begins each on a page of its own, and a cache chooses its sets by where in a page it is
+    master = torch.zeros(1 << 20)
+    state = FlatState([master])
+    offsets = {state.place(0, key, master).data_ptr() % 4096 for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+    assert len({offset // 64 for offset in offsets | {master.data_ptr() % 4096}}) == 4
