@@ -45,7 +45,6 @@ class Optimizers:
 
     Attributes:
         seen: Optimizers that have stepped.
-        step_by_unit: Whether all of these step unit by unit.
     """
 
     def __init__(self, stats: Stats, at_work: EngineAtWork, close: Callable[[], None], insists: bool) -> None:
@@ -54,7 +53,6 @@ class Optimizers:
         self._close = close
         self._insists = insists
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.step_by_unit = True
         self._overlap: Overlap
         self._returns: GradientReturn
         self._window: Window
@@ -68,10 +66,8 @@ class Optimizers:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to update its parameters."""
-        reason = self.why_not_overlapped(optimizer)
-        if self._insists and reason is not None:
+        if self._insists and (reason := self.why_not_overlapped(optimizer)) is not None:
             raise ValueError(f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to step this one as it is.")
-        self.step_by_unit &= reason is None
         if optimizer not in self.seen:
             self.seen.add(optimizer)
             move_state(optimizer, self._on_device)
@@ -85,6 +81,11 @@ class Optimizers:
             self._window.suspect_all()
             self._stats.optimizer_steps += 1
             self._close()
+
+    @property
+    def step_by_unit(self) -> bool:
+        """Whether there are any that have stepped, and all of these step unit by unit."""
+        return bool(self.seen) and all(self.why_not_overlapped(optimizer) is None for optimizer in self.seen)
 
     def why_not_overlapped(self, optimizer: Optimizer) -> str | None:
         """Why an optimizer steps all of its weights at once, as in plain training; None if it steps unit by unit."""

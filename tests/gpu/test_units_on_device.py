@@ -1,0 +1,60 @@
+"""Units that live on a real device: their parameters, gradients and state are there, and nothing of them travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+
+from ..helpers import is_block
+from ..planning.parts import Fixed
+from ..zoo.blocks import chain
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+
+
+def train(model: nn.Module, device: torch.device, pipeline: Pipeline | None, fused: bool | None) -> list[torch.Tensor]:
+    optimizer = model.optimizer = AdamW(model.parameters(), 1e-2, fused=fused)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(5):
+        loss = model(torch.randn(8, 16, device=device)).square().mean()
+        if pipeline is None:
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        else:
+            with pipeline.optimizers.measuring_norms():
+                loss.backward()
+            pipeline.optimizers.clip_grad_norm(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return losses
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("there", [(1, 4), range(6)], ids=["some", "all"])
+def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None, device: torch.device) -> None:
+    """The losses are those of plain training on the device, as far as two optimizers round alike."""
+    torch.manual_seed(0)
+    expected = train(chain(6, 16, 32).to(device), device, None, fused)
+    torch.manual_seed(0)
+    model = chain(6, 16, 32)
+    options = PipelineOptions(units=is_block, resident_optimizer=True)
+    pipeline = Pipeline(model, device, options=options, planner=Fixed((2, 1), (2, 1), (2, 1, (), there)))
+    actual = train(model, device, pipeline, fused)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    living = [parameter for number in there for parameter in model.blocks[number].parameters()]
+    assert all(parameter.device == device for parameter in living)
+    state = [value for optimizer in pipeline.optimizers.seen for p in living for value in optimizer.state[p].values()]
+    assert all(value.device == device for value in state if value.dim())
+    pipeline.detach()
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert all(
+        value.device.type == "cpu" for o in pipeline.optimizers.seen for s in o.state.values() for value in s.values()
+    )
