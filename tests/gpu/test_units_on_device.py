@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from ..helpers import is_block
+from ..helpers import is_block, lightning_run
 from ..planning.parts import Fixed
+from ..zoo import CASES
 from ..zoo.blocks import chain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -58,3 +60,15 @@ def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None,
     pipeline.detach()
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     assert all(value.device.type == "cpu" for state in optimizer.state.values() for value in state.values())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+def test_under_lightning(precision: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = "gpu" if device.type == "cuda" else device.type
+    expected = lightning_run(CASES["vit"], "auto", precision, accelerator=accelerator)
+    planner = Fixed((2, 1), (2, 1, (), (1, 2)))
+    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda: planner)
+    actual = lightning_run(CASES["vit"], SuperpipelineStrategy(k="auto"), precision, accelerator=accelerator)
+    assert max(on_device for *_, on_device in planner.seen) > 0
+    for label in [label for label in expected if "/ loss" in label]:
+        torch.testing.assert_close(actual[label], expected[label], rtol=2e-2, atol=1e-3)
