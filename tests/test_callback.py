@@ -259,6 +259,14 @@ def test_accumulated_batches_are_one_step():
     assert [step for step, _ in notes.ours()] == [0, 1]
 
 
+def test_a_clock_that_others_patch_is_not_asked(monkeypatch):
+    """Lightning's own tests replace `time.perf_counter` by as many numbers as they expect to be read."""
+    monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("asked for the time"))
+    notes = Notes()
+    fit(trainer(streamed(), logger=notes, log_every_n_steps=1, max_epochs=1), Base())
+    assert notes.ours()
+
+
 def test_nothing_is_logged_where_lightning_logs_nothing():
     notes = Notes()
     fit(trainer(streamed(), logger=notes, log_every_n_steps=0), Base())
