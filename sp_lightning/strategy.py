@@ -23,7 +23,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from sp_lightning._host import use_all_cores
-from sp_lightning._namespace import Namespace
+from sp_lightning._namespace import Namespace, is_tuning
 from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
 from sp_lightning.materialize import materialize
 from sp_lightning.out_of_memory import OutOfMemoryRetry
@@ -221,6 +221,8 @@ class SuperpipelineMixin(_Base):
         """Give the Trainer our callback: after those that the user and the module gave, before any `setup` hook."""
         trainer: Any = self._module._trainer
         if trainer is None or trainer.barebones or any(isinstance(c, self.default_callback) for c in trainer.callbacks):
+            return
+        if is_tuning(trainer):  # which leaves the Trainer as it was
             return
         # Who wants no model summary wants no table: metrics alone.
         summary = any(isinstance(callback, self.lightning.summary) for callback in trainer.callbacks)

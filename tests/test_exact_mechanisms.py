@@ -347,6 +347,17 @@ def lbfgs(run: Run) -> Callable[[int], None]:
     return step
 
 
+def lbfgs_within_a_step(run: Run) -> Callable[[int], None]:
+    """As a training step under Lightning's manual optimization does it."""
+    step = lbfgs(run)
+
+    def within(number: int) -> None:
+        with run.step():
+            step(number)
+
+    return within
+
+
 def sharpness_aware(run: Run) -> Callable[[int], None]:
     """SAM: climbs, takes the gradient there, goes back, and steps; all of it inside of one training step."""
     optimizer = sgd(run.model)
@@ -372,7 +383,7 @@ def sharpness_aware(run: Run) -> Callable[[int], None]:
     return step
 
 
-@pytest.mark.parametrize("method", [lbfgs, sharpness_aware])
+@pytest.mark.parametrize("method", [lbfgs, lbfgs_within_a_step, sharpness_aware])
 def test_optimizers_that_change_weights_between_two_backwards(method: Callable[[Run], Callable[[int], None]]) -> None:
     """Each forward computes with the weights as they are at that moment."""
 

@@ -220,7 +220,8 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
     A scheduler does so, too, in the object, to see whether it was called; below its own there is the class's.
     """
     step, own = type(optimizer).step, vars(optimizer).get("step")
-    of_torch = os.path.dirname(inspect.unwrap(step).__code__.co_filename) == os.path.dirname(torch.optim.__file__)
+    code = getattr(inspect.unwrap(step), "__code__", None)  # not all that can be called has some: a mock, a partial
+    of_torch = code is not None and os.path.dirname(code.co_filename) == os.path.dirname(torch.optim.__file__)
     of_a_scheduler = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is step
     return not of_torch or not (own is None or of_a_scheduler)
 

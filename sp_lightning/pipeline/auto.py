@@ -7,9 +7,9 @@ timed. A call with larger inputs than those that were measured recomputes, too, 
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from sp_lightning.pipeline.choice import Policy, Way, choose, peak
@@ -55,9 +55,9 @@ class Link(NamedTuple):
 
         def rate(copy: Callable[[], Any]) -> float:
             backend.synchronize(copy())
-            begin = time.perf_counter()
+            begin = perf_counter()
             backend.synchronize(copy())
-            return _PROBE_BYTES / (time.perf_counter() - begin)
+            return _PROBE_BYTES / (perf_counter() - begin)
 
         try:
             return Link(

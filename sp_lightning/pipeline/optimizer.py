@@ -27,6 +27,9 @@ from sp_lightning.pipeline.window import Window
 
 
 class _Listener(Protocol):
+    def before_closure(self) -> None:
+        """An optimizer is about to call its closure, and may have written to its parameters since the last time."""
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Gradients are there, and the optimizer is about to update its parameters."""
 
@@ -63,6 +66,10 @@ class Optimizers:
     ) -> None:
         """Units were arranged anew."""
         self._overlap, self._returns, self._window, self._on_device = overlap, returns, window, on_device
+
+    def before_closure(self) -> None:
+        """An optimizer is about to call its closure, and may have written to its parameters since the last time."""
+        self._window.suspect_all()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to update its parameters."""
@@ -185,6 +192,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 def _then_tell(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
     def closure_and_more() -> Any:
+        for listener in list(_listeners):
+            listener.before_closure()
         result = closure()
         _tell(optimizer)
         return result

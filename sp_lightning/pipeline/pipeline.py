@@ -639,6 +639,8 @@ class Pipeline:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._dismantle()
+        for weight in self._plan.weights:  # or what `p.data = ...` has given it stays out of the memory that is sent
+            weight.readopt()
         self._plan.give_up_memory()
         self._arrange(autocast)
 

@@ -359,9 +359,13 @@ def _checksum(tensor: Tensor) -> int:
 def _is_saved_by_a_checkpoint() -> bool:
     """Whether the tensor that is being packed is an input that a `torch.utils.checkpoint`, of either kind, keeps."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals["__name__"] in (SavedTensors.__module__, "torch.autograd.function"):
+    while frame is not None and _module_of(frame) in (SavedTensors.__module__, "torch.autograd.function"):
         frame = frame.f_back
-    return frame is not None and frame.f_globals["__name__"] == "torch.utils.checkpoint"
+    return frame is not None and _module_of(frame) == "torch.utils.checkpoint"
+
+
+def _module_of(frame: FrameType) -> str | None:
+    return frame.f_globals.get("__name__")  # code that torch.compile has generated is in no module
 
 
 def _is_data(value: Any) -> bool:

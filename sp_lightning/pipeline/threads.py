@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
-import time
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -48,11 +48,11 @@ class ThreadTicket(Ticket):
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Around what the thread does."""
-        self._began = time.perf_counter()
+        self._began = perf_counter()
         try:
             yield
         finally:
-            self._ended = time.perf_counter()
+            self._ended = perf_counter()
 
     def finish(self) -> None:
         """The thread is done with it."""

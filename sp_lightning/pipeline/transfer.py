@@ -18,9 +18,9 @@ shows as a wrong number on a laptop, not only on a GPU.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ class Backend(ABC):
 
     def mark(self) -> Any:
         """This moment on the device: when what was given to it so far has been computed."""
-        return time.perf_counter()
+        return perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
         """The time between two moments; the host waits for the second."""
@@ -120,7 +120,7 @@ class Backend(ABC):
 
     def origin(self) -> Origin:
         """This moment, from which a recording counts."""
-        return Origin(self.mark(), time.perf_counter())
+        return Origin(self.mark(), perf_counter())
 
     def invalidate(self, memory: Tensor) -> None:
         """Memory that nobody may read any more; poisoned when debugging."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -386,6 +389,13 @@ def test_a_step_that_is_not_torchs_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert step_is_replaced(other)
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
     assert step_is_replaced(optimizer)
+
+
+@pytest.mark.parametrize("step", [Mock(), partial(print)], ids=["mock", "partial"])
+def test_a_step_without_code_is_a_replaced_one(step: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own tests put mocks there."""
+    monkeypatch.setattr(SGD, "step", step)
+    assert step_is_replaced(SGD([nn.Parameter(torch.ones(1))]))
 
 
 def test_dynamo_leaves_hidden_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ def train(
     clip: bool = False,
     autocast: bool = False,
     accumulate: int = 1,
+    shrinks: bool = False,
     **options: Any,
 ) -> tuple[list[torch.Tensor], Pipeline | None]:
     """Train plainly, or with units stepped in backward; nobody looks at a weight before the end."""
@@ -65,6 +66,9 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         trained.step()
         trained.zero_grad()
+        if shrinks:  # gives each weight other memory
+            for parameter in model.parameters():
+                parameter.data = 0.9 * parameter.data
     if pipeline is not None:
         pipeline.detach()
     states = [trained.state[parameter].values() for parameter in model.parameters()]
@@ -90,10 +94,11 @@ def assert_equal(plain: Sequence[torch.Tensor], streamed: Sequence[torch.Tensor]
         {"accumulate": 3},
         {"clip": True},
         {"autocast": True},
+        {"shrinks": True},
         {"activations": "recompute"},
         {"activations": "offload"},
     ],
-    ids=["plain", "accumulation", "clipping", "bf16 autocast", "recompute", "offload"],
+    ids=["plain", "accumulation", "clipping", "bf16 autocast", "other memory", "recompute", "offload"],
 )
 def test_a_window_that_changes_at_every_step(windows: Any, optimizer: str, training: dict[str, Any]) -> None:
     planner = Fixed(*windows)
