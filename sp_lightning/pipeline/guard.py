@@ -156,7 +156,7 @@ class Guard:
     def _on_the_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool) -> Any:
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in _ACCESSORS else ""
-        for master in _masters_in((args, kwargs)):
+        for master in args[:1] if name in _ACCESSORS else _masters_in((args, kwargs)):
             weight = _weight_of(master)
             if attribute == "grad":
                 self._tell_of_gradient(weight, reads=name == "__get__")
@@ -226,7 +226,8 @@ class HostParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Hand the operation to the guard of the first master among its arguments."""
-        master = next(_masters_in((args, kwargs or {})), None)
+        # attributes are read and written most of all
+        master = args[0] if args and type(args[0]) is cls else next(_masters_in((args, kwargs or {})), None)
         found = _guarded.get(id(master))
         if found is None:
             with without_torch_function():
