@@ -191,16 +191,20 @@ class AcceleratorBackend(Backend):
 
     @override
     def total_memory(self) -> int | None:
-        if hasattr(self._api, "mem_get_info"):
-            return int(self._api.mem_get_info(self.device)[1])
-        return None
+        if not hasattr(self._api, "mem_get_info"):
+            return None
+        # what the user has left to this process: `torch.cuda.set_per_process_memory_fraction`
+        allowed = getattr(self._api, "get_per_process_memory_fraction", lambda device: 1.0)
+        return int(allowed(self.device) * self._api.mem_get_info(self.device)[1])
 
     @override
     def free_memory(self) -> int | None:
-        if not hasattr(self._api, "mem_get_info"):
+        allowed = self.total_memory()
+        if allowed is None:
             return None
-        cached = self._api.memory_reserved(self.device) - self._api.memory_allocated(self.device)
-        return int(self._api.mem_get_info(self.device)[0]) + int(cached)
+        used = int(self._api.memory_allocated(self.device))
+        cached = int(self._api.memory_reserved(self.device)) - used
+        return min(int(self._api.mem_get_info(self.device)[0]) + cached, max(0, allowed - used))
 
     @override
     def memory_in_use(self) -> int | None:

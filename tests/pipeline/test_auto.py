@@ -125,13 +125,22 @@ def test_a_link_is_measured() -> None:
         assert 1e6 < link.down < 1e13
 
 
-def test_free_memory_of_a_device() -> None:
-    """What the device has, and what torch's allocator holds and does not use."""
+@pytest.mark.parametrize(
+    ("fraction", "total", "free"), [(None, 1000, 130), (1.0, 1000, 130), (0.05, 50, 30), (0.01, 10, 0)]
+)
+def test_free_memory_of_a_device(fraction: float | None, total: int, free: int) -> None:
+    """What the device has, and what torch's allocator holds and does not use; no more than the process may take."""
     api = SimpleNamespace(
         mem_get_info=lambda device: (100, 1000),
         memory_reserved=lambda device: 50,
         memory_allocated=lambda device: 20,
     )
-    backend = SimpleNamespace(_api=api, device=torch.device("cuda", 0))
-    assert AcceleratorBackend.free_memory(backend) == 130  # type: ignore[arg-type]
-    assert AcceleratorBackend.free_memory(SimpleNamespace(_api=object())) is None  # type: ignore[arg-type]
+    if fraction is not None:
+        api.get_per_process_memory_fraction = lambda device: fraction
+    backend = object.__new__(AcceleratorBackend)
+    backend._api, backend.device = api, torch.device("cuda", 0)
+    assert backend.total_memory() == total
+    assert backend.free_memory() == free
+    backend._api = object()
+    assert backend.total_memory() is None
+    assert backend.free_memory() is None
