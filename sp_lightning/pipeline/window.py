@@ -96,7 +96,7 @@ class Window:
         """
         if all(group.loaded and not group.suspect for group in self.groups):
             return
-        soon = list(in_use)
+        soon = set(in_use)
         for member in islice(self._schedule.upcoming(), 2 * len(self._group_of_member)):
             group = self._group_of_member[member]
             if group in soon:
@@ -106,7 +106,9 @@ class Window:
                 if any(other.loaded and (other.users or other in soon) for other in group.conflicts):
                     return
                 self._load(group)
-            soon.append(group)
+            soon.add(group)
+            if len(soon) == len(self.groups):
+                return
 
     def outdate(self, group: Group) -> None:
         """An optimizer is going to step the group's masters: what is on the device is worthless."""
