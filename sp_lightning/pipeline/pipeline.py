@@ -34,7 +34,15 @@ from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.gradients import GradientReturn
-from sp_lightning.pipeline.guard import EngineAtWork, Guard, guards_resumed, guards_suspended, resume_all_guards
+from sp_lightning.pipeline.guard import (
+    EngineAtWork,
+    Guard,
+    guards_resumed,
+    guards_suspended,
+    resume_all_guards,
+    stop_watching_functions,
+    watch_functions,
+)
 from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
 from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
@@ -136,6 +144,7 @@ class Pipeline:
             raise
         move_unmanaged(self._plan.unmanaged.values(), self.device)
         listen_to_optimizers(self.optimizers)
+        watch_functions(self)
         self._attached = True
         self._masters = list(module.parameters())
         _attached_masters.update(map(id, self._masters))
@@ -247,6 +256,7 @@ class Pipeline:
         self._stop_planning()
         _attached_masters.difference_update(map(id, self._masters))
         stop_listening(self.optimizers)
+        stop_watching_functions(self)
         self._dismantle()
         for steps in self._known_optimizers.values():
             steps.forget()
