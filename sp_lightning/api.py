@@ -24,6 +24,7 @@ def superpipeline(
     resident: Sequence[str] = (),
     activations: ActivationPolicy = "auto",
     overlap_optimizer: bool | Literal["auto"] = "auto",
+    resident_optimizer: bool = False,
     pin_memory: bool | Literal["auto"] = "auto",
     host_threads: int | Literal["auto"] = "auto",
     compile: bool = False,
@@ -42,6 +43,7 @@ def superpipeline(
         activations: `"keep"` what a unit's forward saves for backward on the device, `"recompute"` it in backward
             from the unit's inputs, or `"offload"` it to host memory until then. `"auto"` chooses for each unit.
         overlap_optimizer: Step units on the host while the device computes.
+        resident_optimizer: Let whole units live on the device, with gradients and optimizer state, if there is room.
         pin_memory: Page-locked host memory.
         host_threads: Threads that step units and add up gradients on the host.
         compile: Compile the forward of each unit, as `block.compile()` does.
@@ -67,6 +69,7 @@ def superpipeline(
         resident=resident,
         activations=activations,
         overlap_optimizer=overlap_optimizer,
+        resident_optimizer=resident_optimizer,
         pin_memory=pin_memory,
         host_threads=host_threads,
         compile=compile,

@@ -245,6 +245,7 @@ def outcome(stats: Stats, summary: Summary) -> str:
         stats: What the pipeline counted.
         summary: Its plan.
     """
+    living = f"\nOn the device live {summary.living_on_device}." if summary.living_on_device else ""
     return (
         f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {readable_bytes(stats.bytes_to_device)} to the"
         f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late,"
@@ -254,5 +255,5 @@ def outcome(stats: Stats, summary: Summary) -> str:
         f" ({summary.saved:.0%} saved).\n"
         f"On the host: weights {readable_bytes(summary.host_bytes)}, gradients"
         f" {readable_bytes(summary.host_gradient_bytes)}, optimizer {readable_bytes(summary.optimizer_bytes)};"
-        f" {summary.host_bytes_per_parameter:.1f} bytes per parameter."
+        f" {summary.host_bytes_per_parameter:.1f} bytes per parameter.{living}"
     )

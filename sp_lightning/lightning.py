@@ -85,6 +85,8 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
             host memory. "auto" measures and chooses for each unit, so that all of it fits.
         overlap_optimizer: Whether the optimizer steps unit by unit while the device computes, with the numbers of a
             plain step. "auto" does so where the optimizer treats each weight by itself; True makes any other an error.
+        resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
+            `k="auto"` finds memory to spare. They are stepped there, and only the rest streams.
         pin_memory: Whether host memory is page-locked, which makes transfers fast.
         host_threads: How many threads step the optimizer and add up gradients on the host, beside the training loop.
             "auto" takes three quarters of the cores near the device, or as many as `OMP_NUM_THREADS` says.
@@ -122,6 +124,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
         resident: Sequence[str] = (),
         activations: Literal["keep", "recompute", "offload", "auto"] = "auto",
         overlap_optimizer: bool | Literal["auto"] = "auto",
+        resident_optimizer: bool = False,
         pin_memory: bool | Literal["auto"] = "auto",
         host_threads: int | Literal["auto"] = "auto",
         compile: bool = False,
@@ -143,6 +146,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
                 resident=resident,
                 activations=activations,
                 overlap_optimizer=overlap_optimizer,
+                resident_optimizer=resident_optimizer,
                 pin_memory=pin_memory,
                 host_threads=host_threads,
                 compile=compile,

@@ -102,6 +102,7 @@ class OutOfMemoryRetry:
 
         def backward() -> Tensor:
             if attempt.loss is None:
+                self._pipeline.drop_gradients()
                 with self._lightning.in_hook(self._module, "training_step"):
                     attempt.loss = _loss_in(attempt.run())
             joined, attempt.loss = _Joined.apply(attempt.loss, value, scale), None

@@ -61,7 +61,9 @@ class HostGradScaler(torch.amp.GradScaler):
         pipeline = self.loan.pipeline
         overflow = None if pipeline is None else pipeline.optimizers.unscale(optimizer, inv_scale)
         if overflow is None:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            # gradients that live on the device: `update` would copy the flag, too, without waiting
+            return {device: flag.cpu() for device, flag in found.items()}
         return {found_inf.device: torch.full_like(found_inf, float(overflow))}
 
     @override

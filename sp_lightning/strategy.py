@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -398,6 +399,12 @@ class SuperpipelineMixin(_Base):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
             own_memory(optimizer)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        # A checkpoint is the same whatever lives on the device at the moment.
+        state = super().optimizer_state(optimizer)
+        return cast("dict[str, Tensor]", tree_map_only(Tensor, Tensor.cpu, state))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

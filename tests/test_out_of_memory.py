@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric
 
 from sp_lightning import SuperpipelineStrategy
 
+from .planning.parts import Fixed
 from .zoo.blocks import WIDTH, Block
 
 
@@ -182,6 +183,20 @@ def test_ways_to_train(options: dict[str, Any], where: str, step: int) -> None:
     memory = Device(where, one_unit, step)
     assert same(reference(**options), streamed(memory, **options))
     assert memory.failures == 2
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("options", [CLIPPED, MIXED], ids=str)
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_units_that_live_on_the_device_go_back(
+    options: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What autograd has collected there when backward fails is not left."""
+    planner = Fixed((2, 1), (2, 1), (2, 1, (), range(3, 6)))
+    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda: planner)
+    memory = Device(where, lambda pipeline: not pipeline.arrangement.on_device)
+    assert same(reference(**options), streamed(memory, **options))
+    assert memory.failures == 1
 
 
 @pytest.mark.parametrize(

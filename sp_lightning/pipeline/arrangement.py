@@ -94,6 +94,7 @@ class Arrangement:
         weights: All weights.
         weights_by_memory: All weights, by the identity of the masters' memory.
         groups: All groups, resident ones included.
+        on_device: Parameters of units that live on the device.
         twins: All twins, by the identity of their memory.
         budget: The user's `memory_budget` in bytes; None if there is none, or if it is a share of what nobody knows.
         plan: What a planner has chosen, if it is in force.
@@ -130,11 +131,13 @@ class Arrangement:
         self.all_units = plan.all_units()
         self.streamed_members = [member for unit in plan.units for member in unit.members]
         self.members = [*self.streamed_members, *plan.resident.members, *plan.callers]
-        self.weights = [weight for unit in self.all_units for weight in unit.weights]
         for weight in [weight for unit in plan.units for weight in unit.weights]:  # resident ones do not travel
             if autocast is not None and id(weight.master) in learned.lowered - learned.used_as_is:
                 weight.compute_dtype = autocast
         self._choose_window(learned.plan)
+        plan.leave_on_device(self._on_device)
+        self.on_device = [weight.master for unit in self._on_device for weight in unit.on_device]
+        self.weights = [weight for unit in self.all_units for weight in unit.weights]
         self._check_budget()
         self._check_host_memory()
         self.pin, self.pin_gradients = self._may_pin()
@@ -172,8 +175,8 @@ class Arrangement:
         self.twins.clear()  # twins are known by their memory, which is anybody's now
 
     def device_bytes(self) -> int:
-        """Device memory for weights."""
-        return self.arena.nbytes + sum(group.nbytes for group in self.groups if group.kept)
+        """Device memory for weights, and for all that units which live there have."""
+        return self.arena.nbytes + sum(group.nbytes for group in self.groups if group.kept) + self._on_device_bytes()
 
     def pinnable_bytes(self) -> int | None:
         """How much host memory may be page-locked besides weights and gradients; None for any amount."""
@@ -191,7 +194,10 @@ class Arrangement:
         return self.device_bytes() + self._bytes_of_gradients_on_their_way()
 
     def _bytes_of_gradients_on_their_way(self) -> int:
-        return PIECES * max(gradient_bytes([unit]) for unit in self.all_units)
+        return PIECES * max((gradient_bytes([u]) for u in self.all_units if u not in self._on_device), default=0)
+
+    def _on_device_bytes(self) -> int:
+        return 0 if self.plan is None else self.plan.on_device_bytes
 
     # ------------------------------------------------------------------------------------------------------ checks
 
@@ -200,8 +206,9 @@ class Arrangement:
         together = k_prime if isinstance(k_prime, int) else 1
         self.plan = None if self._short_of_memory else plan
         if self.plan is not None:
-            kept = [number for number, unit in enumerate(self.units) if unit.name in self.plan.resident]
-            self._set_window(self.plan.k, self.plan.k_prime, kept)
+            on_device = [unit for unit in self.units if unit.name in self.plan.on_device]
+            kept = [unit for unit in self.units if unit.name in self.plan.resident]
+            self._set_window(self.plan.k, self.plan.k_prime, kept, on_device)
             if self.budget is None or self._needed_bytes() <= self.budget:
                 return
             self.plan = None  # weights are sent in another dtype than when the plan was made
@@ -210,16 +217,18 @@ class Arrangement:
         if k == "auto" and self.budget is not None and self._needed_bytes() > self.budget:
             self._set_window(together, together)
 
-    def _set_window(self, k: int, k_prime: int, kept: Sequence[int] = ()) -> None:
+    def _set_window(self, k: int, k_prime: int, kept: Sequence[Unit] = (), on_device: Sequence[Unit] = ()) -> None:
         self.k, self.k_prime = k, k_prime
         self._window = max(1, k // k_prime)
-        self._kept = {self.units[number] for number in kept}
-        parts = travel_together(len(self.units), k_prime, kept)
+        self._on_device = list(on_device)
+        self._kept = {*kept, *on_device}
+        parts = travel_together(len(self.units), k_prime, [self.units.index(unit) for unit in self._kept])
         self._parts = [[self.units[number] for number in part] for part in parts]
 
     def _slot_bytes(self) -> int:
         sizes = [sent_bytes(part) for part in self._parts if part[0] not in self._kept]
-        return place_in_arena(sizes, self._window)[1] + sum(sent_bytes([unit]) for unit in self._kept)
+        kept = sum(sent_bytes([unit]) for unit in self._kept if unit not in self._on_device)
+        return place_in_arena(sizes, self._window)[1] + kept + self._on_device_bytes()
 
     def _needed_bytes(self) -> int:
         """What `streaming_bytes` will be."""

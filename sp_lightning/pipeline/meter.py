@@ -23,7 +23,7 @@ class Meter:
         stats: Counters.
 
     Attributes:
-        uncounted: Memory, by its identity, that is not held by what is saved: buffers.
+        uncounted: Memory, by its identity, that is not held by what is saved: buffers, weights that live on the device.
         step_peak: The most that was held since somebody set this to zero.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import EngineAtWork, resume_guards, suspend_guards
+from sp_lightning.pipeline.on_device import move_state
 from sp_lightning.pipeline.overlap import Overlap
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.window import Window
@@ -44,6 +45,9 @@ class Optimizers:
         at_work: Entered around what is done.
         close: Called when something was done between steps.
         insists: Whether it is an error if an optimizer cannot step unit by unit.
+
+    Attributes:
+        seen: Optimizers that have stepped.
     """
 
     def __init__(self, stats: Stats, at_work: EngineAtWork, close: Callable[[], None], insists: bool) -> None:
@@ -51,13 +55,17 @@ class Optimizers:
         self._at_work = at_work
         self._close = close
         self._insists = insists
+        self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._overlap: Overlap
         self._returns: GradientReturn
         self._window: Window
+        self._on_device: Sequence[nn.Parameter]
 
-    def work_with(self, overlap: Overlap, returns: GradientReturn, window: Window) -> None:
+    def work_with(
+        self, overlap: Overlap, returns: GradientReturn, window: Window, on_device: Sequence[nn.Parameter]
+    ) -> None:
         """Units were arranged anew."""
-        self._overlap, self._returns, self._window = overlap, returns, window
+        self._overlap, self._returns, self._window, self._on_device = overlap, returns, window, on_device
 
     def before_closure(self) -> None:
         """An optimizer is about to call its closure, and may have written to its parameters since the last time."""
@@ -67,6 +75,9 @@ class Optimizers:
         """An optimizer is about to update its parameters."""
         if self._insists and (reason := self.why_not_overlapped(optimizer)) is not None:
             raise ValueError(f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to step this one as it is.")
+        if optimizer not in self.seen:
+            self.seen.add(optimizer)
+            move_state(optimizer, self._on_device)
         with self._at_work:
             self._overlap.before_step(optimizer)
 
@@ -77,6 +88,11 @@ class Optimizers:
             self._window.suspect_all()
             self._stats.optimizer_steps += 1
             self._close()
+
+    @property
+    def step_by_unit(self) -> bool:
+        """Whether there are any that have stepped, and all of these step unit by unit."""
+        return bool(self.seen) and all(self.why_not_overlapped(optimizer) is None for optimizer in self.seen)
 
     def why_not_overlapped(self, optimizer: Optimizer) -> str | None:
         """Why an optimizer steps all of its weights at once, as in plain training; None if it steps unit by unit."""

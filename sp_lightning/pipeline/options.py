@@ -44,6 +44,8 @@ class PipelineOptions:
             in host memory. `"auto"` measures and chooses for each unit, so that everything fits into `memory_budget`,
             or into what is free; where no limit is known, everything is kept.
         overlap_optimizer: Step units on the host while the device computes; `"auto"` does where it is exact.
+        resident_optimizer: Where a planner finds memory to spare, let whole units live on the device, with gradients
+            and optimizer state; only the rest streams. They are stepped there, by the optimizer's own code.
         pin_memory: Page-locked host memory; `"auto"` pins where the device gains by it.
         host_threads: Threads that step units and add up gradients on the host; `"auto"` leaves a quarter of the cores
             near the device to everything else.
@@ -61,6 +63,7 @@ class PipelineOptions:
     resident: Sequence[str] = ()
     activations: ActivationPolicy = "auto"
     overlap_optimizer: bool | Literal["auto"] = "auto"
+    resident_optimizer: bool = False
     pin_memory: bool | Literal["auto"] = "auto"
     host_threads: int | Literal["auto"] = "auto"
     compile: bool = False
@@ -88,7 +91,7 @@ class PipelineOptions:
         if self.activations not in get_args(ActivationPolicy):
             allowed = ", ".join(map(repr, get_args(ActivationPolicy)))
             raise ValueError(f"`activations={self.activations!r}` must be one of {allowed}.")
-        for name in ("overlap_optimizer", "pin_memory", "compile", "debug"):
+        for name in ("overlap_optimizer", "resident_optimizer", "pin_memory", "compile", "debug"):
             value = getattr(self, name)
             has_auto = name in ("overlap_optimizer", "pin_memory")
             if not (isinstance(value, bool) or (has_auto and value == "auto")):

@@ -38,6 +38,7 @@ from sp_lightning.pipeline.gradients import GradientReturn, Shipment
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.stepping import (
     HAVE_FUSED_KERNELS,
+    NO_SCALING,
     Scaling,
     UnitStep,
     fused_kernel_works,
@@ -70,6 +71,11 @@ class OptimizerSteps:
             optimizer.register_load_state_dict_pre_hook(lambda *_: settle()),
         ]
 
+    def forget_units(self, masters: Sequence[nn.Parameter]) -> None:
+        """These are not stepped here from now on: give back the memory in which their state lay."""
+        gone = set(map(id, masters))
+        self.units = {key: unit for key, unit in self.units.items() if gone.isdisjoint(key)}
+
     def forget(self) -> None:
         """Leave no trace on the optimizer."""
         for hook in self._hooks:
@@ -95,6 +101,39 @@ class _Share:
     gradients: dict[Weight, Tensor]
 
 
+class _Found:
+    """Parameters that have a gradient.
+
+    Attributes:
+        parameters: All of them.
+        weights: Those whose gradients come to the host.
+        on_device: Those that live on the device.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.weights: list[Weight] = []
+        self.on_device: list[nn.Parameter] = []
+        self._travels: list[bool] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters)
+
+    def add(self, parameter: nn.Parameter, weight: Weight | None) -> None:
+        """One more; without a weight it lives on the device."""
+        self.parameters.append(parameter)
+        self._travels.append(weight is not None)
+        if weight is None:
+            self.on_device.append(parameter)
+        else:
+            self.weights.append(weight)
+
+    def in_order(self, of_weights: Iterable[Tensor], on_device: Iterable[Tensor]) -> list[Tensor]:
+        """What belongs to weights, and what to those on the device, in the order of the parameters."""
+        weights, others = iter(of_weights), iter(on_device)
+        return [next(weights if travels else others) for travels in self._travels]
+
+
 @dataclass(eq=False)
 class _InBackward:
     """An optimizer that steps while backward runs."""
@@ -117,6 +156,7 @@ class Overlap:
         stats: Counters.
         known: Optimizers, kept from one arrangement to the next.
         spent: Weights whose gradients were not kept, by identity, kept as well.
+        on_device: Parameters that live on the device, and that the optimizer's own code steps there.
         overlaps: Whether anything is to be overlapped; else steps are done when `step()` returns.
         fused: Whether to take torch's fused CPU kernels where the user left the choice to torch.
         is_nested: Whether the gradient that autograd has just finished may not be the last one for its weight.
@@ -132,6 +172,7 @@ class Overlap:
         stats: Stats,
         known: KnownOptimizers,
         spent: set[int],
+        on_device: Sequence[nn.Parameter],
         overlaps: bool,
         fused: bool,
         is_nested: Callable[[], bool],
@@ -143,6 +184,7 @@ class Overlap:
         self._returns = returns
         self._stats = stats
         self._known = known
+        self._on_device = set(map(id, on_device))
         self._overlaps = overlaps
         self._fused = fused
         self._is_nested = is_nested
@@ -371,73 +413,85 @@ class Overlap:
     def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> bool:
         """Clip gradients by their total norm, when they are read, as `clip_grad_norm_` would now.
 
+        Those on the device are clipped now, and the host waits until all others have landed.
+
         Returns:
             Whether that is possible: the norms came with the gradients, and nobody has changed these since.
         """
-        weights = self._with_gradients(parameters)
-        norms = None if weights is None else self._returns.norms_of(weights)
-        if not weights or norms is None or any(weight.master.dtype != torch.float32 for weight in weights):
+        found = self._with_gradients(parameters)
+        norms = None if found is None else self._returns.norms_of(found.weights)
+        if not found or norms is None or any(parameter.dtype != torch.float32 for parameter in found.parameters):
             return False
-        scalings = {id(scaling): scaling for scaling in map(self._returns.scaling_of, weights)}
-        scaling = next(iter(scalings.values()))
+        scalings = {id(scaling): scaling for scaling in map(self._returns.scaling_of, found.weights)}
+        scaling = next(iter(scalings.values()), NO_SCALING)
         # the norm of what a power of two was multiplied with is the norm times that, to the last bit
         if len(scalings) > 1 or scaling.clamp is not None or not all(map(_is_power_of_two, scaling.factors)):
             return False
+        norms_on_device = _norms(found.on_device)
         with torch.inference_mode(False):
             factor = torch.empty(())
 
         def job() -> None:
             with torch.inference_mode(False), torch.no_grad():
-                every = torch.stack(norms)
+                arrived = [*norms]
                 for earlier in scaling.factors:
-                    every.mul_(earlier)
-                total = torch.linalg.vector_norm(every)
+                    arrived = [norm * earlier for norm in arrived]
+                total = torch.linalg.vector_norm(torch.stack(found.in_order(arrived, norms_on_device)))
                 torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
-        ticket = self._backend.work(job, self._returns.on_its_way(weights))
-        self._returns.multiply(weights, factor)
-        self._returns.wait_also(weights, ticket)
+        ticket = self._backend.work(job, self._returns.on_its_way(found.weights))
+        self._returns.multiply(found.weights, factor)
+        self._returns.wait_also(found.weights, ticket)
+        if found.on_device:
+            self._backend.synchronize(ticket)
+            _multiply(found.on_device, factor)
         return True
 
     def clip_value(self, parameters: Iterable[nn.Parameter], limit: float) -> bool:
         """Clip gradients by value, when they are read; those that were clipped and stepped in backward are left."""
-        weights = self._with_gradients(parameters)
-        if weights is None:
+        found = self._with_gradients(parameters)
+        if found is None:
             return False
-        self._returns.clamp([weight for weight in weights if weight not in self._stepped], limit)
+        self._returns.clamp([weight for weight in found.weights if weight not in self._stepped], limit)
+        if found.on_device:
+            nn.utils.clip_grad_value_(found.on_device, limit)
         return True
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
-        """Multiply gradients with the inverse of a loss scale, when they are read.
+        """Multiply gradients with the inverse of a loss scale, when they are read; those on the device now.
 
         Returns:
             Whether one of them is not finite; None if that is not known without reading them all.
         """
-        weights = self._with_gradients(p for group in optimizer.param_groups for p in group["params"])
-        norms = None if weights is None else self._returns.norms_of(weights)
-        if weights is None or norms is None:
+        found = self._with_gradients(p for group in optimizer.param_groups for p in group["params"])
+        norms = None if found is None else self._returns.norms_of(found.weights)
+        if found is None or norms is None:
             return None
         self._returns.settle()
-        suspects = [weight for weight, norm in zip(weights, norms, strict=True) if not norm.isfinite()]
-        gradients = [self._returns.gradient_of(weight) for weight in suspects]  # the square may have been too large
-        self._returns.multiply(weights, inverse_scale.clone())
-        return not all(gradient is None or bool(gradient.isfinite().all()) for gradient in gradients)
+        gradients = [self._returns.gradient_of(weight) for weight in found.weights]
+        gradients += [parameter.grad for parameter in found.on_device]
+        suspects = [  # the square may have been too large
+            gradient
+            for gradient, norm in zip(gradients, [*norms, *_norms(found.on_device)], strict=True)
+            if not norm.isfinite()
+        ]
+        overflow = not all(gradient is None or bool(gradient.isfinite().all()) for gradient in suspects)
+        self._returns.multiply(found.weights, inverse_scale.clone())
+        _multiply(found.on_device, inverse_scale)
+        return overflow
 
-    def _with_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Weight] | None:
-        """Those that have a gradient, in this order; None if one of them is not ours, or its gradient not dense."""
-        weights = []
+    def _with_gradients(self, parameters: Iterable[nn.Parameter]) -> _Found | None:
+        """Those that have a gradient; None if one of them is not ours, or its gradient not dense."""
+        found = _Found()
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
-            if weight is None:
-                if parameter.grad is not None:
-                    return None
+            gradient = parameter.grad if weight is None else self._returns.gradient_of(weight)
+            if gradient is None:
                 continue
-            gradient = self._returns.gradient_of(weight)
-            if gradient is not None and gradient.layout is not torch.strided:
+            if gradient.layout is not torch.strided or (weight is None and id(parameter) not in self._on_device):
                 return None
-            if gradient is not None:
-                weights.append(weight)
-        return weights
+            found.add(parameter, weight)
+        return found
 
     # ------------------------------------------------------------------------------------------------------ stepping
 
@@ -504,7 +558,8 @@ class Overlap:
         """Host memory for what optimizers keep about weights."""
         with without_torch_function():
             # lists, because the thread that steps may put in more at this moment
-            kept = [state for optimizer in self._known for state in list(optimizer.state.values())]
+            states = [item for optimizer in self._known for item in list(optimizer.state.items())]
+            kept = [state for parameter, state in states if id(parameter) not in self._on_device]
         return sum(value.nbytes for state in kept for value in list(state.values()) if isinstance(value, Tensor))
 
     @property
@@ -515,6 +570,20 @@ class Overlap:
                 self._window.finish_step(group)
         self._under_way = [group for group in self._under_way if group.being_stepped is not None]
         return not (self._under_way or self._spent)
+
+
+def _norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Norms of gradients on the device, for the host, which waits for them."""
+    if not parameters:
+        return []
+    gradients = [parameter.grad for parameter in parameters]
+    return list(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).cpu().unbind())  # type: ignore[arg-type]
+
+
+def _multiply(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+    if parameters:
+        gradients = [parameter.grad for parameter in parameters]
+        torch._foreach_mul_(gradients, factor.to(parameters[0].device))  # type: ignore[arg-type]
 
 
 def _is_power_of_two(factor: float | Tensor) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.pipeline import on_device
 from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
 from sp_lightning.pipeline.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.activations import Activations
@@ -60,10 +61,11 @@ from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.swap import swap_in, swap_out
 from sp_lightning.pipeline.trace import Kind, Recording
 from sp_lightning.pipeline.transfer import Backend
-from sp_lightning.pipeline.units import Member
+from sp_lightning.pipeline.units import Member, Unit
 from sp_lightning.pipeline.weights import Twin, Weight
 from sp_lightning.pipeline.window import Window
 
+_HOST = torch.device("cpu")
 _SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
 
 _attached_masters: set[int] = set()
@@ -208,7 +210,17 @@ class Pipeline:
 
     def has_gradients(self) -> bool:
         """Whether a gradient is there that the next backward pass would add to."""
-        return any(self._returns.gradient_of(weight) is not None for weight in self._plan.weights)
+        elsewhere = any(parameter.grad is not None for parameter in self._parameters_elsewhere())
+        return elsewhere or any(self._returns.gradient_of(weight) is not None for weight in self._plan.weights)
+
+    def drop_gradients(self) -> None:
+        """Nothing is left of a backward pass that failed, where there was no gradient before it."""
+        for parameter in self._parameters_elsewhere():
+            parameter.grad = None
+
+    def _parameters_elsewhere(self) -> list[nn.Parameter]:
+        """Those that autograd itself collects gradients of."""
+        return [*self._plan.unmanaged.values(), *self._plan.on_device]
 
     def shrink(self) -> str | None:
         """Take less device memory from the next step on, of what `"auto"` leaves open.
@@ -263,8 +275,8 @@ class Pipeline:
         self._offloader.close()
         for buffer in self._learned.buffers.values():
             buffer.release()
-        move_buffers(self.module, torch.device("cpu"))
-        move_unmanaged(self._plan.unmanaged.values(), torch.device("cpu"))
+        move_buffers(self.module, _HOST)
+        move_unmanaged(self._plan.unmanaged.values(), _HOST)
         self._backend.close()
         if failed is not None:
             raise failed
@@ -272,12 +284,13 @@ class Pipeline:
     def summary(self) -> Summary:
         """What was planned, in numbers; `str()` of it is a table."""
         plan = self._plan
+        every_weight = [weight for unit in plan.all_units for weight in unit.every_weight]
         return Summary(
             device=str(self.device),
             units=len(plan.units),
             k=plan.k,
             k_prime=plan.k_prime,
-            model_bytes=sum(weight.master.nbytes for weight in plan.weights),
+            model_bytes=sum(weight.master.nbytes for weight in every_weight),
             device_bytes=plan.device_bytes(),
             gradient_bytes=self._returns.device_bytes(),
             resident=tuple(weight.name for weight in plan.resident.weights),
@@ -286,10 +299,10 @@ class Pipeline:
             host_gradient_bytes=self._returns.host_bytes(),
             optimizer_bytes=self._overlap.optimizer_bytes(),
             host_activation_bytes=self._pool.held,
-            parameters=sum(weight.host.numel() for weight in plan.weights),
+            parameters=sum(weight.master.numel() for weight in every_weight),
             unit_names=tuple(unit.name for unit in plan.units),
-            unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.weights) for unit in plan.units),
-            lowered=sum(weight.lowered for weight in plan.weights),
+            unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in plan.units),
+            lowered=sum(weight.lowered for weight in every_weight),
             pinned=all(group.host.source.pinned for group in plan.groups),
             plan=plan.plan,
         )
@@ -305,6 +318,17 @@ class Pipeline:
     def activations(self) -> AutoPolicy | None:
         """What chooses for the activations of each unit; None where nothing does."""
         return self._activations.auto
+
+    def bytes_on_device(self, unit: Unit) -> int:
+        """What a unit would take if it lived on the device; 0 if it may not, or if nothing of it is stepped.
+
+        It may where the user wants that, if all optimizers step weight by weight: others look at weights together.
+        """
+        trainable = [weight.master for weight in unit.every_weight if weight.master.requires_grad]
+        if not (self.options.resident_optimizer and self.optimizers.step_by_unit and trainable):
+            return 0
+        weights = sum(w.master.nbytes + w.lowered * w.compute_bytes for w in unit.every_weight)
+        return weights + sum(p.nbytes + on_device.state_bytes(self.optimizers.seen, p) for p in trainable)
 
     @property
     def activation_peak(self) -> int:
@@ -332,9 +356,9 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------ attach and take off
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
-        plan = self._plan = Arrangement(
-            self.module, self.options, self._learned, self._backend, autocast, self._progress
-        )
+        plan = Arrangement(self.module, self.options, self._learned, self._backend, autocast, self._progress)
+        self._settle_on_device(plan)
+        self._plan = plan
         self.stats.arrangements += 1
         if not plan.units and self.options.activations in ("recompute", "offload"):
             warnings.warn(
@@ -358,12 +382,13 @@ class Pipeline:
             self.stats,
             self._known_optimizers,
             self._spent,
+            on_device=plan.on_device,
             overlaps=self.options.overlap_optimizer is not False,
             fused=self.device.type != "cpu",  # on the CPU the user's choice stands: the same numbers as plain training
             is_nested=lambda: self._backward.is_nested(),
             settle=self.settle,
         )
-        self.optimizers.work_with(self._overlap, self._returns, self._window)
+        self.optimizers.work_with(self._overlap, self._returns, self._window, plan.on_device)
         self._backward = BackwardPass(
             window=self._window,
             schedule=self._schedule,
@@ -377,7 +402,8 @@ class Pipeline:
         )
         move_buffers(self.module, self.device)
         self._pool.pinnable = plan.pinnable_bytes()
-        self._meter.uncounted = {storage_key(buffer) for buffer in self.module.buffers()}
+        stay = (*self.module.buffers(), *plan.unmanaged.values(), *plan.on_device)
+        self._meter.uncounted = set(map(storage_key, stay))
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._follow_requires_grad(twin)
         if self.options.compile:
@@ -386,6 +412,16 @@ class Pipeline:
         self._activations.auto = self._auto_policy()  # units have changed: measured anew
         for member in plan.members:
             install_gate(member, self)
+
+    def _settle_on_device(self, plan: Arrangement) -> None:
+        """Let units live on the device, if there is really room for all of them."""
+        try:
+            on_device.move(plan.on_device, self.device, self.optimizers.seen)
+        except torch.OutOfMemoryError:
+            on_device.move(plan.on_device, _HOST, self.optimizers.seen)
+            raise
+        for known in self._known_optimizers.values():
+            known.forget_units(plan.on_device)
 
     def _dismantle(self) -> None:
         """Take the arrangement off the module; masters keep their identity, their values and their memory."""
@@ -401,6 +437,7 @@ class Pipeline:
         self._backend.drain()
         for group in self._plan.groups:
             group.host.release_copies()
+        on_device.move(self._plan.on_device, _HOST, self.optimizers.seen)
 
     def _take_in_what_was_learned(self) -> None:
         """Between steps, when no graph holds on to the old arrangement."""

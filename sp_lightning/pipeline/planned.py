@@ -17,9 +17,11 @@ class WindowPlan:
     """What was chosen, and why.
 
     Attributes:
-        k: Units on the device at once, resident ones not counted.
+        k: Units on the device at once, resident ones and those that live there not counted.
         k_prime: Units moved together.
         resident: Names of units that have a place of their own: they are sent when their weights have changed.
+        on_device: Names of units that live on the device, with their gradients and optimizer state.
+        on_device_bytes: What these take.
         step_seconds: How long a step is expected to take.
         bottleneck: Which lane has most to do: "compute", "to device", "to host" or "host".
         device_bytes: Device memory that weights, gradients on their way and activations are expected to take.
@@ -30,6 +32,8 @@ class WindowPlan:
     k: int
     k_prime: int
     resident: tuple[str, ...] = ()
+    on_device: tuple[str, ...] = ()
+    on_device_bytes: int = 0
     step_seconds: float = 0.0
     bottleneck: str = "compute"
     device_bytes: int = 0

@@ -111,6 +111,7 @@ class UnitCall:
         self._surroundings = _Surroundings(device)
         self._effects = SideEffects(member.module, self._inputs.objects)
         self._weights = [(twin, twin.version()) for twin in {place.weight.twin for place in member.places}]
+        self._on_device = [(parameter, parameter._version) for parameter in member.on_device]
 
     # ------------------------------------------------------------------------------------------------ first forward
 
@@ -163,7 +164,9 @@ class UnitCall:
 
     def _weights_are_changed(self) -> bool:
         with without_torch_function():
-            return any(twin.version() != version for twin, version in self._weights)
+            return any(twin.version() != version for twin, version in self._weights) or any(
+                parameter._version != version for parameter, version in self._on_device
+            )
 
     def _alive(self) -> Iterator[tuple[int, Kept]]:
         for index, reference in enumerate(self._kept):

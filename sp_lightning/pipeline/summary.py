@@ -18,7 +18,8 @@ class Summary:
         k: Units on the device at once.
         k_prime: Units moved together.
         model_bytes: All weights, as they lie on the host.
-        device_bytes: Device memory for weights: slots and resident weights. It is never exceeded.
+        device_bytes: Device memory for weights: slots, resident weights, and all that belongs to units which live on
+            the device. It is never exceeded.
         gradient_bytes: Device memory for gradients on their way to the host.
         resident: Names of resident weights.
         resident_bytes: Their bytes on the device.
@@ -65,6 +66,14 @@ class Summary:
         """The share of the weights that never has to be on the device at once with the rest."""
         return max(0.0, 1 - self.device_bytes / self.model_bytes) if self.model_bytes else 0.0
 
+    @property
+    def living_on_device(self) -> str:
+        """What lives on the device, in words; empty if nothing does."""
+        if self.plan is None or not self.plan.on_device:
+            return ""
+        count, nbytes = len(self.plan.on_device), readable_bytes(self.plan.on_device_bytes)
+        return f"{count} of {self.units} units, with gradients and optimizer state: {nbytes}"
+
     def rows(self) -> list[tuple[str, str]]:
         """The plan as a table of names and values."""
         streamed = "all on the device, none streamed" if self.k >= self.units else "streamed"
@@ -77,6 +86,7 @@ class Summary:
             ("weights on the device", f"{readable_bytes(self.device_bytes)} of {readable_bytes(self.model_bytes)}"),
             ("saved on the device", f"{self.saved:.0%} of the weights"),
             ("weights on the host", readable_bytes(self.host_bytes) + (", page-locked" if self.pinned else "")),
+            *([("live on the device", self.living_on_device)] if self.living_on_device else []),
         ]
 
     def __str__(self) -> str:

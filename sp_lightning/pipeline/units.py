@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,7 @@ class Member:
         observed: Whether its forward has been watched under autocast: without a graph (False), with one (True).
         compiled: What compiles its call, if it is not the user who did.
         looks_into: A member whose weights its forward looks at to choose a fast path (`nn.TransformerEncoder`).
+        on_device: Parameters that its call may use and that live on the device.
     """
 
     def __init__(self, name: str, module: nn.Module, unit: Unit | None) -> None:
@@ -78,6 +79,7 @@ class Member:
         self.observed: set[bool] = set()
         self.compiled: Callable[..., Any] | None = None
         self.looks_into: Member | None = None
+        self.on_device: list[nn.Parameter] = []
 
     @property
     def active(self) -> bool:
@@ -96,13 +98,24 @@ class Member:
 
 @dataclass(eq=False)
 class Unit:
-    """Weights that stream together, or all the resident ones."""
+    """Weights that stream together, or all the resident ones.
+
+    Attributes:
+        weights: What the engine manages.
+        on_device: Instead, of a unit that lives on the device (see on_device.py): all of its weights.
+    """
 
     name: str
     resident: bool = False
     weights: list[Weight] = field(default_factory=list, repr=False)
+    on_device: list[Weight] = field(default_factory=list, repr=False)
     members: list[Member] = field(default_factory=list, repr=False)
     group: Group = field(init=False, repr=False)
+
+    @property
+    def every_weight(self) -> list[Weight]:
+        """All of its weights, wherever they are."""
+        return [*self.weights, *self.on_device]
 
 
 @dataclass
@@ -127,6 +140,18 @@ class Plan:
         self.units.sort(key=lambda unit: number.get(unit.name, len(number)))
         for index, member in enumerate(member for unit in self.units for member in unit.members):
             member.index = index
+
+    def leave_on_device(self, units: Collection[Unit]) -> None:
+        """Manage the weights of these units no longer, only their calls."""
+        left = {id(weight) for unit in units for weight in unit.weights}
+        for unit in units:
+            unit.on_device, unit.weights = unit.weights, []
+        for member in [*(member for unit in self.all_units() for member in unit.members), *self.callers]:
+            member.on_device = [place.weight.master for place in member.places if id(place.weight) in left]
+            member.places = [place for place in member.places if id(place.weight) not in left]
+            member.recurrent = [
+                (module, weights) for module, weights in member.recurrent if not any(id(w) in left for w in weights)
+            ]
 
     def all_units(self) -> list[Unit]:
         """Streamed units, then the resident one if it holds anything."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from sp_lightning.pipeline.choice import Way, peak
@@ -26,6 +26,7 @@ from sp_lightning.planning.cost import (
 )
 from sp_lightning.planning.workload import Machine, Workload
 
+_SHARES = 4  # of the units that could live on the device
 _SPLITS = 6  # of the budget between activations and weights
 _ALIKE = 1.02  # times that differ by less are the same
 _NOT_AHEAD = 1.04  # how much faster a window that fetches nothing ahead must be: it hides no deviation from the plan
@@ -67,6 +68,8 @@ def choose(
 ) -> Plan:
     """The choice whose step takes the least time within the budget; of those that take the same, the smallest window.
 
+    Where units may live on the device, some numbers of them are tried: each leaves another problem of the same kind.
+
     Args:
         workload: What a step has to do.
         machine: How fast.
@@ -78,8 +81,55 @@ def choose(
     Raises:
         ValueError: If nothing fits; says the least that would.
     """
-    room = budget - workload.reserve_bytes - gradient_bytes(workload)
     windows = list(_windows(len(workload.units), k, k_prime, machine))
+    least = _least_bytes(workload, windows)
+    if budget < least:
+        raise ValueError(f"{budget} bytes of device memory are too little: {least} are needed.")
+    best = _choose_streaming(workload, machine, budget, windows, fill)
+    sets = _sets_on_device(workload, budget - least) if fill else []
+    tried: dict[int, _Candidate] = {}
+
+    def seconds(count: int) -> float:
+        if count not in tried:
+            left = workload.with_on_device(sets[count])
+            tried[count] = _choose_streaming(left, machine, budget, windows, fill)
+        return tried[count].seconds
+
+    count = _least_of(seconds, len(sets))
+    if count is not None and _ALIKE * seconds(count) < best.seconds:
+        best = tried[count]._replace(choice=replace(tried[count].choice, on_device=sets[count]))
+    return Plan(best.choice, best.prediction)
+
+
+def _least_of(function: Callable[[int], float], length: int) -> int | None:
+    """Where a function of 0 to `length` - 1 is least, if it has one valley; else in one of its valleys."""
+    step = -(-length // _SHARES)
+    best = min(range(length - 1, -1, -max(1, step)), key=function, default=None)
+    while best is not None and step > 1:
+        step //= 2
+        best = min([n for n in (best, best - step, best + step) if 0 <= n < length], key=function)
+    return best
+
+
+def _least_bytes(workload: Workload, windows: Iterable[tuple[int, int]]) -> int:
+    """The least device memory with which a step runs."""
+    weights = min(weight_bytes(workload, Choice(*window)) for window in windows)
+    activations = activation_bytes(workload, choose_ways([unit.ways for unit in workload.units], 0))
+    return workload.reserve_bytes + gradient_bytes(workload) + weights + activations
+
+
+def _sets_on_device(workload: Workload, room: int) -> list[tuple[int, ...]]:
+    """For each number of units that may live on the device which ones do, spread evenly, up to as many as fit."""
+    able = [number for number, unit in enumerate(workload.units) if unit.bytes_on_device]
+    sets = [tuple(able[at] for at in _spread(count, len(able))) for count in range(1, len(able) + 1)]
+    return [units for units in sets if sum(workload.units[unit].bytes_on_device for unit in units) <= room]
+
+
+def _choose_streaming(
+    workload: Workload, machine: Machine, budget: int, windows: Sequence[tuple[int, int]], fill: bool
+) -> _Candidate:
+    """The best window for what streams."""
+    room = budget - workload.reserve_bytes - gradient_bytes(workload)
     least_weights = min(weight_bytes(workload, Choice(*window)) for window in windows)
     candidates: list[_Candidate] = []
     for ways in _splits(workload, room - least_weights):
@@ -96,14 +146,8 @@ def choose(
                 candidates.append(_Candidate(each, predict(workload, machine, each), arena))
             if _fastest(candidates) <= _ALIKE * least:
                 break  # larger windows cannot be faster than that
-    if not candidates:
-        lowest = activation_bytes(workload, choose_ways([unit.ways for unit in workload.units], 0))
-        raise ValueError(
-            f"{budget} bytes of device memory are too little: {budget - room + least_weights + lowest} are needed."
-        )
     alike = [candidate for candidate in candidates if candidate.seconds <= _ALIKE * _fastest(candidates)]
-    best = min(alike, key=_Candidate.rank)
-    return Plan(best.choice, best.prediction)
+    return min(alike, key=_Candidate.rank)
 
 
 def _fastest(candidates: Sequence[_Candidate]) -> float:
@@ -142,6 +186,11 @@ def _largest_windows(workload: Workload, windows: Sequence[tuple[int, int]], lef
                 yield between[largest - 1], number
 
 
+def _spread(count: int, length: int) -> Iterator[int]:
+    """So many of so many numbers, spread evenly."""
+    return ((2 * number + 1) * length // (2 * count) for number in range(count))
+
+
 def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
     """Ways for all units, the cheapest within several shares of what is there for activations.
 
@@ -166,11 +215,12 @@ def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
 
 def _filled(workload: Workload, choice: Choice, left: int) -> Choice:
     """The same choice with as many units resident as fit, spread evenly among those that stream."""
-    length = len(workload.units)
+    streamed = [number for number, unit in enumerate(workload.units) if not unit.lives_on_device]
+    length = len(streamed)
 
     def with_resident(count: int) -> Choice:
-        spread = tuple((2 * number + 1) * length // (2 * count) for number in range(count))
-        return Choice(choice.k, choice.k_prime, spread, choice.ways)
+        resident = tuple(streamed[at] for at in _spread(count, length))
+        return Choice(choice.k, choice.k_prime, resident, choice.ways)
 
     fits, too_many = 0, max(0, length - choice.k) + 1
     while too_many - fits > 1:

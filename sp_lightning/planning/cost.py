@@ -34,12 +34,14 @@ class Choice:
         k_prime: Units moved together.
         resident: Units, by their numbers, that have a place of their own and are never evicted.
         ways: What becomes of the activations of each unit; the first of its ways where nothing is given.
+        on_device: Units, by their numbers, that live on the device with gradients and optimizer state.
     """
 
     k: int
     k_prime: int = 1
     resident: tuple[int, ...] = ()
     ways: tuple[Way, ...] = ()
+    on_device: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Prediction:
 
 def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
     """What a step takes with these choices."""
+    workload = workload.with_on_device(choice.on_device)
     replay = _Replay(workload, machine, choice)
     for _ in range(_WARM_UP * workload.micro_steps):
         replay.step()
@@ -113,9 +116,9 @@ def device_bytes(workload: Workload, choice: Choice) -> int:
 
 
 def weight_bytes(workload: Workload, choice: Choice) -> int:
-    """Device memory for weights: the arena, and what has a place of its own."""
+    """Device memory for weights, and for all that units which live there have: the arena, and places of their own."""
     own = sum(workload.units[unit].weight_bytes for unit in choice.resident) + workload.resident.weight_bytes
-    return own + _places(workload, choice)[-1]
+    return own + _places(workload, choice)[-1] + workload.on_device_bytes
 
 
 def gradient_bytes(workload: Workload) -> int:
@@ -141,8 +144,9 @@ def ways_of(workload: Workload, choice: Choice) -> tuple[Way, ...]:
 
 def _places(workload: Workload, choice: Choice) -> tuple[list[list[int]], list[int], int]:
     """What travels together, where each part that streams lies in the arena, and the bytes of the arena."""
-    parts = travel_together(len(workload.units), choice.k_prime, choice.resident)
-    streamed = [part for part in parts if part[0] not in choice.resident]
+    apart = {*choice.resident, *(number for number, unit in enumerate(workload.units) if unit.lives_on_device)}
+    parts = travel_together(len(workload.units), choice.k_prime, apart)
+    streamed = [part for part in parts if part[0] not in apart]
     sizes = tuple(sum(workload.units[unit].weight_bytes for unit in part) for part in streamed)
     return parts, *_arena(sizes, max(1, choice.k // choice.k_prime))
 
@@ -172,7 +176,7 @@ class _Group:
         self.trainable = sum(workload.units[unit].gradient_bytes > 0 for unit in units)
         self.missing = self.trainable
         self.conflicts: list[_Group] = []
-        self.loaded = False
+        self.loaded = self.nbytes == 0
         self.ready = 0.0
         self.stepped: float | None = 0.0
         self.landed = 0.0
@@ -208,7 +212,7 @@ class _Replay:
         parts, offsets, _ = _places(workload, choice)
         self._groups = [_Group(index + 1, part, workload, length) for index, part in enumerate(parts)]
         self._group_of = {unit: group for group in self._groups for unit in group.units}
-        streamed = (group for group in self._groups if group.units[0] not in choice.resident)
+        streamed = (group for group in self._groups if group.nbytes and group.units[0] not in choice.resident)
         ring = [*zip(streamed, offsets, strict=True)]
         for group, start in ring:
             group.conflicts = [

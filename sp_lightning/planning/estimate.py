@@ -67,6 +67,7 @@ class Assumptions:
         activations: The strategy's `activations`.
         units: The strategy's `units`: names of module classes. None finds them.
         resident: The strategy's `resident`.
+        resident_optimizer: The strategy's `resident_optimizer`.
         tokens: What each weight matrix is applied to in a step, where it is not known what the model is called with.
 
     Raises:
@@ -83,6 +84,7 @@ class Assumptions:
     activations: ActivationPolicy = "auto"
     units: str | Sequence[str] | None = None
     resident: Sequence[str] = ()
+    resident_optimizer: bool = False
     tokens: int = 2048
 
     def __post_init__(self) -> None:
@@ -211,6 +213,7 @@ def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
         backward_seconds=backward,
         host_bytes=sum(_host_bytes(weight, given) for weight in unit.weights),
         ways=_ways(seen, weights, forward, backward, given),
+        bytes_on_device=sum(_bytes_on_device(weight, given) for weight in unit.weights) if trained else 0,
     )
 
 
@@ -234,6 +237,14 @@ def _host_bytes(weight: Weight, given: Assumptions) -> int:
         # A gradient in a lower dtype goes from where it lands into the optimizer, and has no memory of its own.
         nbytes += _state_bytes(weight.master, given) + (0 if weight.lowered else weight.master.nbytes)
     return nbytes
+
+
+def _bytes_on_device(weight: Weight, given: Assumptions) -> int:
+    """The weight, its gradient, what the optimizer keeps about it, and what autocast makes of it."""
+    if not given.resident_optimizer:
+        return 0
+    trained = weight.master.nbytes + _state_bytes(weight.master, given) if weight.master.requires_grad else 0
+    return weight.master.nbytes + trained + weight.lowered * weight.compute_bytes
 
 
 def _ring_bytes(plan: Plan) -> int:

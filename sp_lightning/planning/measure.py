@@ -73,6 +73,7 @@ def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) ->
             backward_seconds=max(0.0, backward(unit)),
             host_bytes=sum(weight.master.nbytes for weight in unit.weights),
             ways=ways_of_unit[unit],
+            bytes_on_device=pipeline.bytes_on_device(unit),
         )
         for unit in plan.units
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, Recording
-from sp_lightning.pipeline.arrangement import Arrangement, sent_bytes
+from sp_lightning.pipeline.arrangement import Arrangement
 from sp_lightning.pipeline.choice import Policy
 from sp_lightning.pipeline.planned import Planner, WindowPlan
 from sp_lightning.planning.choose import choose
@@ -83,7 +83,7 @@ class AutoPlanner(Planner):
         """Units were arranged anew; a plan is for units and their bytes, and does not mind where they lie."""
         self._arrangement = pipeline.arrangement
         self._has_limit = pipeline.budget is not None
-        sizes = [(unit.name, sent_bytes([unit])) for unit in self._arrangement.all_units]
+        sizes = [(unit.name, sum(w.compute_bytes for w in unit.every_weight)) for unit in self._arrangement.all_units]
         units = tuple(entry for size in sizes for entry in size)
         if units != self._units:
             self._units = units
@@ -197,6 +197,8 @@ def _plan(pipeline: Pipeline, measured: _Measurement) -> WindowPlan | None:
         k=choice.k,
         k_prime=choice.k_prime,
         resident=tuple(arrangement.units[unit].name for unit in choice.resident),
+        on_device=tuple(arrangement.units[unit].name for unit in choice.on_device),
+        on_device_bytes=sum(workload.units[unit].bytes_on_device for unit in choice.on_device),
         step_seconds=prediction.seconds,
         bottleneck=prediction.bottleneck,
         device_bytes=prediction.device_bytes,

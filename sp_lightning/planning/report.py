@@ -43,6 +43,7 @@ class Row:
             "k": self.choice.k,
             "k_prime": self.choice.k_prime,
             "resident": len(self.choice.resident),
+            "on_device": len(self.choice.on_device),
             "activations": dict(Counter(way.policy for way in self.choice.ways)),
             "fits": self.fits,
             "device_bytes": self.device_bytes,
@@ -140,6 +141,8 @@ class Report:
         chosen = [f"k={choice.k}", f"k_prime={choice.k_prime}"]
         if choice.resident:
             chosen.append(f"resident units: {len(choice.resident)}")
+        if choice.on_device:
+            chosen.append(f"units with their optimizer on the device: {len(choice.on_device)}")
         if self.not_followed is None:
             ways = Counter(way.policy for way in choice.ways)
             chosen.append("activations: " + ", ".join(f"{policy} {count}" for policy, count in sorted(ways.items())))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.choice import Way
@@ -26,6 +27,7 @@ class UnitWork:
         backward_seconds: On the device, without a second forward.
         host_bytes: What it takes on the host: weights, what is sent of them, gradients, optimizer state.
         ways: What may become of its activations, in order of preference.
+        bytes_on_device: What it takes on the device with gradients and optimizer state; 0 if it may not live there.
     """
 
     name: str
@@ -36,6 +38,12 @@ class UnitWork:
     backward_seconds: float = 0.0
     host_bytes: int = 0
     ways: tuple[Way, ...] = (NOTHING_SAVED,)
+    bytes_on_device: int = 0
+
+    @property
+    def lives_on_device(self) -> bool:
+        """Whether nothing of it travels (see `Workload.with_on_device`)."""
+        return self.weight_bytes == 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Workload:
         outside_bytes: Activations that are saved outside of units.
         piece_bytes: Device memory in which a unit's gradients are put together, if that is more than the gradients.
         reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
+        on_device_bytes: What units take that live on the device, with gradients and optimizer state.
     """
 
     units: tuple[UnitWork, ...]
@@ -67,6 +76,21 @@ class Workload:
     outside_bytes: int = 0
     piece_bytes: int = 0
     reserve_bytes: int = 0
+    on_device_bytes: int = 0
+
+    def with_on_device(self, units: Collection[int]) -> Workload:
+        """What is left to do if these units live on the device: they compute, and nothing of them travels."""
+        there = [
+            replace(unit, weight_bytes=0, gradient_bytes=0, parameters=0, host_bytes=0, bytes_on_device=0)
+            if number in units
+            else unit
+            for number, unit in enumerate(self.units)
+        ]
+        return replace(
+            self,
+            units=tuple(there),
+            on_device_bytes=self.on_device_bytes + sum(self.units[unit].bytes_on_device for unit in units),
+        )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,19 +115,27 @@ class Fixed(Planner):
     """Wants one window after the other, a step each, and from the last one on always that.
 
     Args:
-        windows: k, k_prime, and the numbers of resident units.
+        windows: k, k_prime, the numbers of resident units, and of those that live on the device.
     """
 
-    def __init__(self, *windows: tuple[int, int, Sequence[int]]) -> None:
+    def __init__(self, *windows: tuple[Any, ...]) -> None:
         self._windows = list(windows)
-        self.seen: list[tuple[int, int]] = []
+        self.seen: list[tuple[int, int, int]] = []
 
     @override
     def before_step(self, pipeline: Pipeline, builds_graph: bool) -> WindowPlan | None:
-        self.seen.append((pipeline.arrangement.k, pipeline.arrangement.k_prime))
-        k, k_prime, resident = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
+        arrangement = pipeline.arrangement
+        self.seen.append((arrangement.k, arrangement.k_prime, len(arrangement.on_device)))
+        k, k_prime, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
         units = pipeline.arrangement.units
-        return WindowPlan(k, k_prime, tuple(units[number].name for number in resident if number < len(units)))
+        resident, on_device = ([units[n] for n in numbers if n < len(units)] for numbers in [*chosen, (), ()][:2])
+        return WindowPlan(
+            k,
+            k_prime,
+            resident=tuple(unit.name for unit in resident),
+            on_device=tuple(unit.name for unit in on_device),
+            on_device_bytes=sum(pipeline.bytes_on_device(unit) for unit in on_device),
+        )
 
     @override
     def abandon(self) -> None:

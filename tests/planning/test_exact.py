@@ -19,6 +19,7 @@ from ..zoo.blocks import chain
 from .parts import Fixed
 
 GROWS = [(2, 1, ()), (3, 1, (1,)), (4, 2, (0, 5)), (6, 1, ()), (2, 1, (0, 1, 2, 3))]
+LIVES = [(2, 1), (2, 1, (), (1, 4)), (2, 1, (0,), (4, 5)), (6, 1, (), (2,)), (1, 1, (), range(6)), (2, 2, (), (3,))]
 SHRINKS = [(6, 3, ()), (4, 2, ()), (2, 2, (2,)), (1, 1, ()), (1, 1, (0, 4))]
 OPTIMIZERS = {
     "SGD with momentum": lambda model: SGD(model.parameters(), 0.05, momentum=0.9),
@@ -43,7 +44,7 @@ def train(
     pipeline = None
     if planner is not None:
         backend = HostBackend(poison=True, max_delay=0.002)
-        choices = PipelineOptions(units=is_block, **options)
+        choices = PipelineOptions(units=is_block, resident_optimizer=True, **options)
         pipeline = Pipeline(model, "cpu", options=choices, backend=backend, planner=planner)
     trained: Optimizer = OPTIMIZERS[optimizer](model)
     losses = []
@@ -82,7 +83,9 @@ def assert_equal(plain: Sequence[torch.Tensor], streamed: Sequence[torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    ("windows", "optimizer"), [(GROWS, "SGD with momentum"), (SHRINKS, "AdamW")], ids=["grows", "shrinks"]
+    ("windows", "optimizer"),
+    [(GROWS, "SGD with momentum"), (SHRINKS, "AdamW"), (LIVES, "AdamW")],
+    ids=["grows", "shrinks", "lives on the device"],
 )
 @pytest.mark.parametrize(
     "training",
@@ -104,8 +107,10 @@ def test_a_window_that_changes_at_every_step(windows: Any, optimizer: str, train
     actual, pipeline = train(planner, optimizer, 7, **training)
     assert_equal(expected, actual)
     assert pipeline is not None
-    assert len(set(planner.seen)) >= 3, "the window did change"
-    if not training:
+    assert len({seen[:2] for seen in planner.seen}) >= 3, "the window did change"
+    if windows is LIVES:
+        assert len({on_device for *_, on_device in planner.seen}) == 4, "units came and went"
+    elif not training:
         assert pipeline.stats.steps_in_backward >= 5 * 6, "units are stepped in backward in all of these windows"
     assert pipeline.stats.resets == 0
     assert pipeline.stats.heals == 0

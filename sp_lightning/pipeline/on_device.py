@@ -1,0 +1,44 @@
+"""Units that live on the device: weights, gradients and what optimizers keep about them (`resident_optimizer`).
+
+Such a unit is called, and what it saves for backward is managed, like that of any other. But its parameters are plain
+parameters on the device, as in plain training: autograd adds up their gradients there, and the optimizer's own code
+steps them there, while the rest is stepped on the host. Units come and go between steps, and keep all that they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def move(parameters: Collection[nn.Parameter], device: torch.device, optimizers: Iterable[Optimizer]) -> None:
+    """Move parameters with their gradients and all that optimizers keep about them; the objects stay the same."""
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter in parameters:
+            gradient, parameter.grad = parameter.grad, None
+            # a copy even where it is there already: memory that it shares with other weights is given back
+            parameter.data = parameter.data.to(device, copy=True)
+            parameter.grad = None if gradient is None else gradient.to(device, copy=True)
+        for optimizer in optimizers:
+            move_state(optimizer, parameters)
+
+
+def move_state(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> None:
+    """Move what an optimizer keeps about parameters to where they are, as `Optimizer.load_state_dict` does."""
+    moving = set(map(id, parameters))
+    for group in optimizer.param_groups:
+        counts_on_device = group.get("fused") or group.get("capturable")
+        for parameter in [p for p in group["params"] if id(p) in moving and p in optimizer.state]:
+            state = optimizer.state[parameter]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and (key != "step" or counts_on_device):
+                    state[key] = value.to(parameter.device, copy=True)
+
+
+def state_bytes(optimizers: Iterable[Optimizer], parameter: nn.Parameter) -> int:
+    """Bytes of what optimizers keep about a parameter."""
+    kept = [value for optimizer in optimizers for value in optimizer.state.get(parameter, {}).values()]
+    return sum(value.nbytes for value in kept if isinstance(value, Tensor))
