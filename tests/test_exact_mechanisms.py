@@ -397,6 +397,27 @@ def test_optimizers_that_change_weights_between_two_backwards(method: Callable[[
     assert_same_story(story, partial(chain, 3))
 
 
+def test_weights_that_are_put_back_by_their_memory() -> None:
+    """An EMA that lends its memory to the weights for an evaluation, and keeps theirs meanwhile."""
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        parameters = list(run.model.parameters())
+        averages = [parameter.detach().clone() for parameter in parameters]
+        for step in range(3):
+            run.normal_step(f"step {step}", optimizer, seed=step)
+            averages = [0.5 * (old + p.detach()) for old, p in zip(averages, parameters, strict=True)]
+            backups = [parameter.data for parameter in parameters]
+            for parameter, average in zip(parameters, averages, strict=True):
+                parameter.data = average
+            run.evaluate(f"average {step}")
+            for parameter, backup in zip(parameters, backups, strict=True):
+                parameter.data = backup
+            run.evaluate(f"itself {step}")
+
+    assert_same_story(story, partial(chain, 4))
+
+
 class Adjoint(torch.autograd.Function):
     """Euler's method whose backward integrates back in time, as torchdiffeq's `odeint_adjoint` does."""
 

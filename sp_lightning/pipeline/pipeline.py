@@ -536,7 +536,7 @@ class Pipeline:
             return
         if self._backward.running or any(member.active for member in self._plan.members):
             self.reset()  # an exception came out of a backward that nothing surrounded
-        if look_for_new_parameters and self._has_new_parameters():
+        if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
             self.rebuild()
         self._overlap.put_back()
         self._take_in_what_was_learned()
@@ -558,6 +558,10 @@ class Pipeline:
             for member in self._plan.members
             for place in member.places
         )
+
+    def _has_replaced_weights(self) -> bool:
+        with self._at_work:
+            return not self._graphs.waiting() and any(weight.is_replaced for weight in self._plan.weights)
 
     def _activate(self) -> None:
         if not self._guard.redirects:
@@ -649,8 +653,11 @@ class Pipeline:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._dismantle()
-        for weight in self._plan.weights:  # or what `p.data = ...` has given it stays out of the memory that is sent
-            weight.readopt()
+        for weight in self._plan.weights:
+            if weight.is_replaced:  # who keeps our memory keeps the values in it
+                self._learned.leave_memory_of(weight)
+            else:  # or what `p.data = ...` has given it stays out of the memory that is sent
+                weight.readopt()
         self._plan.give_up_memory()
         self._arrange(autocast)
 
