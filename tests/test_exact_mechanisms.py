@@ -397,6 +397,24 @@ def test_optimizers_that_change_weights_between_two_backwards(method: Callable[[
     assert_same_story(story, partial(chain, 3))
 
 
+def test_weights_that_share_memory() -> None:
+    """Two Parameters and a buffer over the same memory: each sees what is written to the others."""
+
+    def build() -> nn.Module:
+        model = chain(5)
+        first, second, third, *_ = model.blocks
+        second.up.weight.data = first.up.weight.data
+        third.register_buffer("alias", third.up.weight.detach())
+        return model
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        for step in range(3):
+            run.normal_step(f"step {step}", optimizer, seed=step)
+
+    assert_same_story(story, build)
+
+
 def test_weights_that_are_put_back_by_their_memory() -> None:
     """An EMA that lends its memory to the weights for an evaluation, and keeps theirs meanwhile."""
 
