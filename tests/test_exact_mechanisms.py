@@ -25,7 +25,7 @@ from sp_lightning.pipeline import PipelineOptions
 
 from .helpers import Plan, Run, assert_exact, assert_same_story, attached, reference_of
 from .zoo import CASES
-from .zoo.blocks import Block, Chain, chain
+from .zoo.blocks import WIDTH, Block, Chain, chain
 
 WEIGHT_SHAPE = [12, 24]  # of the matrices in a Block, transposed or not; no activation here has it
 
@@ -395,6 +395,31 @@ def test_optimizers_that_change_weights_between_two_backwards(method: Callable[[
             run.note(name, parameter)
 
     assert_same_story(story, partial(chain, 3))
+
+
+class Attends(nn.Module):
+    """Pools by attention as SigLIP does: the query is another tensor, key and value are the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[None]
+        for block in self.blocks:
+            x = x + block(x[:, :1].tanh(), x, x)[0]
+        return x
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_an_input_that_is_given_twice(policy: str) -> None:
+    """A forward that asks whether two of its inputs are the same object gets the same answer the second time."""
+
+    def story(run: Run) -> None:
+        for step in range(2):
+            run.normal_step(f"step {step}", None, seed=step)
+
+    assert_same_story(story, Attends, activations=policy, units=nn.MultiheadAttention)
 
 
 def test_weights_that_share_memory() -> None:

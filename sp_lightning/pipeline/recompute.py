@@ -253,7 +253,11 @@ class _Inputs:
 
     def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self._leaves = [_Input(leaf, saved) if _is_data(leaf) else leaf for leaf in leaves]
+        # what is given twice stays one object: `nn.MultiheadAttention` computes something else unless `key is value`
+        distinct = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
+        inputs = {key: _Input(leaf, saved) for key, leaf in distinct.items()}
+        self._distinct = [*inputs.values()]
+        self._leaves = [inputs.get(id(leaf), leaf) for leaf in leaves]
         self.objects = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
 
     @property
@@ -273,7 +277,8 @@ class _Inputs:
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments once more."""
-        leaves = [leaf.again() if isinstance(leaf, _Input) else leaf for leaf in self._leaves]
+        again = {id(one): one.again() for one in self._distinct}
+        leaves = [again.get(id(leaf), leaf) for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
 
