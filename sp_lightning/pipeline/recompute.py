@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline._private import storage_key, without_torch_function
 from sp_lightning.pipeline.effects import SideEffects
+from sp_lightning.pipeline.guard import HostParameter
 from sp_lightning.pipeline.hooks import tensors_in
 from sp_lightning.pipeline.offload import SMALLEST
 from sp_lightning.pipeline.saved import Kept, SavedTensors
@@ -364,7 +365,8 @@ def _checksum(tensor: Tensor) -> int:
 def _is_saved_by_a_checkpoint() -> bool:
     """Whether the tensor that is being packed is an input that a `torch.utils.checkpoint`, of either kind, keeps."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _module_of(frame) in (SavedTensors.__module__, "torch.autograd.function"):
+    between = (SavedTensors.__module__, HostParameter.__module__, "torch.autograd.function")
+    while frame is not None and _module_of(frame) in between:
         frame = frame.f_back
     return frame is not None and _module_of(frame) == "torch.utils.checkpoint"
 
