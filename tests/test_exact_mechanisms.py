@@ -25,7 +25,7 @@ from sp_lightning.pipeline import PipelineOptions
 
 from .helpers import Plan, Run, assert_exact, assert_same_story, attached, reference_of
 from .zoo import CASES
-from .zoo.blocks import Block, Chain, chain
+from .zoo.blocks import WIDTH, Block, Chain, chain
 
 WEIGHT_SHAPE = [12, 24]  # of the matrices in a Block, transposed or not; no activation here has it
 
@@ -395,6 +395,119 @@ def test_optimizers_that_change_weights_between_two_backwards(method: Callable[[
             run.note(name, parameter)
 
     assert_same_story(story, partial(chain, 3))
+
+
+class Attends(nn.Module):
+    """Pools by attention as SigLIP does: the query is another tensor, key and value are the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[None]
+        for block in self.blocks:
+            x = x + block(x[:, :1].tanh(), x, x)[0]
+        return x
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_an_input_that_is_given_twice(policy: str) -> None:
+    """A forward that asks whether two of its inputs are the same object gets the same answer the second time."""
+
+    def story(run: Run) -> None:
+        for step in range(2):
+            run.normal_step(f"step {step}", None, seed=step)
+
+    assert_same_story(story, Attends, activations=policy, units=nn.MultiheadAttention)
+
+
+def test_weights_that_share_memory() -> None:
+    """Two Parameters and a buffer over the same memory: each sees what is written to the others."""
+
+    def build() -> nn.Module:
+        model = chain(5)
+        first, second, third, *_ = model.blocks
+        second.up.weight.data = first.up.weight.data
+        third.register_buffer("alias", third.up.weight.detach())
+        return model
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        for step in range(3):
+            run.normal_step(f"step {step}", optimizer, seed=step)
+
+    assert_same_story(story, build)
+
+
+def test_weights_that_are_put_back_by_their_memory() -> None:
+    """An EMA that lends its memory to the weights for an evaluation, and keeps theirs meanwhile."""
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        parameters = list(run.model.parameters())
+        averages = [parameter.detach().clone() for parameter in parameters]
+        for step in range(3):
+            run.normal_step(f"step {step}", optimizer, seed=step)
+            averages = [0.5 * (old + p.detach()) for old, p in zip(averages, parameters, strict=True)]
+            backups = [parameter.data for parameter in parameters]
+            for parameter, average in zip(parameters, averages, strict=True):
+                parameter.data = average
+            run.evaluate(f"average {step}")
+            for parameter, backup in zip(parameters, backups, strict=True):
+                parameter.data = backup
+            run.evaluate(f"itself {step}")
+
+    assert_same_story(story, partial(chain, 4))
+
+
+class Adjoint(torch.autograd.Function):
+    """Euler's method whose backward integrates back in time, as torchdiffeq's `odeint_adjoint` does."""
+
+    STEPS = 3
+
+    @staticmethod
+    def forward(ctx: Any, model: nn.Module, y: Tensor, *weights: Tensor) -> Tensor:
+        ctx.model = model
+        with torch.no_grad():
+            for _ in range(Adjoint.STEPS):
+                y = y + 0.1 * model(y)
+        ctx.save_for_backward(y, *weights)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        y, *weights = ctx.saved_tensors
+        sums = [torch.zeros_like(weight) for weight in weights]
+        for _ in range(Adjoint.STEPS):
+            with torch.enable_grad():
+                y = y.detach().requires_grad_()
+                slope = ctx.model(y)
+            ofy, *others = torch.autograd.grad(slope, (y, *weights), 0.1 * gradient, allow_unused=True)
+            gradient = gradient + ofy
+            sums = [total if other is None else total + other for total, other in zip(sums, others, strict=True)]
+            y = y - 0.1 * slope
+        return None, gradient, *sums
+
+
+def test_weights_that_a_function_is_applied_to() -> None:
+    """Outside of their units, too, the graph has the weights on the device: they are what backward asks for."""
+    torchs_own = torch.autograd.Function.__dict__["apply"]
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        for step in range(3):
+            with run.step():
+                loss = Adjoint.apply(run.model, run.rows(step), *run.model.parameters()).square().mean()
+                loss.backward()
+            run.note(f"loss {step}", loss)
+            for name, parameter in run.model.named_parameters():
+                run.note(f"gradient {step} {name}", parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same_story(story, partial(chain, 4))
+    assert torch.autograd.Function.__dict__["apply"] is torchs_own
 
 
 def test_retained_gradients_and_hooks_on_activations() -> None:

@@ -64,6 +64,11 @@ class Learned:
         self.buffers: dict[tuple[int, ...], HostBuffer] = {}
         self.plan: WindowPlan | None = None
 
+    def leave_memory_of(self, weight: Weight) -> None:
+        """The next arrangement makes other memory for a weight, and for those that travel with it."""
+        for key in [key for key in self.buffers if id(weight.master) in key]:
+            self.buffers.pop(key).release()
+
     def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> bool:
         """Note what was seen of weights under autocast; True if they should be sent in another dtype than they are."""
         self.assumed -= {id(weight.master) for weight in watched}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
@@ -259,6 +260,38 @@ class HostParameter(nn.Parameter):
             return action()
         finally:
             self.__class__ = guarded
+
+
+_watching: weakref.WeakSet[Any] = weakref.WeakSet()
+_torchs_apply: Any = torch.autograd.Function.__dict__["apply"]
+
+
+def watch_functions(owner: Owner) -> None:
+    """Have weights that a `torch.autograd.Function` is applied to redirected: torch asks no `__torch_function__` there.
+
+    Args:
+        owner: Who asks for it, until `stop_watching_functions`.
+    """
+    if not _watching:
+        torch.autograd.Function.apply = classmethod(_apply)
+    _watching.add(owner)
+
+
+def stop_watching_functions(owner: Owner) -> None:
+    """Undo `watch_functions`."""
+    _watching.discard(owner)
+    if not _watching:
+        torch.autograd.Function.apply = _torchs_apply
+
+
+def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    apply = _torchs_apply.__get__(None, cls)
+    if sees_torch_functions() and any(isinstance(value, HostParameter) for value in args):
+        return HostParameter.__torch_function__(apply, (HostParameter,), args, kwargs)
+    return apply(*args, **kwargs)
+
+
+_apply.__name__ = "apply"  # torch.compile knows it by this name
 
 
 _stepping: list[tuple[int, FrameType]] = []  # thread and frame of the optimizer steps that are running

@@ -62,13 +62,21 @@ def _map_pages(nbytes: int) -> mmap.mmap:
 
 
 class HostBuffer:
-    """Page-aligned host memory of exactly the bytes asked for, page-locked where asked for and possible."""
+    """Page-aligned host memory of exactly the bytes asked for, page-locked where asked for and possible.
+
+    Attributes:
+        bytes: The memory.
+        pinned: Whether it is page-locked.
+        tensors: What the weights in it are held by: the same tensors in all arrangements, so that others can be told
+            by how many there are.
+    """
 
     def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | None = None) -> None:
         if memory is None:
             with torch.inference_mode(False):
                 memory = torch.frombuffer(_map_pages(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
         self.bytes = memory
+        self.tensors: list[Tensor] = []
         self._backend = backend
         self.pinned = False
         if pin:
@@ -124,10 +132,13 @@ class GroupHost:
             masters = HostBuffer(self.master_bytes, backend, pin and not lowered)
             for weight, offset in zip(self.weights, self._offsets, strict=True):
                 weight.adopt(tensor_in(masters.bytes, offset, weight.master, weight.master.dtype))
+            masters.tensors = [weight.host for weight in self.weights]
         elif lowered:
             masters.release()
         elif pin:
             masters.pin()
+        for weight, tensor in zip(self.weights, masters.tensors, strict=False):
+            weight.host = tensor
         self.masters = masters
         with torch.inference_mode(False):
             self._words = masters.bytes[: masters.bytes.nbytes // _WORD * _WORD].view(torch.int32)

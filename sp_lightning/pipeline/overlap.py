@@ -50,6 +50,8 @@ from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Weight
 from sp_lightning.pipeline.window import Window
 
+_OWN_USERS = 2  # of a master's memory: the master, and the tensor that its weight holds it by
+
 
 class OptimizerSteps:
     """What is known of an optimizer; outlives an arrangement, as the optimizer's state does.
@@ -189,7 +191,6 @@ class Overlap:
         self._fused = fused
         self._is_nested = is_nested
         self._settle_all = settle
-        self._own_users = {weight: users_of_storage(weight.host) for weight in weights}
         self._checked: set[int] = set()
         self._under_way: list[Group] = []
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
@@ -291,7 +292,7 @@ class Overlap:
         return gradient is not None and gradient.layout is torch.strided
 
     def _is_aliased(self, weight: Weight) -> bool:
-        return users_of_storage(weight.host) > self._own_users[weight]
+        return users_of_storage(weight.host) > _OWN_USERS
 
     def why_not(self, optimizer: Optimizer) -> str | None:
         """Why an optimizer cannot step weights unit by unit; None if it can."""

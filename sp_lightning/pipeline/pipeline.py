@@ -35,7 +35,15 @@ from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.gradients import GradientReturn
-from sp_lightning.pipeline.guard import EngineAtWork, Guard, guards_resumed, guards_suspended, resume_all_guards
+from sp_lightning.pipeline.guard import (
+    EngineAtWork,
+    Guard,
+    guards_resumed,
+    guards_suspended,
+    resume_all_guards,
+    stop_watching_functions,
+    watch_functions,
+)
 from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
 from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
@@ -138,6 +146,7 @@ class Pipeline:
             raise
         move_unmanaged(self._plan.unmanaged.values(), self.device)
         listen_to_optimizers(self.optimizers)
+        watch_functions(self)
         self._attached = True
         self._masters = list(module.parameters())
         _attached_masters.update(map(id, self._masters))
@@ -259,6 +268,7 @@ class Pipeline:
         self._stop_planning()
         _attached_masters.difference_update(map(id, self._masters))
         stop_listening(self.optimizers)
+        stop_watching_functions(self)
         self._dismantle()
         for steps in self._known_optimizers.values():
             steps.forget()
@@ -526,7 +536,7 @@ class Pipeline:
             return
         if self._backward.running or any(member.active for member in self._plan.members):
             self.reset()  # an exception came out of a backward that nothing surrounded
-        if look_for_new_parameters and self._has_new_parameters():
+        if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
             self.rebuild()
         self._overlap.put_back()
         self._take_in_what_was_learned()
@@ -548,6 +558,10 @@ class Pipeline:
             for member in self._plan.members
             for place in member.places
         )
+
+    def _has_replaced_weights(self) -> bool:
+        with self._at_work:
+            return not self._graphs.waiting() and any(weight.is_replaced for weight in self._plan.weights)
 
     def _activate(self) -> None:
         if not self._guard.redirects:
@@ -639,8 +653,11 @@ class Pipeline:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._dismantle()
-        for weight in self._plan.weights:  # or what `p.data = ...` has given it stays out of the memory that is sent
-            weight.readopt()
+        for weight in self._plan.weights:
+            if weight.is_replaced:  # who keeps our memory keeps the values in it
+                self._learned.leave_memory_of(weight)
+            else:  # or what `p.data = ...` has given it stays out of the memory that is sent
+                weight.readopt()
         self._plan.give_up_memory()
         self._arrange(autocast)
 

@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline._private import storage_key, without_torch_function
 from sp_lightning.pipeline.effects import SideEffects
+from sp_lightning.pipeline.guard import HostParameter
 from sp_lightning.pipeline.hooks import tensors_in
 from sp_lightning.pipeline.offload import SMALLEST
 from sp_lightning.pipeline.saved import Kept, SavedTensors
@@ -253,7 +254,11 @@ class _Inputs:
 
     def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self._leaves = [_Input(leaf, saved) if _is_data(leaf) else leaf for leaf in leaves]
+        # what is given twice stays one object: `nn.MultiheadAttention` computes something else unless `key is value`
+        distinct = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
+        inputs = {key: _Input(leaf, saved) for key, leaf in distinct.items()}
+        self._distinct = [*inputs.values()]
+        self._leaves = [inputs.get(id(leaf), leaf) for leaf in leaves]
         self.objects = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
 
     @property
@@ -273,7 +278,8 @@ class _Inputs:
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments once more."""
-        leaves = [leaf.again() if isinstance(leaf, _Input) else leaf for leaf in self._leaves]
+        again = {id(one): one.again() for one in self._distinct}
+        leaves = [again.get(id(leaf), leaf) for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
 
@@ -359,7 +365,8 @@ def _checksum(tensor: Tensor) -> int:
 def _is_saved_by_a_checkpoint() -> bool:
     """Whether the tensor that is being packed is an input that a `torch.utils.checkpoint`, of either kind, keeps."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _module_of(frame) in (SavedTensors.__module__, "torch.autograd.function"):
+    between = (SavedTensors.__module__, HostParameter.__module__, "torch.autograd.function")
+    while frame is not None and _module_of(frame) in between:
         frame = frame.f_back
     return frame is not None and _module_of(frame) == "torch.utils.checkpoint"
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import without_compile
 from sp_lightning.pipeline.host import is_dense
@@ -126,7 +126,8 @@ class Plan:
         units: Streamed units in expected order.
         resident: Resident weights as one unit (its members are modules that own some).
         callers: Members without a unit: modules around units, whose call opens a step.
-        unmanaged: Parameters that cannot be re-pointed (tensor subclasses, scripted modules): moved to the device.
+        unmanaged: Parameters that cannot be re-pointed (tensor subclasses, scripted modules, those that share memory
+            with others): moved to the device.
     """
 
     units: list[Unit]
@@ -247,11 +248,12 @@ class _Finder:
         named = list(named_own_parameters(self.root))
         if not named:
             raise ValueError(f"`{type(self.root).__name__}` has no parameters, so there is nothing to stream.")
+        tied = set() if self.on_meta else _tied_by_memory(self.root)
         for name, owner, _, parameter in named:
             _check_parameter(name, parameter, self.on_meta)
             if id(parameter) in self.weights or any(parameter is other for other in self.unmanaged.values()):
                 continue
-            if _is_manageable(owner, parameter):
+            if _is_manageable(owner, parameter) and id(parameter) not in tied:
                 self.weights[id(parameter)] = Weight(name, parameter)
             else:
                 self.unmanaged[name] = parameter
@@ -522,6 +524,32 @@ def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
         and is_dense(parameter)
         and not isinstance(owner, torch.jit.ScriptModule)
     )
+
+
+def _tied_by_memory(root: nn.Module) -> set[int]:
+    """Parameters that share memory with others, or with buffers: what `b.weight.data = a.weight.data` makes of both."""
+    tensors = {id(tensor): tensor for tensor in [*root.parameters(), *root.buffers()] if _has_memory(tensor)}
+    tied: set[int] = set()
+    furthest, reached = 0, 0
+    for start, end, key in sorted((*_span(tensor), key) for key, tensor in tensors.items()):
+        if start < reached:
+            tied |= {key, furthest}
+        if end > reached:
+            furthest, reached = key, end
+    return tied
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    plain = type(tensor.data) is Tensor and tensor.layout is torch.strided
+    return plain and tensor.device.type == "cpu" and tensor.numel() > 0
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends; all of its storage where it has holes."""
+    if is_dense(tensor):
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def _as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline._private import storage_key, users_of_storage
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.backward import Graph
@@ -109,6 +109,11 @@ class Weight:
         host.copy_(self.master.data)
         self.master.data = host
         self.host = host
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether someone gave the master other memory and keeps ours, as an EMA does that puts the weights back."""
+        return self.master.data_ptr() != self.host.data_ptr() and users_of_storage(self.host) > 1
 
     def readopt(self) -> None:
         """If someone gave the master other memory (`p.data = ...`), take its values back into ours."""
