@@ -40,6 +40,7 @@ class Workload:
         device_limit: Bytes that the process may take on the device; None for all there is.
         passes: How often the weights are needed in a step of inference: once for each token that is generated.
         windows: Values of k and k_prime to measure, for systems that have them, beside their own choice.
+        ladder: Numbers of samples to climb, as far as each system gets; empty for `samples` alone.
         note: What a reader of the results has to know.
     """
 
@@ -57,6 +58,7 @@ class Workload:
     device_limit: int | None = None
     passes: int = 1
     windows: tuple[Window, ...] = ()
+    ladder: tuple[int, ...] = ()
     note: str = ""
 
     @property
