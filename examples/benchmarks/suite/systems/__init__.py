@@ -1,11 +1,30 @@
 """All systems. Each has a file of its own, and `base.py` says what they have in common."""
 
+from suite.systems.accelerate import Accelerate
 from suite.systems.base import System
+from suite.systems.deepspeed import DeepSpeedZeRO2, DeepSpeedZeRO3
 from suite.systems.device import Device
+from suite.systems.diffusers import Diffusers
+from suite.systems.fsdp2 import FSDP2
+from suite.systems.paper import Paper
 from suite.systems.superpipeline import Superpipeline
+from suite.systems.torchao import TorchAO
 from suite.workloads import Window
 
-SYSTEMS: dict[str, type[System]] = {system.name: system for system in (Device, Superpipeline)}
+SYSTEMS: dict[str, type[System]] = {
+    system.name: system
+    for system in (
+        Device,
+        Superpipeline,
+        Paper,
+        DeepSpeedZeRO2,
+        DeepSpeedZeRO3,
+        FSDP2,
+        TorchAO,
+        Accelerate,
+        Diffusers,
+    )
+}
 """In the order of the table: the ceiling first."""
 
 
