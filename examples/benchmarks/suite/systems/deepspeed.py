@@ -43,7 +43,7 @@ class DeepSpeedZeRO2(System):
     stage: ClassVar[int] = 2
 
     def config(self, workload: Workload) -> dict[str, Any]:
-        """DeepSpeed's configuration; Lightning adds batch size and clipping."""
+        """DeepSpeed's configuration; Lightning adds clipping, and would ask a batch sampler for the batch's size."""
         zero = {
             "stage": self.stage,
             "offload_optimizer": {"device": "cpu", "pin_memory": True},
@@ -51,7 +51,11 @@ class DeepSpeedZeRO2(System):
             "overlap_comm": True,
             "reduce_bucket_size": 50_000_000,
         }
-        config: dict[str, Any] = {"zero_allow_untested_optimizer": True, "zero_optimization": zero}
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": workload.samples,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": zero,
+        }
         if workload.precision.startswith("bf16"):
             config["bf16"] = {
                 "enabled": True,

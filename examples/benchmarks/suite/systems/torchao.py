@@ -46,5 +46,6 @@ class TorchAO(System):
         optimizer: Any = CPUOffloadOptimizer(
             parameters, torch.optim.AdamW, offload_gradients=True, lr=workload.learning_rate, fused=True
         )
-        optimizer.state = {}  # which it lacks, and what Lightning would move to the device
+        # What an optimizer has for Lightning, and this one lacks: options, and a state to be moved to the device.
+        optimizer.defaults, optimizer.state = {}, {}
         return optimizer
