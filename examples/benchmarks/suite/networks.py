@@ -37,6 +37,10 @@ class Network(nn.Module, ABC):
     def forward(self, **batch: Tensor) -> Tensor:
         """Compute the number."""
 
+    def multiply(self, **batch: Tensor) -> None:
+        """Do the multiplications of forward and leave out what asks for values, so that meta tensors can count them."""
+        self(**batch)
+
 
 class _Checkpointed:
     """A forward that saves its inputs alone."""
@@ -94,6 +98,10 @@ class CausalLM(Network):
         hidden = self.body(**batch, use_cache=False).last_hidden_state
         return self.head(hidden, batch["input_ids"])
 
+    @override
+    def multiply(self, **batch: Tensor) -> None:
+        F.linear(self.body(**batch, use_cache=False).last_hidden_state, self.head.weight)
+
 
 class Generator(Network):
     """A causal language model of transformers that goes on with its prompts, greedily.
@@ -109,6 +117,7 @@ class Generator(Network):
 
         self.model = AutoModelForCausalLM.from_config(config)
         # Random weights must not end a text before the others: no token is the end.
+        self._new_tokens = new_tokens
         self.model.generation_config.update(
             max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
         )
@@ -122,6 +131,12 @@ class Generator(Network):
         prompt = batch["input_ids"]
         tokens = self.model.generate(prompt, attention_mask=torch.ones_like(prompt))
         return tokens[:, prompt.shape[1] :].float().mean()
+
+    @override
+    def multiply(self, **batch: Tensor) -> None:
+        prompt = batch["input_ids"]
+        for tokens in (prompt, *[prompt[:, :1]] * (self._new_tokens - 1)):
+            self.model(tokens, use_cache=False, logits_to_keep=1)
 
 
 class OwnLoss(Network):
@@ -145,6 +160,17 @@ class OwnLoss(Network):
     @override
     def forward(self, **batch: Tensor) -> Tensor:
         return self.model(**batch, **self._options).loss
+
+
+class Llava(OwnLoss):
+    """A LLaVA of transformers."""
+
+    @override
+    def multiply(self, **batch: Tensor) -> None:
+        body = self.model.model
+        body.vision_tower(batch["pixel_values"])
+        hidden = body.language_model(batch["input_ids"], use_cache=False).last_hidden_state
+        self.model.lm_head(hidden)
 
 
 class Classifier(Network):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.planning.models import SHAPES
-from suite.networks import CausalLM, Classifier, Generator, Network, OwnLoss, default_dtype
+from suite.networks import CausalLM, Classifier, Generator, Llava, Network, OwnLoss, default_dtype
 
 Batch = Callable[[int, torch.Generator], dict[str, Tensor]]
 
@@ -154,7 +154,7 @@ def llava(toy: bool = False) -> Callable[[], Network]:
             text_config=LlamaConfig(**text),
             image_token_index=IMAGE_TOKEN,
         )
-        return OwnLoss(lambda: LlavaForConditionalGeneration(config), use_cache=False)
+        return Llava(lambda: LlavaForConditionalGeneration(config), use_cache=False)
 
     return build
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
+import os
+import signal
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from suite import host_memory
+from suite import host_memory, rooflines
+from suite.demand import describe
 from suite.module import Batches, BenchModule, Clock
 from suite.sets import WORKLOADS
 from suite.systems import make_system
@@ -63,22 +69,37 @@ def failure(kind: str, message: str, details: str = "") -> dict[str, str]:
     return {"type": kind, "message": message.strip().partition("\n")[0], "details": details[-4000:]}
 
 
-def run(job: Job, path: Path) -> None:
+def run(job: Job, path: Path, log: Path) -> None:
     """Measure, and write the record. Any error is part of the record.
 
     Args:
         job: What to measure.
         path: File to write.
+        log: File for what is printed.
     """
-    _die_first()
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
+    _begin(log)
     try:
         result = measure(job)
     except BaseException as error:  # also what a system ends the process with
         error_of = failure(type(error).__name__, str(error), traceback.format_exc())
         result = record(job, "failed", error=error_of, host_peak_bytes=host_memory.peak_bytes())
     path.write_text(json.dumps(result), encoding="utf-8")
+
+
+def prepare(names: Sequence[str], path: Path, log: Path) -> None:
+    """Measure rooflines, count what workloads demand, and write both.
+
+    Args:
+        names: Of workloads.
+        path: File to write.
+        log: File for what is printed.
+    """
+    _begin(log)
+    measured = rooflines.measure(quick=not torch.cuda.is_available())
+    result: dict[str, Any] = {"rooflines": measured, "workloads": {}}
+    for name in names:
+        result["workloads"][name] = describe(WORKLOADS[name])
+        path.write_text(json.dumps(result), encoding="utf-8")
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -181,9 +202,14 @@ def _device_memory(device: torch.device) -> dict[str, int | None]:
     }
 
 
-def _die_first() -> None:
-    """Ask the kernel to end this process, and not the bench, when host memory runs out."""
-    try:
+def _begin(log: Path) -> None:
+    """Make this process one of its own: ended with those it starts, output to a file, first to go without memory."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent before a process that hangs is ended
+    with suppress(OSError):  # not every kernel has it
         Path("/proc/self/oom_score_adj").write_text("1000")
-    except OSError:
-        logging.getLogger(__name__).debug("no oom_score_adj here")
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")

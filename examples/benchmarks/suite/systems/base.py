@@ -45,6 +45,8 @@ class System:
         runs_in_trainer: Whether the Trainer runs it. If not, `predict_step` of the module that `prepare` returns is
             called in a plain loop, with batches on the device: for systems that place the weights themselves, where a
             strategy of Lightning would move them.
+        offloads: Whether weights, gradients or optimizer state live on the host. The limit of a system that does not is
+            computing alone.
         observed_steps: Steps that it wants after those that are measured, to look at itself.
     """
 
@@ -55,6 +57,7 @@ class System:
     needs_cuda: ClassVar[bool] = False
     takes_windows: ClassVar[bool] = False
     runs_in_trainer: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
     observed_steps: ClassVar[int] = 0
 
     def __init__(self, window: Window | None = None) -> None:

@@ -10,3 +10,4 @@ class Device(System):
 
     name = "device"
     title = "plain Lightning"
+    offloads = False
