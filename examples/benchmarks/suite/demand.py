@@ -36,14 +36,20 @@ class Demand:
 
 
 def demand_of(workload: Workload) -> Demand:
-    """Count with one sample of tensors that have shapes and no memory."""
-    with FakeTensorMode():
+    """Count with one sample, with tensors that have shapes and no memory.
+
+    Libraries initialise meta tensors without looking at them, but look at masks in forward; they know fake tensors as
+    what must not be looked at.
+    """
+    with torch.device("meta"):
         network = workload.network().eval()
-        batch = workload.batch(1, torch.Generator())
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            network.multiply(**batch)
     parameters = sum(weight.numel() for weight in network.parameters())
     trained = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        network.to_empty(device="cpu")
+        batch = workload.batch(1, torch.Generator())
+        with FlopCounterMode(display=False) as counter:
+            network.multiply(**batch)
     trains = workload.kind == "train"
     number = 4 if workload.precision == "32-true" else 2
     with_backward = 2 + trained / parameters if trains else 1

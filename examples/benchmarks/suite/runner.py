@@ -28,6 +28,7 @@ _PATIENCE = 4  # how many times its even share of the time that is left one proc
 _LEAST_SECONDS = 20.0  # and at least these: a process begins with imports
 _HOST_RESERVE = 0.02  # of host memory; with less of it left a process is ended before the machine is in trouble
 _POLL = 0.05  # seconds
+_TIME_IS_UP = "the bench's time limit was reached"
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,11 @@ def _run_job(job: Job, processes: Processes, result: dict[str, Any], end: float,
         return record(job, "skipped", error=failure("NotRun", reason))
     seconds = end - time.monotonic()
     if seconds <= 0:
-        return record(job, "skipped", error=failure("TimeIsUp", "the bench's time limit was reached"))
+        return record(job, "skipped", error=failure("TimeIsUp", _TIME_IS_UP))
     done, why = processes.run(worker.run, job, min(seconds, max(_LEAST_SECONDS, _PATIENCE * seconds / left)))
     if done is None:
+        if time.monotonic() >= end:
+            return record(job, "skipped", error=failure("TimeIsUp", f"{_TIME_IS_UP} while it ran", why["details"]))
         done = record(job, "failed", error=why)
     done["host_taken_bytes"] = processes.host_taken
     description = result["workloads"].get(job.workload)
