@@ -5,13 +5,13 @@ strategy's arguments reach only some of them. What differs from defaults, and wh
 
 - `pin_memory` is on: Lightning's default is off, DeepSpeed's is on, and pageable copies never overlap.
 - `DeepSpeedCPUAdam` is the optimizer, as both recommend, with the defaults of `torch.optim.AdamW`.
-- `reduce_bucket_size` is 5e7 elements, as `stage3_prefetch_bucket_size` is by default. Nothing is reduced on one device:
-  a bucket is only what gradients are collected in, and two of 2e8 (Lightning's) or 5e8 (DeepSpeed's) elements would take
-  0.8 or 2 GB of the device.
+- `reduce_bucket_size` is 5e7 elements, as `stage3_prefetch_bucket_size` is by default. Nothing is reduced on one
+  device: a bucket is only what gradients are collected in, and two of 2e8 (Lightning's) or 5e8 (DeepSpeed's) elements
+  would take 0.8 or 2 GB of the device.
 - `overlap_comm` is on: gradients then go down on a stream of their own.
 - `sub_group_size` is DeepSpeed's 1e9, where Lightning's 1e12 would step and copy the whole model at once.
 - `check_grad_overflow` is off: bf16 has fp32's range, and plain training does not look for infinities either.
-- Under `bf16-true` the masters are bf16, as in plain training, if DeepSpeed is to have no fp32 copy that others lack.
+- Under `bf16-true` masters and moments are bf16, as in plain training.
 
 Under `bf16-mixed` DeepSpeed keeps weights in bf16 and masters in fp32 instead of casting by operation.
 """

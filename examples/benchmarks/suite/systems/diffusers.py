@@ -5,7 +5,7 @@ Read against diffusers 0.42.1. The settings, and why:
 - `offload_type="leaf_level"`: its documentation has it as the one that takes least memory, and as fast as others where
   there are streams. `block_level` finds lists of blocks only among a module's own children, and moves what lies beside
   them (embeddings, the head) without a stream, without page-locked memory, and back to the host again.
-- `use_stream=True`: with streams, weights are page-locked once and copied ahead of time, in the order of the first forward.
+- `use_stream=True`: weights are page-locked once, and copied ahead of time in the order of the first forward.
 - `record_stream=True`: the host need not wait for the device before it drops a group's weights.
 """
 

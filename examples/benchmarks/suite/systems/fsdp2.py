@@ -4,19 +4,21 @@ Read against torch 2.15 and lightning 2.6.6. The settings, and why:
 
 - Each block is a group of its own and the rest of the model the root's, as FSDP2's documentation and torchtitan do it.
 - `CPUOffloadPolicy(pin_memory=True)` is the default: weights, gradients and optimizer state are in page-locked memory.
-- `bf16-mixed` is FSDP2's own `MixedPrecisionPolicy`: masters stay fp32 and blocks compute in bf16. Autocast on top of it
-  would find nothing left to cast. Gradients are reduced in bf16, too: with one process nothing is added up.
+- `bf16-mixed` is FSDP2's own `MixedPrecisionPolicy`: masters stay fp32 and blocks compute in bf16. Autocast on top of
+  it would find nothing left to cast. Gradients are reduced in bf16, too: with one process nothing is added up.
 - The process group has gloo beside nccl, without which the norm of gradients on the host cannot be computed
   (pytorch#148532).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
 from typing_extensions import override
 
 from suite.systems.base import System
@@ -36,6 +38,11 @@ class FSDP2(System):
         strategy = _HostStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend=backend)
         precision = "32-true" if workload.precision == "bf16-mixed" else workload.precision
         return {"strategy": strategy, "precision": precision}
+
+    @override
+    def make_optimizer(self, parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.Optimizer:
+        """Make it with the fused kernel always: without autocast Lightning clips for it, too."""
+        return torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True)
 
     @override
     def configure_model(self, module: L.LightningModule, workload: Workload) -> None:

@@ -1,21 +1,21 @@
 """The paper's scheme, plain: a window of k blocks moves through the model, k' of them at a time (arXiv 2410.08791).
 
-Written anew from the paper's description, as the baseline that this package began from. Where a block is to compute that
-is not on the device, the next k' blocks come up, after as many have gone down as the window has no room for. All of it
-is in the order of the program: ordinary copies between the device and pageable memory, on the stream that computes, and
-the host waits for each. Weights and gradients are copied back when a block leaves. What is in no block stays on the
-device, and so do buffers and weights that several blocks share.
+Written anew from the paper's description, as the baseline that this package began from. Where a block is to compute
+that is not on the device, the next k' blocks come up, after as many have gone down as the window has no room for. All
+of it is in the order of the program: ordinary copies between the device and pageable memory, on the stream that
+computes, and the host waits for each. Weights and gradients are copied back when a block leaves. What is in no block
+stays on the device, and so do buffers and weights that several blocks share.
 
 The paper says little about training. What it leaves open is done in the simplest way that is exact: weights that
 autograd saves are looked up again in backward (a saved one would stay on the device as long as the graph), and when
 backward is over all blocks return to the host, where the optimizer steps them. With k as large as the model nothing
-leaves, and all is as in plain Lightning. The casts of weights that `bf16-mixed` saves for backward do stay on the device.
+leaves, and all is as in plain Lightning. Casts of weights that `bf16-mixed` saves for backward do stay on the device.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
@@ -58,6 +58,13 @@ class Paper(System):
         return {"strategy": self._strategy, "precision": workload.precision}
 
     @override
+    def make_optimizer(self, parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.Optimizer:
+        """Make it with the fused kernel, also where gradients are clipped: on the host there is no other fast one."""
+        optimizer = torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True)
+        optimizer._step_supports_amp_scaling = False  # without a scaler, which bf16 needs none of, Lightning may clip
+        return optimizer
+
+    @override
     def facts(self) -> dict[str, Any]:
         assert self._strategy is not None
         swapper = self._strategy.swapper
@@ -75,7 +82,7 @@ class PaperStrategy(SingleDeviceStrategy):
 
     def __init__(self, device: torch.device, k: int, k_prime: int) -> None:
         super().__init__(device)
-        self._window = (k, k_prime)
+        self.window = (k, k_prime)
         self._hooks: list[Any] = []
 
     @override
@@ -83,12 +90,14 @@ class PaperStrategy(SingleDeviceStrategy):
         """Send what is in no block; blocks are sent when they are needed."""
         assert self.model is not None
         blocks = self.model.network.blocks()
-        self.swapper = Swapper(blocks, self.root_device, *self._window)
+        self.swapper = Swapper(blocks, self.root_device, *self.window)
+        users = Counter(module for block in blocks for module in block.modules())
         # Each module of a block: with activation checkpointing, backward calls what is in the block, and not the block.
         self._hooks = [
             module.register_forward_pre_hook(lambda *_, index=index: self.swapper.enter(index))
             for index, block in enumerate(blocks)
             for module in block.modules()
+            if users[module] == 1
         ]
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor not in self.swapper:
@@ -142,17 +151,18 @@ class Swapper:
     Attributes:
         direction: Where the next blocks are: 1 in forward, -1 in backward.
         loads: How many blocks have come so far.
+        there: Which blocks are on the device, in the order in which they came.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device, k: int, k_prime: int) -> None:
         self.k, self.k_prime = k, k_prime
         self.direction = 1
         self.loads = 0
+        self.there: list[int] = []
         self._device = device
         users = Counter(parameter for block in blocks for parameter in block.parameters())
         self._blocks = [[weight for weight in block.parameters() if users[weight] == 1] for block in blocks]
         self._weights = {weight for block in self._blocks for weight in block}
-        self._there: list[int] = []  # in the order in which they came
         self._places: dict[int, _Place] = {}  # by the address of a weight on the device
 
     def __len__(self) -> int:
@@ -163,11 +173,11 @@ class Swapper:
 
     def enter(self, index: int) -> None:
         """See to it that a block is on the device, before it computes."""
-        if index in self._there:
+        if index in self.there:
             return
         ahead = range(index, index + self.direction * self.k_prime, self.direction)
-        coming = [block for block in ahead if 0 <= block < len(self) and block not in self._there]
-        for block in self._there[: max(0, len(self._there) + len(coming) - self.k)]:
+        coming = [block for block in ahead if 0 <= block < len(self) and block not in self.there]
+        for block in self.there[: max(0, len(self.there) + len(coming) - self.k)]:
             self._leave(block)
         for block in coming:
             self._come(block)
@@ -175,7 +185,7 @@ class Swapper:
     def leave_all(self) -> None:
         """Send all blocks back to the host, unless there is room for all of them."""
         if self.k < len(self):
-            for block in list(self._there):
+            for block in list(self.there):
                 self._leave(block)
 
     def weights_looked_up(self) -> AbstractContextManager[None]:
@@ -186,14 +196,14 @@ class Swapper:
         for weight in self._blocks[block]:
             _move(weight, self._device)
             self._places[weight.untyped_storage().data_ptr()] = _Place(block, weight)
-        self._there.append(block)
+        self.there.append(block)
         self.loads += 1
 
     def _leave(self, block: int) -> None:
         for weight in self._blocks[block]:
             del self._places[weight.untyped_storage().data_ptr()]
             _move(weight, torch.device("cpu"))
-        self._there.remove(block)
+        self.there.remove(block)
 
     def _pack(self, tensor: Tensor) -> Tensor | _Lookup:
         place = self._places.get(tensor.untyped_storage().data_ptr())
