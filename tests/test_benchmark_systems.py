@@ -211,6 +211,19 @@ class TestPaper:
         swapper.enter(4)
         assert swapper.there == [1, 4, 3]
 
+    def test_the_direction_is_that_of_backward_in_backward(self, monkeypatch):
+        seen: list[tuple[int, int]] = []
+        come = Swapper._come
+
+        def watched(self: Swapper, block: int) -> None:
+            seen.append((block, self.direction))
+            come(self, block)
+
+        monkeypatch.setattr(Swapper, "_come", watched)
+        train(Paper((2, 1)))
+        assert seen[:8] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (2, -1), (1, -1), (0, -1)]
+        assert seen[8] == (0, 1)
+
     def test_nothing_leaves_a_window_as_large_as_the_model(self):
         system = Paper((BLOCKS, 1))
         train(system)
