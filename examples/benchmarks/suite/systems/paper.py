@@ -201,7 +201,7 @@ class Swapper:
 
     def _leave(self, block: int) -> None:
         for weight in self._blocks[block]:
-            del self._places[weight.untyped_storage().data_ptr()]
+            self._places.pop(weight.untyped_storage().data_ptr(), None)  # weights without elements share an address
             _move(weight, torch.device("cpu"))
         self.there.remove(block)
 
