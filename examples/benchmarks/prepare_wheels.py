@@ -7,7 +7,7 @@
 
 The machine has torch, torchvision, lightning, transformers and accelerate: neither these nor what they bring are
 collected. DeepSpeed is given out as source only; its wheel is built here without kernels. The second line there
-compiles the one that is used (with g++ and ninja, in a minute or two), so that no measurement begins with it.
+compiles the one that is used (with g++ and ninja), so that no measurement begins with it.
 """
 
 from __future__ import annotations
