@@ -12,6 +12,7 @@ strategy's arguments reach only some of them. What differs from defaults, and wh
 - `sub_group_size` is DeepSpeed's 1e9, where Lightning's 1e12 would step and copy the whole model at once.
 - `check_grad_overflow` is off: bf16 has fp32's range, and plain training does not look for infinities either.
 - Under `bf16-true` masters and moments are bf16, as in plain training.
+- Parameters without a dimension become vectors of one: ZeRO's broadcast fails for them.
 
 Under `bf16-mixed` DeepSpeed keeps weights in bf16 and masters in fp32 instead of casting by operation.
 """
@@ -27,6 +28,7 @@ from torch import nn
 from typing_extensions import override
 
 from suite.systems.base import System
+from suite.systems.scalars import scalars_to_vectors
 from suite.workloads import Kind, Workload
 
 _ADAMW_WEIGHT_DECAY = 0.01  # of torch.optim.AdamW; DeepSpeedCPUAdam's default is 0
@@ -64,6 +66,11 @@ class DeepSpeedZeRO2(System):
                 "bf16_optimizer_states": workload.precision == "bf16-true",
             }
         return config
+
+    @override
+    def prepare(self, module: L.LightningModule, workload: Workload, device: torch.device) -> L.LightningModule:
+        scalars_to_vectors(module)
+        return module
 
     @override
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:

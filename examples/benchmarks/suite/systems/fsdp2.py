@@ -8,6 +8,7 @@ Read against torch 2.15 and lightning 2.6.6. The settings, and why:
   it would find nothing left to cast. Gradients are reduced in bf16, too: with one process nothing is added up.
 - The process group has gloo beside nccl, without which the norm of gradients on the host cannot be computed
   (pytorch#148532).
+- Parameters without a dimension become vectors of one, as `fully_shard` asks for.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 from typing_extensions import override
 
 from suite.systems.base import System
+from suite.systems.scalars import scalars_to_vectors
 from suite.workloads import Kind, Workload
 
 
@@ -31,6 +33,11 @@ class FSDP2(System):
     name = "fsdp2"
     title = "FSDP2, CPU offload"
     kinds: ClassVar[frozenset[Kind]] = frozenset({"train"})
+
+    @override
+    def prepare(self, module: L.LightningModule, workload: Workload, device: torch.device) -> L.LightningModule:
+        scalars_to_vectors(module)
+        return module
 
     @override
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
