@@ -13,17 +13,16 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-_FOLDERS = [str(HERE), str(HERE.parent), str(HERE.parents[1])]  # the suite, the examples, the package
-sys.path[:0] = [folder for folder in _FOLDERS if folder not in sys.path]
-# Processes that are started find the same modules.
-os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
+FOLDERS = [str(HERE), str(HERE.parent), str(HERE.parents[1])]  # with the suite, the examples, the package
+sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line. Names are checked before anything runs."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line. Names are checked before anything runs."""
     from suite.sets import SETS, WORKLOADS
     from suite.systems import SYSTEMS
 
@@ -44,10 +43,10 @@ def parse_arguments() -> argparse.Namespace:
     render = commands.add_parser("render", help="print tables of what was measured")
     render.add_argument("result", type=Path, help="JSON file")
     render.add_argument("--plots", type=Path, metavar="FOLDER", help="folder to write pictures to, as SVG and PNG")
-    arguments = parser.parse_args()
-    if arguments.command == "run" and not (arguments.sets or arguments.workloads):
+    options = parser.parse_args(arguments)
+    if options.command == "run" and not (options.sets or options.workloads):
         run.error("name a --set or --workloads")
-    return arguments
+    return options
 
 
 def positive(text: str) -> int:
@@ -77,6 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
     from suite.runner import run as measure
     from suite.sets import SETS, WORKLOADS
 
+    # Processes that are started find the same modules.
+    os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
     names = [workload.name for name in arguments.sets for workload in SETS[name]] + arguments.workloads
     settings = Settings(
         [WORKLOADS[name] for name in dict.fromkeys(names)],
@@ -101,10 +102,10 @@ def render(arguments: argparse.Namespace) -> None:
             print(f"![{path.stem}]({path})")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Do what the command line says."""
-    arguments = parse_arguments()
-    {"list": lambda _: list_all(), "run": run, "render": render}[arguments.command](arguments)
+    options = parse(arguments)
+    {"list": lambda _: list_all(), "run": run, "render": render}[options.command](options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of a file of results, as SVG and PNG: bars for each workload, and memory and time over k. From JSON alone."""
+"""Pictures of a file of results, as SVG and PNG: bars for each workload, memory and time over k. From JSON alone."""
 
 from __future__ import annotations
 
@@ -94,12 +94,14 @@ def bars(name: str, machine: str, of_workload: Sequence[Entry]) -> Drawing:
 
 def _draw_bars(drawing: Drawing, sides: tuple[float, float], quantity: Quantity, of_workload: Sequence[Entry]) -> None:
     left, right = sides
-    drawing.add(Text(left, TOP - 14, quantity.title, 14, bold=True))
     values = [quantity.value_of(entry) if entry.ok else None for entry in of_workload]
-    longest = right - left - 80  # the number stands behind its bar
     highest = max((value for value in values if value), default=0.0)
+    if not highest:
+        return  # a CPU has no device memory to count
+    drawing.add(Text(left, TOP - 14, quantity.title, 14, bold=True))
+    longest = right - left - 80  # the number stands behind its bar
     for number, (entry, value) in enumerate(zip(of_workload, values, strict=True)):
-        if value is None or not highest:
+        if value is None:
             continue
         y, width = TOP + ROW * number + 5, longest * value / highest
         drawing.add(Box(left, y, max(width, 1), ROW - 10, quantity.color, radius=2))

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from suite import host_memory, machine, rooflines, worker
-from suite.systems import SYSTEMS
+from suite.sets import WORKLOADS
+from suite.systems import SYSTEMS, make_system
 from suite.worker import Job, failure, record
 from suite.workloads import Workload
 
@@ -118,7 +119,7 @@ def outcome(run: dict[str, Any]) -> str:
 
 
 def _run_job(job: Job, processes: Processes, result: dict[str, Any], end: float, left: int) -> dict[str, Any]:
-    reason = _not_again(job, result["runs"])
+    reason = make_system(job.system).why_not(WORKLOADS[job.workload]) or _not_again(job, result["runs"])
     if reason is not None:
         return record(job, "skipped", error=failure("NotRun", reason))
     seconds = end - time.monotonic()
@@ -146,9 +147,13 @@ def _not_again(job: Job, runs: Sequence[dict[str, Any]]) -> str | None:
             job.system,
             window,
         )
-        if same and run["status"] != "ok" and run["samples"] <= job.samples:
+        if same and _did_not_work(run) and run["samples"] <= job.samples:
             return f"it did not work with {run['samples']} samples in round {run['round'] + 1}"
     return None
+
+
+def _did_not_work(run: dict[str, Any]) -> bool:
+    return run["status"] != "ok" and run["error"]["type"] != "TimeIsUp"
 
 
 def _save(result: dict[str, Any], output: Path) -> None:

@@ -6,7 +6,7 @@ settings that its own documentation recommends for one device, written down besi
 
 The order in a process of its own (see `worker.py`):
 
-    why_not                  None, or the reason that is reported in place of numbers; asked before anything is built
+    why_not                  None, or the reason that is reported in place of numbers; asked by the bench beforehand
     prepare                  once the module has its weights, on the host
     trainer_arguments        then the Trainer runs `fit` or `predict`, in which Lightning calls
         configure_model          where FSDP2 shards
