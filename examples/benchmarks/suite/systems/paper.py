@@ -1,15 +1,15 @@
 """The paper's scheme, plain: a window of k blocks moves through the model, k' of them at a time (arXiv 2410.08791).
 
-Written anew from the paper's description, as the baseline that this package began from. Where a block is to compute
-that is not on the device, the next k' blocks come up, after as many have gone down as the window has no room for. All
-of it is in the order of the program: ordinary copies between the device and pageable memory, on the stream that
-computes, and the host waits for each. Weights and gradients are copied back when a block leaves. What is in no block
-stays on the device, and so do buffers and weights that several blocks share.
+Written anew from the paper's idea, not from its authors' code, as the baseline. Where a block is to compute that is not
+on the device, the next k' blocks come up, after as many have gone down as the window has no room for. All of it is in
+the order of the program: ordinary copies between the device and pageable memory, on the stream that computes, and the
+host waits for each. Weights and gradients are copied back when a block leaves. What is in no block stays on the device,
+and so do buffers and weights that several blocks share.
 
-The paper says little about training. What it leaves open is done in the simplest way that is exact: weights that
-autograd saves are looked up again in backward (a saved one would stay on the device as long as the graph), and when
-backward is over all blocks return to the host, where the optimizer steps them. With k as large as the model nothing
-leaves, and all is as in plain Lightning. Casts of weights that `bf16-mixed` saves for backward do stay on the device.
+What the idea leaves open in training is done in the simplest way that is exact: weights that autograd saves are looked
+up again in backward (a saved one would stay on the device as long as the graph), and when backward is over all blocks
+return to the host, where the optimizer steps them. With k as large as the model nothing leaves, and all is as in plain
+Lightning. Casts of weights that `bf16-mixed` saves for backward do stay on the device.
 """
 
 from __future__ import annotations
