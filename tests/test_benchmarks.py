@@ -35,6 +35,12 @@ BENCHMARKS = ROOT / "examples" / "benchmarks"
 STEPS, WARM_UP = 3, 1
 OURS = {"device", "superpipeline"}  # the other systems have tests of their own, see test_benchmark_systems.py
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+TIMEOUT = 550.0  # for a machine that is busy with other tests
+
+
+def whole_bench(test: Any) -> Any:
+    """Mark a test that starts processes."""
+    return pytest.mark.slow(pytest.mark.timeout(TIMEOUT + 30)(test))
 
 
 def call(*arguments: object, code: int = 0) -> str:
@@ -42,7 +48,7 @@ def call(*arguments: object, code: int = 0) -> str:
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=TIMEOUT,
         env=ENVIRONMENT,
         stdin=subprocess.DEVNULL,
     )
@@ -57,7 +63,7 @@ def toy(tmp_path_factory) -> dict[str, Any]:
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # what the workers share
     output = folder / "toy.json"
-    small = ["--rounds=1", f"--steps={STEPS}", f"--warm-up={WARM_UP}", "--time-limit=250"]
+    small = ["--rounds=1", f"--steps={STEPS}", f"--warm-up={WARM_UP}", f"--time-limit={TIMEOUT - 50}"]
     with open(folder / "toy.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not output.exists():
@@ -69,6 +75,7 @@ def toy(tmp_path_factory) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- the whole bench
 
 
+@whole_bench
 def test_every_kind_of_workload_runs_here(toy):
     assert toy["complete"]
     assert {run["workload"] for run in toy["runs"]} == {workload.name for workload in SETS["toy"]}
@@ -86,6 +93,7 @@ def test_every_kind_of_workload_runs_here(toy):
         assert run["limit"]["seconds"] == max(run["limit"]["lanes"].values()) > 0
 
 
+@whole_bench
 def test_systems_compute_the_same(toy):
     of_device = {(run["workload"], run["samples"]): run["values"] for run in toy["runs"] if run["system"] == "device"}
     for run in toy["runs"]:
@@ -94,6 +102,7 @@ def test_systems_compute_the_same(toy):
             assert run["values"][: len(values)] == pytest.approx(values, rel=1e-5)
 
 
+@whole_bench
 def test_only_who_measures_waits_has_some(toy):
     for run in toy["runs"]:
         if run["system"] == "device":
@@ -104,6 +113,7 @@ def test_only_who_measures_waits_has_some(toy):
             assert run["facts"]["counted_device_peak_bytes"] > 0
 
 
+@whole_bench
 def test_who_does_not_run_says_why(toy):
     for run in toy["runs"]:
         assert run["status"] in ("ok", "failed", "skipped")
@@ -114,6 +124,7 @@ def test_who_does_not_run_says_why(toy):
             assert "step_seconds" not in run
 
 
+@whole_bench
 def test_the_machine_is_described(toy):
     machine = toy["machine"]
     assert machine["gpu"] is None
@@ -125,6 +136,7 @@ def test_the_machine_is_described(toy):
     assert machine["revision"] == (asked.stdout.strip() or None)
 
 
+@whole_bench
 def test_rooflines_are_measured_in_the_same_run(toy):
     rates = toy["rooflines"]
     assert all(rates[f"{way}_bytes_per_second"] > 1e7 for way in ("to_device", "to_host", "both_ways"))
@@ -133,6 +145,7 @@ def test_rooflines_are_measured_in_the_same_run(toy):
         assert min(rates[name].values()) > 1e6
 
 
+@whole_bench
 def test_a_report_needs_nothing_but_the_file(toy, tmp_path, capsys):
     """Systems and workloads that nobody here has heard of are rendered as well."""
     text = json.dumps(toy).replace("toy-", "unheard-of-").replace('"superpipeline"', '"of another planet"')
@@ -217,6 +230,7 @@ if __name__ == "__main__":
 """
 
 
+@whole_bench
 def test_whatever_happens_to_a_process_is_reported(tmp_path, monkeypatch):
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", os.pathsep.join(map(str, [BENCHMARKS, BENCHMARKS.parent, ROOT])))
     (tmp_path / "misbehaving.py").write_text(MISBEHAVING, encoding="utf-8")

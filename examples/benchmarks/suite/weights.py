@@ -55,10 +55,14 @@ def fill(module: nn.Module, seed: int = 0) -> None:
         if parameter.dim() <= 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
-            _tile(parameter.view(-1), blocks[parameter.dtype].roll(-number * _SHIFT))
+            _tile(parameter.view(-1), blocks[parameter.dtype], number * _SHIFT % _NOISE)
 
 
-def _tile(memory: Tensor, block: Tensor) -> None:
-    whole = memory.numel() // len(block) * len(block)
-    memory[:whole].view(-1, len(block)).copy_(block.expand(whole // len(block), -1))
-    memory[whole:].copy_(block[: memory.numel() - whole])
+def _tile(memory: Tensor, block: Tensor, start: int) -> None:
+    """Fill memory with the block, again and again, beginning somewhere in it."""
+    first = block[start : start + memory.numel()]
+    memory[: len(first)] = first
+    rest = memory[len(first) :]
+    whole = rest.numel() // len(block) * len(block)
+    rest[:whole].view(-1, len(block)).copy_(block.expand(whole // len(block), -1))
+    rest[whole:] = block[: rest.numel() - whole]
