@@ -257,6 +257,7 @@ class TestPaper:
         assert strategy.window == (2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["toy-lm-bf16", "toy-clip"])
 def test_fsdp2_reaches_the_losses_of_plain_training(workload, tmp_path):
     fsdp2 = in_a_process(job(workload, "fsdp2"), tmp_path)
@@ -264,6 +265,7 @@ def test_fsdp2_reaches_the_losses_of_plain_training(workload, tmp_path):
     assert fsdp2["values"] == pytest.approx(measure(job(workload, "device"))["values"], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["toy-lm-inference", "toy-vit-inference", "toy-generation"])
 @pytest.mark.parametrize("system", ["accelerate", "diffusers"])
 def test_rivals_predict_as_plain_lightning(system, workload, tmp_path):
