@@ -1,0 +1,112 @@
+"""The bench: superpipeline beside what users would pick instead, on the same workloads, in one run.
+
+    python examples/benchmarks/bench.py list                                            # sets, workloads, systems
+    python examples/benchmarks/bench.py run --set toy --time-limit 120 --output x.json  # runs on any laptop
+    python examples/benchmarks/bench.py render x.json --plots FOLDER                    # tables and pictures from JSON
+
+`docs/performance.md` says what is measured, and how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FOLDERS = [str(HERE), str(HERE.parent), str(HERE.parents[1])]  # with the suite, the examples, the package
+sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line. Names are checked before anything runs."""
+    from suite.sets import SETS, WORKLOADS
+    from suite.systems import SYSTEMS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="say what there is")
+    run = commands.add_parser(
+        "run", help="measure, and write JSON", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    run.add_argument("--set", nargs="+", choices=SETS, default=[], dest="sets", metavar="SET", help="sets of workloads")
+    run.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[], metavar="NAME", help="single workloads")
+    run.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="NAME", help="systems")
+    run.add_argument("--rounds", type=positive, default=2, help="how often everything is measured, in turns")
+    run.add_argument("--warm-up", type=positive, default=3, help="steps of each process that do not count")
+    run.add_argument("--steps", type=positive, default=10, help="steps of each process that count")
+    run.add_argument("--time-limit", type=float, default=540.0, help="seconds for all of it")
+    run.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    render = commands.add_parser("render", help="print tables of what was measured")
+    render.add_argument("result", type=Path, help="JSON file")
+    render.add_argument("--plots", type=Path, metavar="FOLDER", help="folder to write pictures to, as SVG and PNG")
+    options = parser.parse_args(arguments)
+    if options.command == "run" and not (options.sets or options.workloads):
+        run.error("name a --set or --workloads")
+    return options
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
+    return int(text)
+
+
+def list_all() -> None:
+    """Print sets with their workloads, and systems."""
+    from suite.sets import ABOUT, SETS
+    from suite.systems import SYSTEMS
+
+    for name, workloads in SETS.items():
+        print(f"{name}: {ABOUT[name]}")
+        for workload in workloads:
+            print(f"    {workload.name}")
+    print("systems:")
+    for name, system in SYSTEMS.items():
+        print(f"    {name:<16} {system.title}")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure."""
+    from suite.runner import Settings
+    from suite.runner import run as measure
+    from suite.sets import SETS, WORKLOADS
+
+    # Processes that are started find the same modules.
+    os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    names = [workload.name for name in arguments.sets for workload in SETS[name]] + arguments.workloads
+    settings = Settings(
+        [WORKLOADS[name] for name in dict.fromkeys(names)],
+        arguments.systems,
+        arguments.rounds,
+        arguments.warm_up,
+        arguments.steps,
+        arguments.time_limit,
+    )
+    measure(settings, arguments.output, lambda line: print(line, flush=True))
+
+
+def render(arguments: argparse.Namespace) -> None:
+    """Print tables, and draw."""
+    from suite.plots import write_plots
+    from suite.report import report
+
+    result = json.loads(arguments.result.read_text(encoding="utf-8"))
+    print(report(result))
+    if arguments.plots is not None:
+        for path in write_plots(result, arguments.plots):
+            print(f"![{path.stem}]({path})")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Do what the command line says."""
+    options = parse(arguments)
+    {"list": lambda _: list_all(), "run": run, "render": render}[options.command](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Pictures of a file of results, as SVG and PNG: bars for each workload, memory and time over k. From JSON alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plot_k import COLORS, plot
+
+from sp_lightning.pipeline import readable_bytes
+from sp_lightning.timeline import readable_seconds, save_png
+from sp_lightning.timeline.drawing import Box, Drawing, Line, Text, text_width, to_svg
+from suite.results import Entry, entries
+
+WIDTH, ROW, TOP = 1120, 30, 108
+NAMES = 250  # where the first panel begins
+_PANELS = ((250, 520), (560, 810), (850, 1100))
+_CUT = 120  # letters of an error
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a panel of bars shows.
+
+    Attributes:
+        title: Its heading.
+        value_of: The number of an entry; None if nobody measured it.
+        words: How such a number is written.
+        color: Of the bars.
+        limit_of: What it can be at best, marked by a line; None if there is no such thing.
+    """
+
+    title: str
+    value_of: Callable[[Entry], float | None]
+    words: Callable[[float], str]
+    color: str
+    limit_of: Callable[[Entry], float | None] = lambda _: None
+
+
+_QUANTITIES = (
+    Quantity(
+        "time of a step",
+        lambda entry: entry.seconds,
+        readable_seconds,
+        "backward",
+        lambda entry: None if entry.limit is None else entry.limit["seconds"],
+    ),
+    Quantity("device memory", lambda entry: entry.device_bytes, lambda value: readable_bytes(int(value)), "load"),
+    Quantity("host memory", lambda entry: entry.host_bytes, lambda value: readable_bytes(int(value)), "gradients"),
+)
+
+
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draw everything.
+
+    Args:
+        result: What `bench.py run` has written.
+        folder: Where to write; made if it is missing.
+
+    Returns:
+        The SVG files. Beside each is a PNG of the same name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = result["machine"]["gpu"] or "CPU, emulated device"
+    written = []
+    for name, of_workload in entries(result).items():
+        drawings = {name: bars(name, machine, of_workload)}
+        sweep = windows(name, machine, of_workload)
+        if sweep is not None:
+            drawings[f"{name}-k"] = sweep
+        for stem, drawing in drawings.items():
+            path = folder / f"{stem}.svg"
+            path.write_text(to_svg(drawing), encoding="utf-8")
+            save_png(drawing, path.with_suffix(".png"))
+            written.append(path)
+    return written
+
+
+def bars(name: str, machine: str, of_workload: Sequence[Entry]) -> Drawing:
+    """A row for each system, a panel for each quantity; what did not work has its error in place of bars."""
+    drawing = Drawing(WIDTH, TOP + ROW * len(of_workload) + 24)
+    drawing.add(Text(28, 40, name, 22, bold=True), Text(28, 64, machine, 13, "muted"))
+    for number, entry in enumerate(of_workload):
+        middle = TOP + ROW * number + ROW / 2 + 4
+        drawing.add(Text(28, middle, _fitting(f"{entry.title} (x {entry.samples})", NAMES - 40), 12))
+        if not entry.ok:
+            drawing.add(Text(NAMES, middle, "; ".join(entry.errors)[:_CUT], 12, "stall"))
+    for sides, quantity in zip(_PANELS, _QUANTITIES, strict=True):
+        _draw_bars(drawing, sides, quantity, of_workload)
+    return drawing
+
+
+def _draw_bars(drawing: Drawing, sides: tuple[float, float], quantity: Quantity, of_workload: Sequence[Entry]) -> None:
+    left, right = sides
+    values = [quantity.value_of(entry) if entry.ok else None for entry in of_workload]
+    highest = max((value for value in values if value), default=0.0)
+    if not highest:
+        return  # a CPU has no device memory to count
+    drawing.add(Text(left, TOP - 14, quantity.title, 14, bold=True))
+    longest = right - left - 80  # the number stands behind its bar
+    for number, (entry, value) in enumerate(zip(of_workload, values, strict=True)):
+        if value is None:
+            continue
+        y, width = TOP + ROW * number + 5, longest * value / highest
+        drawing.add(Box(left, y, max(width, 1), ROW - 10, quantity.color, radius=2))
+        drawing.add(Text(left + width + 6, y + 14, quantity.words(value), 12, "muted"))
+        limit = quantity.limit_of(entry)
+        if limit is not None:
+            x = left + longest * limit / highest
+            drawing.add(Line([(x, y - 3), (x, y + ROW - 7)], "stall", 2))
+
+
+def windows(name: str, machine: str, of_workload: Sequence[Entry]) -> Drawing | None:
+    """Device memory and step time over k, a line for each system and each way to choose k_prime; None without any."""
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for entry in of_workload:
+        device_bytes = entry.device_bytes or entry.counted_device_bytes if entry.ok else None
+        if entry.window is None or device_bytes is None:
+            continue
+        k, k_prime = entry.window
+        title = entry.title.partition(",")[0] + (", k'=1" if k_prime == 1 else ", k'=k/2")
+        point = {"k": k, "k_prime": k_prime, "step_seconds": entry.seconds, "device_bytes": device_bytes}
+        lines.setdefault(title, []).append(point)
+    runs = [{"title": title, "device": f"{name}, {machine}", "points": points} for title, points in lines.items()]
+    return plot(runs[: len(COLORS)]) if runs else None
+
+
+def _fitting(text: str, width: float) -> str:
+    while text_width(text, 12) > width:
+        text = text[:-2].rstrip(".") + "."
+    return text

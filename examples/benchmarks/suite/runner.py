@@ -1,0 +1,248 @@
+"""What runs when: rooflines first, then every system on every workload, each in a process of its own.
+
+Systems take turns, round after round and every other round in the opposite order, because machines drift. The file is
+written after every process, so that whatever ends the bench leaves what was measured until then.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from suite import host_memory, machine, rooflines, worker
+from suite.sets import WORKLOADS
+from suite.systems import SYSTEMS, make_system
+from suite.worker import Job, failure, record
+from suite.workloads import Workload
+
+SCHEMA = 1
+_PATIENCE = 4  # how many times its even share of the time that is left one process may take
+_LEAST_SECONDS = 20.0  # and at least these: a process begins with imports
+_HOST_RESERVE = 0.02  # of host memory; with less of it left a process is ended before the machine is in trouble
+_POLL = 0.05  # seconds
+_TIME_IS_UP = "the bench's time limit was reached"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line chose.
+
+    Attributes:
+        workloads: What to run.
+        systems: Names of systems.
+        rounds: How often everything is measured.
+        warm_up: Steps of each process that do not count.
+        steps: Steps of each process that count.
+        time_limit: Seconds for all of it.
+    """
+
+    workloads: Sequence[Workload]
+    systems: Sequence[str]
+    rounds: int
+    warm_up: int
+    steps: int
+    time_limit: float
+
+
+def jobs_of(settings: Settings) -> Iterator[Job]:
+    """All that is to be measured, in order."""
+    for turn in range(settings.rounds):
+        for workload in settings.workloads:
+            systems = [
+                (name, window)
+                for name in settings.systems
+                for window in (None, *(workload.windows if SYSTEMS[name].takes_windows else ()))
+            ]
+            for samples in workload.ladder or (workload.samples,):
+                for name, window in systems[:: -1 if turn % 2 else 1]:
+                    yield Job(workload.name, name, window, samples, turn, settings.warm_up, settings.steps)
+
+
+def run(settings: Settings, output: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure everything that time allows, and write it to a file as it comes.
+
+    Args:
+        settings: What to run.
+        output: The file.
+        say: Told what happens, a line each.
+
+    Returns:
+        What was written.
+    """
+    end = time.monotonic() + settings.time_limit
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "complete": False,
+        "settings": {name: getattr(settings, name) for name in ("rounds", "warm_up", "steps", "time_limit")},
+        "machine": machine.describe(),
+        "systems": {name: SYSTEMS[name].title for name in settings.systems},
+        "rooflines": None,
+        "workloads": {},
+        "runs": [],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        processes = Processes(Path(folder), on_gpu=result["machine"]["gpu"] is not None)
+        names = [workload.name for workload in settings.workloads]
+        prepared, why = processes.run(worker.prepare, names, end - time.monotonic())
+        result["rooflines"], result["workloads"] = (
+            (prepared or {}).get("rooflines"),
+            (prepared or {}).get("workloads", {}),
+        )
+        say("rooflines: measured" if prepared else f"rooflines: {why['message']}")
+        _save(result, output)
+        jobs = list(jobs_of(settings))
+        for index, job in enumerate(jobs):
+            done = _run_job(job, processes, result, end, len(jobs) - index)
+            result["runs"].append(done)
+            say(f"{job}: {outcome(done)}")
+            _save(result, output)
+    result["complete"] = all(run["error"] is None or run["error"]["type"] != "TimeIsUp" for run in result["runs"])
+    _save(result, output)
+    return result
+
+
+def outcome(run: dict[str, Any]) -> str:
+    """What came of a job, in a few words."""
+    if run["error"] is not None:
+        return f"{run['status']}: {run['error']['type']}: {run['error']['message']}"
+    return f"{sum(run['step_seconds']) / len(run['step_seconds']):.4g} s a step"
+
+
+def _run_job(job: Job, processes: Processes, result: dict[str, Any], end: float, left: int) -> dict[str, Any]:
+    reason = make_system(job.system).why_not(WORKLOADS[job.workload]) or _not_again(job, result["runs"])
+    if reason is not None:
+        return record(job, "skipped", error=failure("NotRun", reason))
+    seconds = end - time.monotonic()
+    if seconds <= 0:
+        return record(job, "skipped", error=failure("TimeIsUp", _TIME_IS_UP))
+    done, why = processes.run(worker.run, job, min(seconds, max(_LEAST_SECONDS, _PATIENCE * seconds / left)))
+    if done is None:
+        if time.monotonic() >= end:
+            return record(job, "skipped", error=failure("TimeIsUp", f"{_TIME_IS_UP} while it ran", why["details"]))
+        done = record(job, "failed", error=why)
+    done["host_taken_bytes"] = processes.host_taken
+    description = result["workloads"].get(job.workload)
+    if description is not None and description["demand"] is not None:
+        device_bytes, offloads = result["machine"]["device_bytes"], SYSTEMS[job.system].offloads
+        done["limit"] = rooflines.limit(description, job.samples, result["rooflines"], device_bytes, offloads)
+    return done
+
+
+def _not_again(job: Job, runs: Sequence[dict[str, Any]]) -> str | None:
+    """Why a job needs no process: the same, or less of the same, did not work before."""
+    window = None if job.window is None else list(job.window)
+    for run in runs:
+        same = (run["workload"], run["system"], run["window"] and list(run["window"])) == (
+            job.workload,
+            job.system,
+            window,
+        )
+        if same and _did_not_work(run) and run["samples"] <= job.samples:
+            return f"it did not work with {run['samples']} samples in round {run['round'] + 1}"
+    return None
+
+
+def _did_not_work(run: dict[str, Any]) -> bool:
+    return run["status"] != "ok" and run["error"]["type"] != "TimeIsUp"
+
+
+def _save(result: dict[str, Any], output: Path) -> None:
+    """Write the file in one go: whoever ends the bench does not end it in the middle of a line."""
+    draft = output.with_suffix(".part")
+    draft.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    draft.replace(output)
+
+
+@dataclass
+class Processes:
+    """Runs functions in new processes, ends those that take too long or too much, and reads what they wrote.
+
+    With a GPU each is a new interpreter, as CUDA asks for. Without one they are forked from a process that has imported
+    what takes seconds and has done nothing else.
+
+    Attributes:
+        folder: For their files.
+        on_gpu: Whether there is a GPU.
+        host_taken: How much less host memory was free while the last one ran than before, at most: page-locked memory
+            and processes of its own included, and whatever else ran on the machine.
+    """
+
+    folder: Path
+    on_gpu: bool
+    host_taken: int = 0
+    _context: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn" if self.on_gpu else "forkserver")
+        if not self.on_gpu:
+            self._context.set_forkserver_preload([worker.__name__])
+
+    def run(
+        self, function: Callable[[Any, Path, Path], None], argument: Any, seconds: float
+    ) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """Call a function in a process.
+
+        Args:
+            function: Called with the argument, a file to write JSON to, and a file for what it prints.
+            argument: Anything that can be pickled.
+            seconds: For how long it may run.
+
+        Returns:
+            What it wrote, or None and the reason.
+        """
+        written, log = self.folder / "result.json", self.folder / "log.txt"
+        for file in (written, log):
+            file.unlink(missing_ok=True)
+        process = self._context.Process(target=function, args=(argument, written, log))
+        process.start()
+        why = self._watch(process, seconds)
+        _end(process)
+        printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        if why is not None:
+            return None, failure(*why, printed)
+        if not written.exists():
+            last = printed.strip().rpartition("\n")[2]
+            return None, failure("ProcessDied", f"the process ended with {_exit(process.exitcode)}: {last}", printed)
+        return json.loads(written.read_text(encoding="utf-8")), {}
+
+    def _watch(self, process: Any, seconds: float) -> tuple[str, str] | None:
+        """Wait for the end of a process; say why it has to be ended before."""
+        end = time.monotonic() + seconds
+        reserve = _HOST_RESERVE * host_memory.total_bytes()
+        before = least = host_memory.free_bytes()
+        why = None
+        while process.is_alive() and why is None:
+            least = min(least, host_memory.free_bytes())
+            if least < min(reserve, before / 2):
+                why = "HostMemoryFull", f"host memory is full: {least} bytes are left of {before} that were free"
+            elif time.monotonic() > end:
+                why = "TimedOut", f"it took more than {seconds:.0f} s"
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)  # writes to the log what it hangs in
+                time.sleep(1.0)
+            process.join(_POLL)
+        self.host_taken = max(0, before - least)
+        return why
+
+
+def _end(process: Any) -> None:
+    """End a process and those that it started: the group that it leads."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.is_alive():
+        process.kill()
+    process.join()
+
+
+def _exit(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

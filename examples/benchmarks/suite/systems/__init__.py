@@ -1,0 +1,45 @@
+"""All systems. Each has a file of its own, and `base.py` says what they have in common."""
+
+from suite.systems.accelerate import Accelerate
+from suite.systems.base import System
+from suite.systems.deepspeed import DeepSpeedZeRO2, DeepSpeedZeRO3
+from suite.systems.device import Device
+from suite.systems.diffusers import Diffusers
+from suite.systems.fsdp2 import FSDP2
+from suite.systems.paper import Paper
+from suite.systems.superpipeline import Superpipeline
+from suite.systems.torchao import TorchAO
+from suite.workloads import Window
+
+SYSTEMS: dict[str, type[System]] = {
+    system.name: system
+    for system in (
+        Device,
+        Superpipeline,
+        Paper,
+        DeepSpeedZeRO2,
+        DeepSpeedZeRO3,
+        FSDP2,
+        TorchAO,
+        Accelerate,
+        Diffusers,
+    )
+}
+"""In the order of the table: the ceiling first."""
+
+
+def make_system(name: str, window: Window | None = None) -> System:
+    """Make a system by its name.
+
+    Args:
+        name: One of `SYSTEMS`.
+        window: k and k_prime, for one that takes them.
+
+    Raises:
+        ValueError: If there is no such system, or it does not take a window.
+    """
+    if name not in SYSTEMS:
+        raise ValueError(f"There is no system {name!r}, only {', '.join(SYSTEMS)}.")
+    if window is not None and not SYSTEMS[name].takes_windows:
+        raise ValueError(f"The system {name!r} has neither k nor k_prime.")
+    return SYSTEMS[name](window)

@@ -1,0 +1,130 @@
+"""Lightning's `DeepSpeedStrategy` with offload: ZeRO-2 (optimizer on the host) and ZeRO-3 (weights, too).
+
+Read against deepspeed 0.19.8 and lightning 2.6.6. The settings go in as DeepSpeed's own configuration, because the
+strategy's arguments reach only some of them. What differs from defaults, and why:
+
+- `pin_memory` is on: Lightning's default is off, DeepSpeed's is on, and pageable copies never overlap.
+- `DeepSpeedCPUAdam` is the optimizer, as both recommend, with the defaults of `torch.optim.AdamW`.
+- `reduce_bucket_size` is 5e7 elements, as `stage3_prefetch_bucket_size` is by default. Nothing is reduced on one
+  device: a bucket is only what gradients are collected in, and two of 2e8 (Lightning's) or 5e8 (DeepSpeed's) elements
+  would take 0.8 or 2 GB of the device.
+- `overlap_comm` is on: gradients then go down on a stream of their own.
+- `sub_group_size` is DeepSpeed's 1e9, where Lightning's 1e12 would step and copy the whole model at once.
+- `check_grad_overflow` is off: bf16 has fp32's range, and plain training does not look for infinities either.
+- Under `bf16-true` masters and moments are bf16, as in plain training.
+- Parameters without a dimension become vectors of one: ZeRO's broadcast fails for them.
+
+Under `bf16-mixed` DeepSpeed keeps weights in bf16 and masters in fp32 instead of casting by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from torch import nn
+from typing_extensions import override
+
+from suite.systems.base import System
+from suite.systems.scalars import scalars_to_vectors
+from suite.workloads import Kind, Workload
+
+_ADAMW_WEIGHT_DECAY = 0.01  # of torch.optim.AdamW; DeepSpeedCPUAdam's default is 0
+
+
+class DeepSpeedZeRO2(System):
+    """ZeRO-2: weights on the device; masters, gradients and optimizer on the host."""
+
+    name = "deepspeed-zero2"
+    title = "DeepSpeed ZeRO-2 offload"
+    kinds: ClassVar[frozenset[Kind]] = frozenset({"train"})
+    packages = ("deepspeed",)
+    needs_cuda = True
+    stage: ClassVar[int] = 2
+
+    def config(self, workload: Workload) -> dict[str, Any]:
+        """DeepSpeed's configuration; Lightning adds clipping, and would ask a batch sampler for the batch's size."""
+        zero = {
+            "stage": self.stage,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "reduce_bucket_size": 50_000_000,
+        }
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": workload.samples,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": zero,
+        }
+        if workload.precision.startswith("bf16"):
+            config["bf16"] = {
+                "enabled": True,
+                "check_grad_overflow": False,
+                "bf16_master_weights_and_grads": workload.precision == "bf16-true",
+                "bf16_optimizer_states": workload.precision == "bf16-true",
+            }
+        return config
+
+    @override
+    def prepare(self, module: L.LightningModule, workload: Workload, device: torch.device) -> L.LightningModule:
+        scalars_to_vectors(module)
+        return module
+
+    @override
+    def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
+        from lightning.pytorch.strategies import DeepSpeedStrategy
+
+        return {"strategy": DeepSpeedStrategy(config=self.config(workload)), "precision": workload.precision}
+
+    @override
+    def make_optimizer(self, parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.Optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(
+            list(parameters),
+            lr=workload.learning_rate,
+            weight_decay=_ADAMW_WEIGHT_DECAY,
+            fp32_optimizer_states=workload.precision != "bf16-true",
+        )
+
+    @override
+    def facts(self) -> dict[str, Any]:
+        import deepspeed
+
+        return {"deepspeed": deepspeed.__version__}
+
+
+class DeepSpeedZeRO3(DeepSpeedZeRO2):
+    """ZeRO-3: weights on the host, too, and fetched module by module."""
+
+    name = "deepspeed-zero3"
+    title = "DeepSpeed ZeRO-3 offload"
+    stage: ClassVar[int] = 3
+
+    @override
+    def config(self, workload: Workload) -> dict[str, Any]:
+        config = super().config(workload)
+        config["zero_optimization"] |= {
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "sub_group_size": 1_000_000_000,
+            "stage3_prefetch_bucket_size": 50_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_reuse_distance": 1_000_000_000,
+        }
+        return config
+
+    @override
+    def configure_model(self, module: L.LightningModule, workload: Workload) -> None:
+        """Hand the weights to DeepSpeed one by one; otherwise it begins with the whole model on the device."""
+        import deepspeed
+
+        strategy = module.trainer.strategy
+        dtype = torch.bfloat16 if workload.precision.startswith("bf16") else torch.float32
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        for buffer in module.buffers():  # of which DeepSpeed takes care only if it moves the model
+            buffer.data = buffer.data.to(strategy.root_device)
+        deepspeed.zero.Init(module=module, config_dict_or_path=strategy.config)

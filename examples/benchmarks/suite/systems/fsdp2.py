@@ -1,0 +1,75 @@
+"""FSDP2 with `CPUOffloadPolicy`, in Lightning's `ModelParallelStrategy`: one process, a group of one.
+
+Read against torch 2.15 and lightning 2.6.6. The settings, and why:
+
+- Each block is a group of its own and the rest of the model the root's, as FSDP2's documentation and torchtitan do it.
+- `CPUOffloadPolicy(pin_memory=True)` is the default: weights, gradients and optimizer state are in page-locked memory.
+- `bf16-mixed` is FSDP2's own `MixedPrecisionPolicy`: masters stay fp32 and blocks compute in bf16. Autocast on top of
+  it would find nothing left to cast. Gradients are reduced in bf16, too: with one process nothing is added up.
+- The process group has gloo beside nccl, without which the norm of gradients on the host cannot be computed
+  (pytorch#148532).
+- Parameters without a dimension become vectors of one, as `fully_shard` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from typing_extensions import override
+
+from suite.systems.base import System
+from suite.systems.scalars import scalars_to_vectors
+from suite.workloads import Kind, Workload
+
+
+class FSDP2(System):
+    """`fully_shard` for each block, with weights on the host."""
+
+    name = "fsdp2"
+    title = "FSDP2, CPU offload"
+    kinds: ClassVar[frozenset[Kind]] = frozenset({"train"})
+
+    @override
+    def prepare(self, module: L.LightningModule, workload: Workload, device: torch.device) -> L.LightningModule:
+        scalars_to_vectors(module)
+        return module
+
+    @override
+    def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        strategy = _HostStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend=backend)
+        precision = "32-true" if workload.precision == "bf16-mixed" else workload.precision
+        return {"strategy": strategy, "precision": precision}
+
+    @override
+    def make_optimizer(self, parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.Optimizer:
+        """Make it with the fused kernel always: without autocast Lightning clips for it, too."""
+        return torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True)
+
+    @override
+    def configure_model(self, module: L.LightningModule, workload: Workload) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        settings = {
+            "mesh": module.device_mesh["data_parallel"],
+            "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if workload.precision == "bf16-mixed" else None
+            ),
+        }
+        for block in module.network.blocks():
+            fully_shard(block, **settings)
+        fully_shard(module.network, **settings)
+
+
+class _HostStrategy(ModelParallelStrategy):
+    """Leaves weights on the host, where `CPUOffloadPolicy` wants them; buffers were moved by `fully_shard`."""
+
+    @override
+    def model_to_device(self) -> None:
+        pass

@@ -1,0 +1,114 @@
+"""This package's strategy: as a user names it, or with given k and k_prime."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import lightning as L
+from typing_extensions import override
+
+import sp_lightning
+from sp_lightning.monitor.metrics import PREFIX, device_memory, timed_metrics
+from sp_lightning.pipeline import Pipeline, Recording
+from sp_lightning.timeline import break_down
+from suite.systems.base import System
+from suite.workloads import Window, Workload
+
+_SHARE_OF_LIMIT = 0.9  # what the strategy takes of a device's free memory by itself
+
+
+class Superpipeline(System):
+    """`Trainer(strategy="superpipeline")`."""
+
+    name = "superpipeline"
+    title = "superpipeline"
+    takes_windows = True
+    observed_steps: ClassVar[int] = 2  # one that is left out, as in the callback's own recordings, and one that counts
+
+    def __init__(self, window: Window | None = None) -> None:
+        super().__init__(window)
+        self._observer = _Observer(self.observed_steps)
+
+    @override
+    def checkpoints_blocks(self, workload: Workload) -> bool:
+        return False  # activations="auto" recomputes what does not fit, unit by unit
+
+    @override
+    def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
+        k, k_prime = self.window or ("auto", "auto")
+        # The strategy asks the driver what is free, and a limit of torch's allocator is none of the driver's.
+        budget = None if workload.device_limit is None else int(_SHARE_OF_LIMIT * workload.device_limit)
+        strategy = sp_lightning.SuperpipelineStrategy(k=k, k_prime=k_prime, memory_budget=budget)
+        return {"strategy": strategy, "precision": workload.precision, "callbacks": [self._observer]}
+
+    @override
+    def waits(self) -> dict[str, float] | None:
+        return self._observer.waits
+
+    @override
+    def facts(self) -> dict[str, Any]:
+        return self._observer.facts
+
+
+class _Observer(L.Callback):
+    """Records the last steps, with the numbers that `SuperpipelineCallback` logs, and keeps what the engine chose.
+
+    The callback itself would record in the middle of what is measured.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.waits: dict[str, float] | None = None
+        self.facts: dict[str, Any] = {}
+        self._steps = steps
+        self._scope = ExitStack()
+        self._recording: Recording | None = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
+        """Begin to record when the steps that are left are ours."""
+        self._begin(trainer, index, trainer.max_steps)
+
+    def on_predict_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
+        """Begin to record when the steps that are left are ours."""
+        self._begin(trainer, index, sum(trainer.num_predict_batches))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Read what was recorded."""
+        self._end(trainer)
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Read what was recorded."""
+        self._end(trainer)
+
+    def _begin(self, trainer: L.Trainer, index: int, steps: float) -> None:
+        if index == steps - self._steps:
+            self._recording = self._scope.enter_context(_pipeline(trainer).record())
+
+    def _end(self, trainer: L.Trainer) -> None:
+        self._scope.close()
+        pipeline, recording = _pipeline(trainer), self._recording
+        if recording is not None and len(recording.steps) > 1:
+            recording.steps = recording.steps[1:]
+            self.waits = {
+                key.removeprefix(PREFIX): value for key, value in timed_metrics(break_down(recording)).items()
+            }
+        plan = pipeline.summary()
+        self.facts = {
+            "units": plan.units,
+            "k": plan.k,
+            "k_prime": plan.k_prime,
+            "pinned": plan.pinned,
+            "host_bytes_per_parameter": plan.host_bytes_per_parameter,
+            # On a CPU this is what would be on a device: torch counts nothing there.
+            "counted_device_peak_bytes": device_memory(pipeline)[0],
+            "misses": pipeline.stats.misses,
+            "recomputed": pipeline.stats.recomputed,
+            "resets": pipeline.stats.resets,
+        }
+
+
+def _pipeline(trainer: L.Trainer) -> Pipeline:
+    strategy = trainer.strategy
+    assert isinstance(strategy, sp_lightning.SuperpipelineStrategy)
+    assert strategy.pipeline is not None
+    return strategy.pipeline

@@ -1,0 +1,212 @@
+"""One system on one workload, in a process of its own: builds, runs, and gives what was measured as one record."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from suite import host_memory, rooflines
+from suite.demand import describe
+from suite.module import Batches, BenchModule, Clock
+from suite.sets import WORKLOADS
+from suite.systems import make_system
+from suite.systems.base import System
+from suite.weights import build_network
+from suite.workloads import Window, Workload
+
+_SPARE = 1  # the step after those that are measured, whose beginning is the end of the last
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process measures.
+
+    Attributes:
+        workload: Its name.
+        system: Its name.
+        window: k and k_prime; None for the system's own choice.
+        samples: In a step.
+        round: How often the same was measured before.
+        warm_up: Steps that do not count.
+        steps: Steps that count.
+    """
+
+    workload: str
+    system: str
+    window: Window | None
+    samples: int
+    round: int
+    warm_up: int
+    steps: int
+
+    def __str__(self) -> str:
+        window = f" k={self.window[0]} k_prime={self.window[1]}" if self.window else ""
+        return f"{self.workload} x {self.samples}: {self.system}{window}, round {self.round + 1}"
+
+
+def record(job: Job, status: str, **values: Any) -> dict[str, Any]:
+    """A record of JSON about a job: `status` is "ok", "failed" or "skipped", and what is not "ok" has an `error`."""
+    return {**asdict(job), "status": status, "error": None, **values}
+
+
+def failure(kind: str, message: str, details: str = "") -> dict[str, str]:
+    """What a record says of an error: its type, its first line, and the end of whatever else there is."""
+    return {"type": kind, "message": message.strip().partition("\n")[0], "details": details[-4000:]}
+
+
+def run(job: Job, path: Path, log: Path) -> None:
+    """Measure, and write the record. Any error is part of the record.
+
+    Args:
+        job: What to measure.
+        path: File to write.
+        log: File for what is printed.
+    """
+    _begin(log)
+    try:
+        result = measure(job)
+    except BaseException as error:  # also what a system ends the process with
+        error_of = failure(type(error).__name__, str(error), traceback.format_exc())
+        result = record(job, "failed", error=error_of, host_peak_bytes=host_memory.peak_bytes())
+    path.write_text(json.dumps(result), encoding="utf-8")
+
+
+def prepare(names: Sequence[str], path: Path, log: Path) -> None:
+    """Measure rooflines, count what workloads demand, and write both.
+
+    Args:
+        names: Of workloads.
+        path: File to write.
+        log: File for what is printed.
+    """
+    _begin(log)
+    measured = rooflines.measure(quick=not torch.cuda.is_available())
+    result: dict[str, Any] = {"rooflines": measured, "workloads": {}}
+    for name in names:
+        result["workloads"][name] = describe(WORKLOADS[name])
+        path.write_text(json.dumps(result), encoding="utf-8")
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Measure in this process.
+
+    Returns:
+        The record, of status "ok".
+    """
+    workload = replace(WORKLOADS[job.workload], samples=job.samples)
+    system = make_system(job.system, job.window)
+    begin = time.perf_counter()
+    device = _device(workload)
+    L.seed_everything(0, verbose=False)
+    network = build_network(workload).train(workload.kind == "train")
+    if workload.kind == "train" and system.checkpoints_blocks(workload):
+        network.checkpoint_blocks()
+    module = system.prepare(BenchModule(network, workload, system), workload, device)
+    built = time.perf_counter() - begin
+    steps = job.warm_up + job.steps + _SPARE + system.observed_steps
+    clock = Clock(device)
+    batches = Batches(workload, steps, pinned=device.type == "cuda")
+    if system.runs_in_trainer:
+        _run_trainer(module, workload, system, batches, clock, device)
+    else:
+        _run_plainly(module, workload, batches, clock, device)
+    seconds = clock.seconds()
+    return record(
+        job,
+        "ok",
+        build_seconds=built,
+        seconds=time.perf_counter() - begin,
+        warm_up_seconds=seconds[: job.warm_up],
+        step_seconds=seconds[job.warm_up : job.warm_up + job.steps],
+        values=clock.values(),
+        **_device_memory(device),
+        host_peak_bytes=host_memory.peak_bytes(),
+        waits=system.waits(),
+        facts=system.facts(),
+    )
+
+
+def _run_trainer(
+    module: L.LightningModule, workload: Workload, system: System, batches: Batches, clock: Clock, device: torch.device
+) -> None:
+    arguments = system.trainer_arguments(workload)
+    callbacks = [clock, *arguments.pop("callbacks", [])]
+    trainer = L.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        max_steps=len(batches),
+        gradient_clip_val=workload.clipping,
+        callbacks=callbacks,
+        use_distributed_sampler=False,
+        barebones=True,  # neither bars nor loggers nor checkpoints
+        **arguments,
+    )
+    if workload.kind == "train":
+        trainer.fit(module, batches.loader())
+    else:
+        trainer.predict(module, batches.loader(), return_predictions=False)
+
+
+def _run_plainly(
+    module: L.LightningModule, workload: Workload, batches: Batches, clock: Clock, device: torch.device
+) -> None:
+    """Predict as Lightning would, for a module whose weights lie where its system wants them."""
+    with torch.inference_mode():
+        for index in range(len(batches)):
+            batch = {name: _as_input(tensor, workload, device) for name, tensor in batches[index].items()}
+            clock.begins()
+            clock.gave(module.predict_step(batch, index))
+
+
+def _as_input(tensor: Tensor, workload: Workload, device: torch.device) -> Tensor:
+    dtype = workload.weight_dtype if tensor.is_floating_point() else None
+    return tensor.to(device, dtype, non_blocking=True)
+
+
+def _device(workload: Workload) -> torch.device:
+    """The device, with no more memory than the workload allows. A CPU is never limited."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", 0)
+    if workload.device_limit is not None:
+        _, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, workload.device_limit / total), device)
+    return device
+
+
+def _device_memory(device: torch.device) -> dict[str, int | None]:
+    """The most that torch's allocator gave out, and the most that it took; nobody counts a CPU."""
+    if device.type != "cuda":
+        return {"device_peak_bytes": None, "device_reserved_bytes": None}
+    return {
+        "device_peak_bytes": torch.cuda.max_memory_allocated(device),
+        "device_reserved_bytes": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def _begin(log: Path) -> None:
+    """Make this process one of its own: ended with those it starts, output to a file, first to go without memory."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent before a process that hangs is ended
+    with suppress(OSError):  # not every kernel has it
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")

@@ -1,0 +1,275 @@
+"""The bench's systems: rivals that run here give plain training's numbers, and others say why they do not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from suite.module import Batches, BenchModule
+from suite.networks import Network
+from suite.runner import Processes
+from suite.sets import WORKLOADS
+from suite.systems import SYSTEMS, base, make_system
+from suite.systems.base import System
+from suite.systems.deepspeed import DeepSpeedZeRO2, DeepSpeedZeRO3
+from suite.systems.device import Device
+from suite.systems.paper import Paper, PaperStrategy, Swapper
+from suite.systems.torchao import TorchAO
+from suite.worker import Job, measure, run
+from suite.workloads import Window, Workload
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+BLOCKS = 5
+STEPS = 3
+
+
+class Block(nn.Module):
+    """What is hard to move: a weight of its own, a layer that others use, a weight that forward changes, buffers."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.linear = nn.Linear(8, 8)
+        self.shared = shared
+        self.scale = nn.Parameter(torch.full((8,), 0.5))
+        self.seen = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen += inputs.mean(0)
+        return inputs + self.scale * self.shared(torch.tanh(self.linear(self.norm(inputs))))
+
+
+class Chain(Network):
+    """Blocks in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 8)
+        shared = nn.Linear(8, 8)
+        self.body = nn.ModuleList(Block(shared) for _ in range(BLOCKS))
+        self.head = nn.Linear(8, 1)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.body)
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        hidden = self.stem(batch["inputs"])
+        for block in self.body:
+            hidden = block(hidden)
+        return self.head(hidden).square().mean()
+
+
+CHAIN = Workload(
+    name="chain",
+    kind="train",
+    network=Chain,
+    batch=lambda samples, generator: {"inputs": torch.randn(samples, 4, generator=generator)},
+    samples=6,
+    items="images",
+    items_per_sample=1,
+    precision="32-true",
+    learning_rate=1e-2,
+    clipping=0.1,
+)
+
+
+def train(system: System, prepare: Callable[[Network], object] = lambda network: None) -> dict[str, Tensor]:
+    """Train a chain, and return all that is in it."""
+    torch.manual_seed(0)
+    network = Chain()
+    prepare(network)
+    module = system.prepare(BenchModule(network, CHAIN, system), CHAIN, torch.device("cpu"))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=STEPS,
+        gradient_clip_val=CHAIN.clipping,
+        barebones=True,
+        **system.trainer_arguments(CHAIN),
+    )
+    trainer.fit(module, Batches(CHAIN, STEPS, pinned=False).loader())
+    return module.network.state_dict()
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def job(workload: str, system: str) -> Job:
+    return Job(workload, system, None, WORKLOADS[workload].samples, round=0, warm_up=1, steps=2)
+
+
+def in_a_process(job: Job, folder: Path) -> dict[str, Any]:
+    """Run a job as the bench does: what it leaves in its process is gone with it."""
+    written, why = Processes(folder, on_gpu=False).run(run, job, 240)
+    return written or {"error": why}
+
+
+class TestReasons:
+    @pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if system.packages])
+    def test_a_missing_package_is_named(self, name, monkeypatch):
+        monkeypatch.setattr(base, "find_spec", lambda package: None)
+        reason = make_system(name).why_not(CHAIN)
+        assert reason == f"{SYSTEMS[name].packages[0]} is not installed"
+
+    @pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if system.needs_cuda])
+    def test_a_missing_gpu_is_named(self, name, monkeypatch):
+        monkeypatch.setattr(base, "find_spec", lambda package: package)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert make_system(name).why_not(CHAIN) == "needs a GPU"
+
+    @pytest.mark.parametrize("name", ["accelerate", "diffusers"])
+    def test_what_only_predicts_does_not_train(self, name, monkeypatch):
+        monkeypatch.setattr(base, "find_spec", lambda package: package)
+        assert make_system(name).why_not(CHAIN) == "does not do training"
+
+    def test_torchao_would_clip_too_late(self, monkeypatch):
+        monkeypatch.setattr(base, "find_spec", lambda package: package)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert "cannot clip" in TorchAO().why_not(CHAIN)
+        assert TorchAO().why_not(WORKLOADS["toy-lm-noclip"]) is None
+
+
+class TestDeepSpeed:
+    def test_settings_of_zero_2(self):
+        assert DeepSpeedZeRO2().config(WORKLOADS["qwen2.5-1.5b-8k"]) == {
+            "train_micro_batch_size_per_gpu": 8,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "contiguous_gradients": True,
+                "overlap_comm": True,
+                "reduce_bucket_size": 50_000_000,
+            },
+            "bf16": {
+                "enabled": True,
+                "check_grad_overflow": False,
+                "bf16_master_weights_and_grads": False,
+                "bf16_optimizer_states": False,
+            },
+        }
+
+    def test_settings_of_zero_3(self):
+        config = DeepSpeedZeRO3().config(CHAIN)
+        assert "bf16" not in config
+        assert config["zero_optimization"] == {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "reduce_bucket_size": 50_000_000,
+            "sub_group_size": 1_000_000_000,
+            "stage3_prefetch_bucket_size": 50_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_reuse_distance": 1_000_000_000,
+        }
+
+    def test_bf16_weights_have_bf16_masters(self):
+        bf16 = DeepSpeedZeRO3().config(WORKLOADS["toy-lm-bf16"])["bf16"]
+        assert bf16["bf16_master_weights_and_grads"]
+        assert bf16["bf16_optimizer_states"]
+
+    @pytest.mark.parametrize("system", [DeepSpeedZeRO2, DeepSpeedZeRO3])
+    def test_deepspeed_knows_all_settings(self, system):
+        config = pytest.importorskip("deepspeed.runtime.zero.config")
+        precision = pytest.importorskip("deepspeed.runtime.precision_config")
+        settings = system().config(WORKLOADS["toy-lm-bf16"])
+        config.DeepSpeedZeroConfig(**settings["zero_optimization"])
+        precision.DeepSpeedBF16Config(**settings["bf16"])
+
+
+class TestPaper:
+    @pytest.mark.parametrize("window", [(1, 1), (2, 1), (2, 2), (3, 2), (4, 3), (BLOCKS, 1)], ids=str)
+    def test_weights_are_those_of_plain_training(self, window: Window):
+        assert_same(train(Paper(window)), train(Device()))
+
+    @pytest.mark.parametrize("window", [(1, 1), (3, 2)], ids=str)
+    def test_with_activation_checkpointing(self, window: Window):
+        assert_same(train(Paper(window), Network.checkpoint_blocks), train(Device(), Network.checkpoint_blocks))
+
+    @pytest.mark.parametrize(("k", "loads"), [(1, 9), (2, 8), (4, 6)])
+    def test_every_step_loads_what_the_window_lacks(self, k: int, loads: int):
+        system = Paper((k, 1))
+        train(system)
+        assert system.facts() == {"k": k, "k_prime": 1, "units": BLOCKS, "loads": STEPS * loads}
+
+    def test_blocks_come_together_in_the_direction_of_travel(self):
+        swapper = Swapper(Chain().blocks(), torch.device("cpu"), k=3, k_prime=2)
+        swapper.enter(0)
+        assert swapper.there == [0, 1]
+        swapper.direction = -1
+        swapper.enter(4)
+        assert swapper.there == [1, 4, 3]
+
+    def test_the_direction_is_that_of_backward_in_backward(self, monkeypatch):
+        seen: list[tuple[int, int]] = []
+        come = Swapper._come
+
+        def watched(self: Swapper, block: int) -> None:
+            seen.append((block, self.direction))
+            come(self, block)
+
+        monkeypatch.setattr(Swapper, "_come", watched)
+        train(Paper((2, 1)))
+        assert seen[:8] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (2, -1), (1, -1), (0, -1)]
+        assert seen[8] == (0, 1)
+
+    def test_nothing_leaves_a_window_as_large_as_the_model(self):
+        system = Paper((BLOCKS, 1))
+        train(system)
+        assert system.facts()["loads"] == BLOCKS
+
+    @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (3, 2)])
+    def test_what_has_left_is_not_kept_for_backward(self, k: int, k_prime: int):
+        alive: list[int] = []
+
+        def watch(network: Network) -> None:
+            weights: list[StorageWeakRef] = []
+            for block in network.blocks():
+                block.register_forward_hook(
+                    lambda block, *_: weights.append(StorageWeakRef(block.linear.weight.untyped_storage()))
+                )
+            network.head.register_forward_pre_hook(
+                lambda *_: alive.append(sum(not weight.expired() for weight in weights[-BLOCKS:]))
+            )
+
+        train(Paper((k, k_prime)), watch)
+        assert len(alive) == STEPS
+        assert max(alive) <= k
+
+    def test_predicts_as_plain_lightning(self):
+        plain, paper = (measure(job("toy-lm-inference", name)) for name in ("device", "paper"))
+        assert paper["values"] == plain["values"]
+
+    def test_without_a_window_it_is_the_smallest_that_overlaps_blocks(self):
+        strategy = Paper().trainer_arguments(CHAIN)["strategy"]
+        assert isinstance(strategy, PaperStrategy)
+        assert strategy.window == (2, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["toy-lm-bf16", "toy-clip"])
+def test_fsdp2_reaches_the_losses_of_plain_training(workload, tmp_path):
+    fsdp2 = in_a_process(job(workload, "fsdp2"), tmp_path)
+    assert fsdp2["error"] is None
+    assert fsdp2["values"] == pytest.approx(measure(job(workload, "device"))["values"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["toy-lm-inference", "toy-vit-inference", "toy-generation"])
+@pytest.mark.parametrize("system", ["accelerate", "diffusers"])
+def test_rivals_predict_as_plain_lightning(system, workload, tmp_path):
+    pytest.importorskip(system)
+    rival = in_a_process(job(workload, system), tmp_path)
+    assert rival["error"] is None
+    assert rival["values"] == measure(job(workload, "device"))["values"]
