@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[], metavar="NAME", help="single workloads")
     run.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="NAME", help="systems")
     run.add_argument("--rounds", type=positive, default=2, help="how often everything is measured, in turns")
-    run.add_argument("--warm-up", type=positive, default=3, help="steps of each process that do not count")
+    run.add_argument("--warm-up", type=positive, default=5, help="steps of each process that do not count")
     run.add_argument("--steps", type=positive, default=10, help="steps of each process that count")
     run.add_argument("--time-limit", type=float, default=540.0, help="seconds for all of it")
     run.add_argument("--output", type=Path, required=True, help="JSON file to write")

@@ -203,7 +203,7 @@ class Processes:
         written, log = self.folder / "result.json", self.folder / "log.txt"
         for file in (written, log):
             file.unlink(missing_ok=True)
-        process = self._context.Process(target=function, args=(argument, written, log))
+        process = self._context.Process(target=_call, args=(function, argument, written, log))
         process.start()
         why = self._watch(process, seconds)
         _end(process)
@@ -233,6 +233,12 @@ class Processes:
             process.join(_POLL)
         self.host_taken = max(0, before - least)
         return why
+
+
+def _call(function: Callable[[Any, Path, Path], None], argument: Any, written: Path, log: Path) -> None:
+    """What a process does. It ends with its function: threads that a system has left behind do not keep it."""
+    function(argument, written, log)
+    os._exit(0)
 
 
 def _end(process: Any) -> None:
