@@ -248,9 +248,10 @@ class _Finder:
         named = list(named_own_parameters(self.root))
         if not named:
             raise ValueError(f"`{type(self.root).__name__}` has no parameters, so there is nothing to stream.")
+        for name, _, _, parameter in named:
+            _check_parameter(name, parameter, self.on_meta)
         tied = set() if self.on_meta else _tied_by_memory(self.root)
         for name, owner, _, parameter in named:
-            _check_parameter(name, parameter, self.on_meta)
             if id(parameter) in self.weights or any(parameter is other for other in self.unmanaged.values()):
                 continue
             if _is_manageable(owner, parameter) and id(parameter) not in tied:

@@ -96,12 +96,11 @@ class System:
         """Called by Lightning as the module's `configure_model`: in the strategy's contexts, before optimizers."""
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.Optimizer:
-        """Make the optimizer of what learns: AdamW, by torch's fused kernel where Lightning takes it.
-
-        Lightning refuses to clip for an optimizer that is called fused under `bf16-mixed`: it might unscale by itself.
-        """
-        refused = workload.clipping is not None and workload.precision == "bf16-mixed"
-        return torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=None if refused else True)
+        """Make the optimizer of what learns: AdamW, by torch's fused kernel."""
+        optimizer = torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True)
+        # Lightning refuses to clip for one that may unscale gradients by itself; nothing is scaled here.
+        optimizer._step_supports_amp_scaling = False
+        return optimizer
 
     def waits(self) -> dict[str, float] | None:
         """Seconds, shares and rates that the system measured of itself after the run; None if it does not."""

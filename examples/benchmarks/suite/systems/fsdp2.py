@@ -13,13 +13,11 @@ Read against torch 2.15 and lightning 2.6.6. The settings, and why:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
 from typing_extensions import override
 
 from suite.systems.base import System
@@ -45,11 +43,6 @@ class FSDP2(System):
         strategy = _HostStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend=backend)
         precision = "32-true" if workload.precision == "bf16-mixed" else workload.precision
         return {"strategy": strategy, "precision": precision}
-
-    @override
-    def make_optimizer(self, parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.Optimizer:
-        """Make it with the fused kernel always: without autocast Lightning clips for it, too."""
-        return torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True)
 
     @override
     def configure_model(self, module: L.LightningModule, workload: Workload) -> None:

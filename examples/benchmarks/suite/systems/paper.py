@@ -15,7 +15,7 @@ Lightning. Casts of weights that `bf16-mixed` saves for backward do stay on the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
@@ -56,13 +56,6 @@ class Paper(System):
         assert self.window is not None
         self._strategy = PaperStrategy(self._device, *self.window)
         return {"strategy": self._strategy, "precision": workload.precision}
-
-    @override
-    def make_optimizer(self, parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.Optimizer:
-        """Make it with the fused kernel, also where gradients are clipped: on the host there is no other fast one."""
-        optimizer = torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True)
-        optimizer._step_supports_amp_scaling = False  # without a scaler, which bf16 needs none of, Lightning may clip
-        return optimizer
 
     @override
     def facts(self) -> dict[str, Any]:
