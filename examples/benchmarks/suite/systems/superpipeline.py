@@ -15,8 +15,6 @@ from sp_lightning.timeline import break_down
 from suite.systems.base import System
 from suite.workloads import Window, Workload
 
-_SHARE_OF_LIMIT = 0.9  # what the strategy takes of a device's free memory by itself
-
 
 class Superpipeline(System):
     """`Trainer(strategy="superpipeline")`."""
@@ -37,9 +35,7 @@ class Superpipeline(System):
     @override
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
         k, k_prime = self.window or ("auto", "auto")
-        # The strategy asks the driver what is free, and a limit of torch's allocator is none of the driver's.
-        budget = None if workload.device_limit is None else int(_SHARE_OF_LIMIT * workload.device_limit)
-        strategy = sp_lightning.SuperpipelineStrategy(k=k, k_prime=k_prime, memory_budget=budget)
+        strategy = sp_lightning.SuperpipelineStrategy(k=k, k_prime=k_prime)
         return {"strategy": strategy, "precision": workload.precision, "callbacks": [self._observer]}
 
     @override
