@@ -15,8 +15,11 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -451,6 +454,36 @@ def test_what_cannot_run_twice_is_kept(kind: type[nn.Module], reason: str) -> No
 
     build: Callable[[], nn.Module] = lambda: Starting([Block(), kind(), kind(), Block()])  # noqa: E731
     assert_same_story(story, build, activations="recompute")
+
+
+class UnderAScope(Chain):
+    """Its blocks are called twice: cached weights are made in the first call, and tangents need none of backward."""
+
+    def __init__(self, scope: str) -> None:
+        super().__init__([Block() for _ in range(3)])
+        self.scope = scope
+        for block in self.blocks:
+            weight_norm(block.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scope == "cached":
+            with parametrize.cached():
+                return super().forward(super().forward(x))
+        with forward_ad.dual_level():
+            primal, tangent = forward_ad.unpack_dual(super().forward(forward_ad.make_dual(x, torch.ones_like(x))))
+            return primal + tangent
+
+
+@pytest.mark.parametrize(
+    ("scope", "says"), [("cached", r"under `parametrize.cached\(\)`"), ("dual", "under forward-mode differentiation")]
+)
+def test_a_scope_that_is_over_in_backward(scope: str, says: str) -> None:
+    def story(run: Run) -> None:
+        for step in range(2):
+            run.normal_step(f"step {step}", SGD(run.model.parameters(), lr=0.1), seed=step)
+
+    with pytest.warns(UserWarning, match=says):
+        assert_same_story(story, lambda: UnderAScope(scope), activations="recompute")
 
 
 switch = {"value": 0}  # a global variable

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -124,6 +125,17 @@ def others_hook_steps(optimizer: Optimizer, own: int = 1) -> bool:
     of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     of_this = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     return any(len(hooks) > own for hooks in of_all) or any(of_this)
+
+
+def scope_that_ends_before_backward() -> str | None:
+    """A scope around this call without which it would compute something else; torch says only inside of its own code.
+
+    Returns:
+        What the scope is, in words; None outside of any.
+    """
+    if parametrize._cache_enabled:
+        return "`parametrize.cached()`"
+    return "forward-mode differentiation" if forward_ad._current_level >= 0 else None
 
 
 def is_tracing() -> bool:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from sp_lightning.pipeline._private import storage_key, without_torch_function
+from sp_lightning.pipeline._private import scope_that_ends_before_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.effects import SideEffects
 from sp_lightning.pipeline.guard import HostParameter
 from sp_lightning.pipeline.hooks import tensors_in
@@ -132,6 +132,8 @@ class UnitCall:
         obstacle = self._effects.settle()
         if self._inputs.are_changed or self._weights_are_changed():
             obstacle = f"changes its {'input' if self._inputs.are_changed else 'weights'} in place"
+        if (scope := scope_that_ends_before_backward()) is not None:
+            obstacle = f"is called under {scope}"
         known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
         alive = [kept for _, kept in self._alive()]
         tensors = [kept.tensor for kept in alive if kept.tensor is not None]

@@ -13,8 +13,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
+from torch.nn.utils import parametrizations, parametrize
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -33,6 +35,7 @@ from sp_lightning.pipeline._private import (
     post_accumulate_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_allowed,
+    scope_that_ends_before_backward,
     sees_torch_functions,
     step_is_replaced,
     storage_key,
@@ -322,6 +325,17 @@ def test_tracing_is_noticed() -> None:
     torch.jit.trace(function, torch.ones(1), check_trace=False)
     assert seen == [True]
     assert not is_tracing()
+
+
+def test_scopes_that_end_before_backward() -> None:
+    layer = parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    assert scope_that_ends_before_backward() is None
+    with parametrize.cached():
+        assert scope_that_ends_before_backward() == "`parametrize.cached()`"
+        layer(torch.ones(1, 2))
+    with forward_ad.dual_level():
+        assert scope_that_ends_before_backward() == "forward-mode differentiation"
+    assert scope_that_ends_before_backward() is None
 
 
 def test_others_hook_steps() -> None:
