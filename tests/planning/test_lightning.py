@@ -61,7 +61,7 @@ def fit_in_two_parts(trainer: Any, module: Any) -> None:
         written = torch.load(f"{folder}/one.ckpt", weights_only=True)
         module.note("weights in the checkpoint", list(written["state_dict"].values()))
         trainer.fit_loop.max_epochs = 4
-        trainer.fit(module, loader(), loader(2), ckpt_path=f"{folder}/one.ckpt", weights_only=False)
+        trainer.fit(module, loader(), loader(2), ckpt_path=f"{folder}/one.ckpt")
 
 
 @pytest.mark.parametrize(
