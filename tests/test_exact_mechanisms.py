@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import PipelineOptions
 
-from .helpers import Plan, Run, assert_exact, assert_same_story, attached, reference_of
+from .helpers import Plan, Run, assert_exact, assert_same_story, attached, note_gradients, reference_of
 from .zoo import CASES
 from .zoo.blocks import WIDTH, Block, Chain, chain
 
@@ -125,6 +125,32 @@ def test_an_exception_that_the_user_catches_inside_of_a_step(where: str) -> None
         run.normal_step("after", optimizer, seed=4)
 
     assert_same_story(story, bombs)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_a_graph_from_before_an_exception_that_the_user_catches(activations: str) -> None:
+    """No forward comes in between that would tell that the failed backward is over."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        bomb = run.model.blocks[2]
+        run.normal_step("before", optimizer)
+        for step in range(2):
+            with run.step():
+                older = run.model(run.rows(2 * step)).square().mean()
+                bomb.error, bomb.where = ValueError, "backward"
+                failing = run.model(run.rows(2 * step + 1)).square().mean()
+                with pytest.raises(ValueError, match="on purpose"):
+                    failing.backward()
+                bomb.error = None
+                run.model.zero_grad()
+                older.backward()
+            note_gradients(run.trace, f"step {step}", dict(run.model.named_parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        run.normal_step("after", optimizer, seed=4)
+
+    assert_same_story(story, bombs, activations=activations)
 
 
 # ----------------------------------------------------------------------------------- edits between forward and backward

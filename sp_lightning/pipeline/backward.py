@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -105,14 +106,19 @@ class BackwardPass:
         self.in_use: list[Group] = []
         self._reached: list[Unit] = []
         self._graphs: set[Graph] = set()
+        self._callback: Callable[[], object] = lambda: None
 
     def note(self) -> None:
         """Called at every sign of a backward pass; the first one opens it."""
+        if self.running and self._callback() is None:
+            self.abandon()  # it ended with an exception that the user caught inside of the step
         if not self.running and in_backward():
             self.running = True
             self.task = graph_task()
             self._on_begin()
-            when_backward_ends(self._end)
+            callback = partial(self._end)
+            self._callback = weakref.ref(callback)  # autograd holds it for as long as the pass lives
+            when_backward_ends(callback)
 
     def reach(self, member: Member, graph: Graph, groups: Sequence[Group], around: Sequence[Group]) -> None:
         """Backward is about to run the nodes of a member's call.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,32 @@ def test_the_callback_does_not_run_after_an_exception() -> None:
     with pytest.raises(ValueError, match="on purpose"):
         y.sum().backward()
     assert order == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_callback_lives_as_long_as_the_pass(fails: bool) -> None:
+    """By that the engine tells that a pass is over which ended with an exception."""
+    alive: list[weakref.ref[Any]] = []
+    seen: list[bool] = []
+
+    def begin(_: Tensor) -> None:
+        callback = partial(seen.append, True)
+        alive.append(weakref.ref(callback))
+        when_backward_ends(callback)
+
+    def go_on(_: Tensor) -> None:
+        seen.append(alive[0]() is not None)
+        if fails:
+            raise ValueError("on purpose")
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(go_on)
+    y = x.exp()
+    y.register_hook(begin)
+    with pytest.raises(ValueError, match="on purpose") if fails else nullcontext():
+        y.sum().backward()
+    assert seen == ([True] if fails else [True, True])
+    assert alive[0]() is None
 
 
 def test_a_callback_outside_of_backward_is_refused() -> None:
