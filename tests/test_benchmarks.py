@@ -484,6 +484,13 @@ def test_the_command_refuses_what_it_cannot_do(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_file_that_is_not_there_is_said_so(capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["render", str(tmp_path / "x.json")])
+    assert stop.value.code == 2
+    assert "x.json: no such file" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------ what a file says
 
 

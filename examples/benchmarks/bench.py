@@ -23,6 +23,7 @@ sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line. Names are checked before anything runs."""
+    from recipe import file, positive
     from suite.sets import SETS, WORKLOADS
     from suite.systems import SYSTEMS
 
@@ -41,19 +42,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--time-limit", type=float, default=540.0, help="seconds for all of it")
     run.add_argument("--output", type=Path, required=True, help="JSON file to write")
     render = commands.add_parser("render", help="print tables of what was measured")
-    render.add_argument("result", type=Path, help="JSON file")
+    render.add_argument("result", type=file, help="JSON file")
     render.add_argument("--plots", type=Path, metavar="FOLDER", help="folder to write pictures to, as SVG and PNG")
     options = parser.parse_args(arguments)
     if options.command == "run" and not (options.sets or options.workloads):
         run.error("name a --set or --workloads")
     return options
-
-
-def positive(text: str) -> int:
-    """Parse an integer of at least one."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
-    return int(text)
 
 
 def list_all() -> None:
@@ -95,7 +89,7 @@ def render(arguments: argparse.Namespace) -> None:
     from suite.plots import write_plots
     from suite.report import report
 
-    result = json.loads(arguments.result.read_text(encoding="utf-8"))
+    result = json.loads(Path(arguments.result).read_text(encoding="utf-8"))
     print(report(result))
     if arguments.plots is not None:
         for path in write_plots(result, arguments.plots):

@@ -27,14 +27,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from suite.systems.base import System
-from suite.systems.scalars import scalars_to_vectors
+from suite.systems.scalars import WithoutScalars
 from suite.workloads import Kind, Workload
 
 _ADAMW_WEIGHT_DECAY = 0.01  # of torch.optim.AdamW; DeepSpeedCPUAdam's default is 0
 
 
-class DeepSpeedZeRO2(System):
+class DeepSpeedZeRO2(WithoutScalars):
     """ZeRO-2: weights on the device; masters, gradients and optimizer on the host."""
 
     name = "deepspeed-zero2"
@@ -66,11 +65,6 @@ class DeepSpeedZeRO2(System):
                 "bf16_optimizer_states": workload.precision == "bf16-true",
             }
         return config
-
-    @override
-    def prepare(self, module: L.LightningModule, workload: Workload, device: torch.device) -> L.LightningModule:
-        scalars_to_vectors(module)
-        return module
 
     @override
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:

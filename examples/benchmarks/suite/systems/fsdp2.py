@@ -20,22 +20,16 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from typing_extensions import override
 
-from suite.systems.base import System
-from suite.systems.scalars import scalars_to_vectors
+from suite.systems.scalars import WithoutScalars
 from suite.workloads import Kind, Workload
 
 
-class FSDP2(System):
+class FSDP2(WithoutScalars):
     """`fully_shard` for each block, with weights on the host."""
 
     name = "fsdp2"
     title = "FSDP2, CPU offload"
     kinds: ClassVar[frozenset[Kind]] = frozenset({"train"})
-
-    @override
-    def prepare(self, module: L.LightningModule, workload: Workload, device: torch.device) -> L.LightningModule:
-        scalars_to_vectors(module)
-        return module
 
     @override
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:

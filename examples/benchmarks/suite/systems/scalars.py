@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import lightning as L
+import torch
 from torch import nn
+from typing_extensions import override
+
+from suite.systems.base import System
+from suite.workloads import Workload
 
 
-def scalars_to_vectors(module: nn.Module) -> None:
-    """Give each parameter without a dimension one of size one: what FSDP2's error tells users to do.
+class WithoutScalars(System):
+    """Gives each parameter without a dimension one of size one: what FSDP2's error tells users to do.
 
     It is broadcast as before, so that all numbers stay the same.
     """
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            if parameter.dim() == 0:
-                vector = nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad)
-                setattr(owner, name, vector)
+
+    @override
+    def prepare(self, module: L.LightningModule, workload: Workload, device: torch.device) -> L.LightningModule:
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                if parameter.dim() == 0:
+                    vector = nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad)
+                    setattr(owner, name, vector)
+        return module
