@@ -196,6 +196,11 @@ def ends(tickets: Iterable[Ticket]) -> list[float]:
     return [ticket.end for ticket in tickets if isinstance(ticket, SimulatedTicket)]
 
 
+WIDTH = 8
+UNIT_BYTES = 4 * WIDTH * WIDTH  # of a `TimedBlock` of that width: nothing is lost to alignment
+STEP_BYTES = 3 * UNIT_BYTES  # what a step of it reads and writes: a gradient, and weights twice
+
+
 class _Timed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, backend: SimulatedBackend, forward: float, backward: float) -> Tensor:

@@ -17,12 +17,10 @@ from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from .simulated import Lane, SimulatedBackend, Span, TimedBlock
+from .simulated import STEP_BYTES, UNIT_BYTES, WIDTH, Lane, SimulatedBackend, Span, TimedBlock
 from .zoo.blocks import Chain
 
-UNITS, WIDTH = 60, 8  # units of exactly 256 bytes: nothing is lost to alignment
-UNIT_BYTES = 4 * WIDTH * WIDTH
-STEP_BYTES = 3 * UNIT_BYTES  # what a step of a unit reads and writes: a gradient, and weights twice
+UNITS = 60
 
 
 @dataclass(frozen=True)

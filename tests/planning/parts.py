@@ -18,7 +18,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Planner, Stats, Summary, WindowPlan
 from sp_lightning.planning import Machine, UnitWork, Workload
 
-from ..simulated import SimulatedBackend, TimedBlock
+from ..simulated import STEP_BYTES, UNIT_BYTES, WIDTH, SimulatedBackend, TimedBlock
 from ..zoo.blocks import Chain
 from ..zoo.case import Batch
 from ..zoo.vision import CLASSES, resnet50
@@ -140,11 +140,6 @@ class Fixed(Planner):
     @override
     def abandon(self) -> None:
         pass
-
-
-WIDTH = 8
-UNIT_BYTES = 4 * WIDTH * WIDTH
-STEP_BYTES = 3 * UNIT_BYTES  # what a step of a unit reads and writes: a gradient, and weights twice
 
 
 @dataclass(frozen=True)

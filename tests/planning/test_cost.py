@@ -11,7 +11,8 @@ from sp_lightning.pipeline.choice import Way
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, predict
 from sp_lightning.planning.cost import least_seconds, ways_of
 
-from .parts import UNIT_BYTES, WIDTH, Blocks, Fixed
+from ..simulated import UNIT_BYTES, WIDTH
+from .parts import Blocks, Fixed
 
 MACHINES = {
     "compute is the slowest": Blocks(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5),

@@ -16,8 +16,9 @@ from sp_lightning.planning import AutoPlanner, Choice, Machine, UnitWork, Worklo
 from sp_lightning.planning.cost import device_bytes
 
 from ..helpers import is_block
+from ..simulated import UNIT_BYTES
 from ..zoo.blocks import Chain, chain
-from .parts import UNIT_BYTES, Blocks, Fixed
+from .parts import Blocks, Fixed
 
 SLOW_HOST = Blocks(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0, units=12)
 SLOW_COPIES = Blocks(forward=0.4, backward=0.8, up=1.5, down=0.9, step=0.5, units=12)

@@ -17,9 +17,9 @@ from sp_lightning.pipeline.arrangement import sent_bytes
 from sp_lightning.planning import AutoPlanner
 
 from ..helpers import is_block
-from ..simulated import SimulatedBackend
+from ..simulated import UNIT_BYTES, SimulatedBackend
 from ..zoo.blocks import chain, rows
-from .parts import MODELS, UNIT_BYTES, Blocks, train
+from .parts import MODELS, Blocks, train
 
 MACHINES = {
     "compute": Blocks(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5, units=12),
