@@ -434,9 +434,9 @@ class Overlap:
 
         def job() -> None:
             with torch.inference_mode(False), torch.no_grad():
-                arrived = [*norms]
+                arrived = norms
                 for earlier in scaling.factors:
-                    arrived = [norm * earlier for norm in arrived]
+                    arrived = list(torch.stack(arrived).mul_(earlier).unbind())
                 total = torch.linalg.vector_norm(torch.stack(found.in_order(arrived, norms_on_device)))
                 torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
