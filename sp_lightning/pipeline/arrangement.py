@@ -42,6 +42,7 @@ class Learned:
     Attributes:
         resident: Names of weights that are used outside of their unit.
         order: Names of units in the order in which the first step called them; None before that.
+        called: The same, while the first step is not over.
         split: Modules that are not called themselves, only their children are.
         lowered: Masters that autocast lowers, by identity.
         used_as_is: Masters that are used in their own dtype, by identity.
@@ -50,11 +51,14 @@ class Learned:
         short_of_memory: Whether the window has to be as small as it can be.
         buffers: Host memory of earlier arrangements, by the identities of the masters in it.
         plan: What a planner has chosen for the window.
+        touched_outside: Weights that were used outside of their unit since the arrangement was made.
+        outdated: Whether something was learned that asks for another arrangement.
     """
 
     def __init__(self) -> None:
         self.resident: list[str] = []
         self.order: list[str] | None = None
+        self.called: dict[str, None] = {}
         self.split: list[nn.Module] = []
         self.lowered: set[int] = set()
         self.used_as_is: set[int] = set()
@@ -63,21 +67,28 @@ class Learned:
         self.short_of_memory = False
         self.buffers: dict[tuple[int, ...], HostBuffer] = {}
         self.plan: WindowPlan | None = None
+        self.touched_outside: list[Weight] = []
+        self.outdated = False
+
+    def note_call(self, unit: str) -> None:
+        """A unit is called: in the first step, that tells the order."""
+        if self.order is None:
+            self.called.setdefault(unit)
 
     def leave_memory_of(self, weight: Weight) -> None:
         """The next arrangement makes other memory for a weight, and for those that travel with it."""
         for key in [key for key in self.buffers if id(weight.master) in key]:
             self.buffers.pop(key).release()
 
-    def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> bool:
-        """Note what was seen of weights under autocast; True if they should be sent in another dtype than they are."""
+    def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> None:
+        """Note what was seen of weights under autocast; it may be that they should be sent in another dtype."""
         self.assumed -= {id(weight.master) for weight in watched}
         self.lowered |= {id(weight.master) for weight in lowered}
         self.used_as_is |= {id(weight.master) for weight in used_as_is}
         to_lower = any(
             not (weight.lowered or weight.unit.resident or id(weight.master) in self.used_as_is) for weight in lowered
         )
-        return to_lower or any(weight.lowered for weight in used_as_is)
+        self.outdated |= to_lower or any(weight.lowered for weight in used_as_is)
 
 
 class Arrangement:
@@ -105,6 +116,7 @@ class Arrangement:
         plan: What a planner has chosen, if it is in force.
         k: Units on the device at once, kept ones not counted.
         k_prime: Units that travel together.
+        untouched: Whether nothing of it has been used in this step.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
@@ -120,6 +132,7 @@ class Arrangement:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.autocast = autocast
+        self.untouched = True
         self._options = options
         self._short_of_memory = learned.short_of_memory
         self._backend = backend

@@ -39,15 +39,26 @@ class Graph:
 
 
 class Graphs:
-    """The graphs that may still need the weights where they were when the graphs were built."""
+    """The graphs that may still need the weights where they were when the graphs were built.
+
+    Attributes:
+        current: The one that is being built.
+        calls: How many calls of units have begun.
+    """
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.current = Graph()
+        self.calls = 0
 
     def begin(self) -> None:
         """A new step builds a new graph."""
         self.current = Graph()
+
+    def number_call(self) -> int:
+        """A call begins, which gets the next number."""
+        self.calls += 1
+        return self.calls
 
     def watch_current(self) -> Graph:
         """The current graph, from now on among those that may be waiting."""

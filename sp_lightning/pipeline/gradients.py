@@ -145,6 +145,13 @@ class GradientReturn:
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
+    def follow_requires_grad(self, twin: Twin) -> None:
+        """Let a twin require a gradient if its master does, and collect what it gets."""
+        with torch.inference_mode(False):
+            twin.parameter.requires_grad_(twin.weight.master.requires_grad)
+            if twin.parameter.requires_grad and twin.gradient_hook is None:
+                self.watch(twin)
+
     def watch(self, twin: Twin) -> None:
         """Collect the gradients of a twin from now on."""
 

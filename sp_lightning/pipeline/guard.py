@@ -51,7 +51,7 @@ _METADATA = {
 
 
 class Owner(Protocol):
-    """The pipeline, as far as the guard knows it."""
+    """Who decides what follows from a touch, as far as the guard knows it."""
 
     device: torch.device
 
@@ -266,20 +266,20 @@ _watching: weakref.WeakSet[Any] = weakref.WeakSet()
 _torchs_apply: Any = torch.autograd.Function.__dict__["apply"]
 
 
-def watch_functions(owner: Owner) -> None:
+def watch_functions(user: object) -> None:
     """Have weights that a `torch.autograd.Function` is applied to redirected: torch asks no `__torch_function__` there.
 
     Args:
-        owner: Who asks for it, until `stop_watching_functions`.
+        user: Who asks for it, until `stop_watching_functions`.
     """
     if not _watching:
         torch.autograd.Function.apply = classmethod(_apply)
-    _watching.add(owner)
+    _watching.add(user)
 
 
-def stop_watching_functions(owner: Owner) -> None:
+def stop_watching_functions(user: object) -> None:
     """Undo `watch_functions`."""
-    _watching.discard(owner)
+    _watching.discard(user)
     if not _watching:
         torch.autograd.Function.apply = _torchs_apply
 

@@ -16,7 +16,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
@@ -28,8 +27,9 @@ from sp_lightning.pipeline.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.activations import Activations
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
 from sp_lightning.pipeline.auto import AutoPolicy
-from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
-from sp_lightning.pipeline.compiled import compiled_call, keep_out_of_graphs, run_uncompiled
+from sp_lightning.pipeline.backward import BackwardPass, Graphs
+from sp_lightning.pipeline.calls import Calls
+from sp_lightning.pipeline.compiled import compiled_call, keep_out_of_graphs
 from sp_lightning.pipeline.cores import choose_cores
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
@@ -37,32 +37,29 @@ from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import (
     EngineAtWork,
-    Guard,
     guards_resumed,
     guards_suspended,
     resume_all_guards,
     stop_watching_functions,
     watch_functions,
 )
-from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
-from sp_lightning.pipeline.host import as_bytes
-from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
+from sp_lightning.pipeline.hooks import install_gate, remove_gate
+from sp_lightning.pipeline.lowering import known_to_be_lowered
 from sp_lightning.pipeline.meter import Meter
-from sp_lightning.pipeline.offload import STAYING, Bundle, Offloader
+from sp_lightning.pipeline.offload import Offloader
 from sp_lightning.pipeline.optimizer import Optimizers, listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.overlap import KnownOptimizers, Overlap
 from sp_lightning.pipeline.planned import Planner
 from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.saved import SavedTensors
-from sp_lightning.pipeline.schedule import Pass, Schedule
+from sp_lightning.pipeline.schedule import Schedule
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary
-from sp_lightning.pipeline.swap import swap_in, swap_out
-from sp_lightning.pipeline.trace import Kind, Recording
+from sp_lightning.pipeline.trace import Recording
 from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Member, Unit
-from sp_lightning.pipeline.weights import Twin, Weight
 from sp_lightning.pipeline.window import Window
 
 _HOST = torch.device("cpu")
@@ -120,16 +117,11 @@ class Pipeline:
         self._planner = planner
         self._at_work = EngineAtWork()
         self._depth = 0
-        self._touched_outside: list[Weight] = []
-        self._rearrange = False
-        self._untouched = True
         self._spent: set[int] = set()
         self._known_optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
         self.optimizers = Optimizers(
             self.stats, self._at_work, self._close, insists=self.options.overlap_optimizer is True
         )
-        self._calls = 0
-        self._called: dict[str, None] = {}  # units, in the order of their first calls
         self._pool = HostPool(self._backend)
         meter = self._meter = Meter(self.device, self.stats)
         self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
@@ -138,7 +130,6 @@ class Pipeline:
             self.options.activations, self._saved, self.device, self.stats, checks=self.options.debug
         )
         self._graphs = Graphs()
-        self._inside: list[list[Group]] = []  # what each call that is running now computes with
         try:
             self._arrange()
         except BaseException:
@@ -191,10 +182,7 @@ class Pipeline:
         """After an exception in the middle of a step: idle, nothing in flight, ready for the next step."""
         with self._at_work:
             self.stats.resets += 1
-            for member in self._plan.members:
-                member.held.clear()
-                swap_out(member)
-            self._inside.clear()
+            self._calls.abandon()
             self._overlap.abandon()
             self._backward.abandon()
             self._saved.pop_all()
@@ -231,12 +219,12 @@ class Pipeline:
         self._stop_planning()
         self._planner = None  # or the window would grow again
         if self._learned.plan is not None:
-            self._learned.plan, self._rearrange = None, True
+            self._learned.plan, self._learned.outdated = None, True
             return f"the window that was planned, with `k={self._plan.k}`, gives way to the usual one"
         if self.options.activations == "auto" and self._activations.recompute_from_now_on():
             return "units compute their activations a second time in backward from now on"
         if self.options.k == "auto" and self._plan.k > self._plan.k_prime and not self._learned.short_of_memory:
-            self._learned.short_of_memory = self._rearrange = True
+            self._learned.short_of_memory = self._learned.outdated = True
             return f"`k` is {self._plan.k_prime} from now on, and was {self._plan.k}"
         return None
 
@@ -371,7 +359,6 @@ class Pipeline:
         self._returns = GradientReturn(
             plan.all_units, self._backend, self.stats, plan.pin_gradients, self._sign_of_backward
         )
-        self._guard = Guard(self, plan.weights)
         groups = [member.unit.group for member in plan.streamed_members if member.unit is not None]
         self._window = Window(plan.groups, groups, self._schedule, self._backend, self.stats, self._evict)
         self._overlap = Overlap(
@@ -396,16 +383,46 @@ class Pipeline:
             resident=plan.resident,
             stats=self.stats,
             at_work=self._at_work,
-            prepare=self._follow_requires_grad,
+            prepare=self._returns.follow_requires_grad,
             on_begin=self._activate,
             on_end=self._end_backward,
+        )
+        outside = OutsideUse(
+            plan,
+            self._learned,
+            window=self._window,
+            returns=self._returns,
+            overlap=self._overlap,
+            backward=self._backward,
+            backend=self._backend,
+            stats=self.stats,
+            at_work=self._at_work,
+            settle=self.settle,
+        )
+        self._outside, self._guard = outside, outside.guard
+        self._calls = Calls(
+            plan,
+            self._learned,
+            window=self._window,
+            schedule=self._schedule,
+            backward=self._backward,
+            outside=outside,
+            returns=self._returns,
+            graphs=self._graphs,
+            saved=self._saved,
+            activations=self._activations,
+            offloader=self._offloader,
+            backend=self._backend,
+            stats=self.stats,
+            at_work=self._at_work,
+            in_step=lambda: self._depth > 0,
         )
         move_buffers(self.module, self.device)
         self._pool.pinnable = plan.pinnable_bytes()
         stay = (*self.module.buffers(), *plan.unmanaged.values(), *plan.on_device)
         self._meter.uncounted = set(map(storage_key, stay))
         for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
-            self._follow_requires_grad(twin)
+            self._returns.follow_requires_grad(twin)
         if self.options.compile:
             for member in plan.streamed_members:
                 member.compiled = compiled_call(member.module)
@@ -425,6 +442,7 @@ class Pipeline:
 
     def _dismantle(self) -> None:
         """Take the arrangement off the module; masters keep their identity, their values and their memory."""
+        self._calls.close()
         self._overlap.put_back()
         self._overlap.settle()
         for member in self._plan.members:
@@ -444,17 +462,17 @@ class Pipeline:
         if self._graphs.waiting():
             return
         self._look_at_the_order()
-        if not self._rearrange:
+        if not self._learned.outdated:
             return
-        self._rearrange = False
-        for weight in self._touched_outside:
+        self._learned.outdated = False
+        for weight in self._learned.touched_outside:
             users = [m for m in self._plan.streamed_members if any(place.weight is weight for place in m.places)]
             never_called = [m.module for m in users if m.entered == 0 and any(m.module.children())]
             if never_called:  # a mere container: its children are called by its parent
                 self._learned.split += never_called
             else:
                 self._learned.resident.append(weight.name)
-        self._touched_outside.clear()
+        self._learned.touched_outside.clear()
         self._learned.plan = None  # it was made for other units
         self.rebuild()
 
@@ -484,10 +502,11 @@ class Pipeline:
 
         Units that follow each other must not share a place, or the later one cannot be fetched ahead.
         """
-        if self._learned.order is None and self._called:
-            self._learned.order = list(self._called)
-            expected = [unit.name for unit in self._plan.units if unit.name in self._called]
-            self._rearrange |= self._learned.order != expected
+        learned = self._learned
+        if learned.order is None and learned.called:
+            learned.order = list(learned.called)
+            expected = [unit.name for unit in self._plan.units if unit.name in learned.called]
+            learned.outdated |= learned.order != expected
 
     def _auto_policy(self) -> AutoPolicy | None:
         """What chooses for each unit, where there is a limit to what activations may take."""
@@ -546,7 +565,7 @@ class Pipeline:
             self._backend.trace.begin_step()
             self._activations.begin_step()
         self._offloader.begin()
-        self._untouched = True
+        self._plan.untouched = True
         self._activate()
         with self._at_work:
             self._window.begin_step()
@@ -594,39 +613,10 @@ class Pipeline:
                 return self.call(member, forward, args, kwargs)
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled
-        if member.unit is None:
-            return self._call_around_units(member, forward, args, kwargs)
         autocast = self._autocast_dtype()
-        if autocast != self._plan.autocast and self._adapt_to_autocast(member, autocast):
+        if member.unit is not None and autocast != self._plan.autocast and self._adapt_to_autocast(member, autocast):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
-        if self._activations.manages(member):
-            return self._activations.run(member, args, kwargs)  # which calls the module, and so comes here once more
-        number = self._enter(member)
-        pushed = self._saved.push()
-        try:
-            if autocast is not None and torch.is_grad_enabled() not in member.observed:
-                output = self._run_watched(member, forward, args, kwargs)
-            elif member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
-                output = run_uncompiled(forward, *args, **kwargs)
-            else:
-                output = forward(*args, **kwargs)
-            return self._watch(member, output, number)
-        finally:
-            if pushed:
-                self._saved.pop()
-            self._leave(member)
-
-    def _call_around_units(
-        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if member.looks_into is None:
-            return forward(*args, **kwargs)
-        # nn.TransformerEncoder asks its first layer's weights whether a fast path will do: it must see ordinary ones
-        swap_in(member.looks_into, self._follow_requires_grad)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            swap_out(member.looks_into)
+        return self._calls.run(member, forward, args, kwargs, autocast)
 
     def _autocast_dtype(self) -> torch.dtype | None:
         """The dtype in which weights can be sent because autocast would lower them to it; None where it would not."""
@@ -642,13 +632,13 @@ class Pipeline:
             known = {id(weight.master) for weight in known_to_be_lowered(self.module, self._plan.units)}
             learned.lowered |= known
             learned.assumed |= known
-        if self._untouched and not self._graphs.waiting():
+        if self._plan.untouched and not self._graphs.waiting():
             self._guard.disarm()
             self._rearrange_for(autocast)
             self._activate()
             return True
         for weight in [place.weight for place in member.places if place.weight.lowered]:
-            self._keep_as_is(weight)  # the unit is used with and without autocast in one step
+            self._outside.keep_as_is(weight)  # the unit is used with and without autocast in one step
         return False
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
@@ -661,165 +651,10 @@ class Pipeline:
         self._plan.give_up_memory()
         self._arrange(autocast)
 
-    def _run_watched(
-        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Watch a first forward under autocast: what it does with weights decides in which dtype they are sent."""
-
-        def keep_as_is(layer: nn.Module) -> None:
-            for place in member.places:
-                if place.parameters is layer._parameters and place.weight.lowered:
-                    self._keep_as_is(place.weight)
-                    place.parameters[place.key] = self.serve(place.weight)
-
-        spy = LoweringSpy(self._plan.twins, self._learned.assumed, self.device.type, keep_as_is)
-        with spy:  # which does not see into compiled code
-            output = run_uncompiled(forward, *args, **kwargs)
-        member.observed.add(spy.builds_graph)
-        if spy.builds_graph:
-            self._graphs.current.uncompiled.add(member)
-        self._rearrange |= self._learned.take_in(spy.lowered, spy.used_as_is, [p.weight for p in member.places])
-        return output
-
-    def _enter(self, member: Member) -> int:
-        """A call begins; returns its number."""
-        with self._at_work:
-            number = self._calls = self._calls + 1
-            self._untouched = False
-            member.entered += 1
-            direction = _direction()
-            if self._backward.running and direction is not Pass.BACKWARD:
-                self._backward.abandon()  # it ended with an exception that the user caught inside of the step
-            if member.index >= 0:
-                self._schedule.visit(member.index, direction)
-                if self._learned.order is None:
-                    self._called.setdefault(member.unit_name)
-            self._keep_apart_uses(member)
-            for group in [group for group in member.groups if self._window.is_blocked(group)]:
-                for weight in {id(place.weight): place.weight for place in member.places}.values():
-                    if weight.twin.group is group:
-                        self._make_resident(weight)
-                        self._touched_outside.append(weight)
-            for group in member.groups:
-                self._window.bring(group)
-                group.users += 1
-            member.held.append(member.groups)
-            self._inside.append(member.groups)
-            swap_in(member, self._follow_requires_grad)
-            self._window.prefetch(self._backward.in_use)
-            if direction is not Pass.BACKWARD and len(self._inside) == 1:
-                self._backend.trace.begin(Kind.FORWARD, member.unit_name)
-            if self._activations.may_offload and member.index >= 0:
-                self._offloader.enter(member, self._activations.offloads)
-            return number
-
-    def _units_ahead(self, member: Member) -> int:
-        """How many other units forward is expected to use before backward begins, as far as the offloader asks."""
-        ahead = [member.unit]
-        for index in islice(self._schedule.upcoming_before_the_turn(), len(self._plan.streamed_members)):
-            following = self._plan.streamed_members[index].unit
-            if following is not ahead[-1]:
-                ahead.append(following)
-            if len(ahead) > STAYING:
-                break
-        return len(ahead) - 1
-
-    def _keep_apart_uses(self, member: Member) -> None:
-        """Autocast without its cache casts for each use: a weight that is used twice for one graph is sent as it is."""
-        if self._plan.autocast is None or torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
-            return
-        if in_backward():  # a checkpoint's recomputation is the same use once more
-            return
-        outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
-        for weight in outermost:
-            if weight.used_for is not None and weight.used_for() is self._graphs.current:
-                self._keep_as_is(weight)
-            weight.used_for = weakref.ref(self._graphs.current)
-
-    def _leave(self, member: Member) -> None:
-        with self._at_work:
-            if not member.held:  # an exception inside led to a reset
-                return
-            self._inside.pop()
-            if not self._inside and not in_backward():
-                self._backend.trace.end()
-            for group in member.held.pop():
-                group.users -= 1
-            for place in member.places:
-                if place.weight.twin.changed_in_place:
-                    self._write_back(place.weight)
-            if not member.active and not self._backward.has_reached(member.unit):
-                swap_out(member)
-            if self._activations.may_offload and member.index >= 0:
-                self._offloader.leave(lambda: self._units_ahead(member))
-            self._window.prefetch([*member.groups, *self._backward.in_use] if in_backward() else ())
-
-    def _follow_requires_grad(self, twin: Twin) -> None:
-        with torch.inference_mode(False):
-            twin.parameter.requires_grad_(twin.weight.master.requires_grad)
-            if twin.parameter.requires_grad and twin.gradient_hook is None:
-                self._returns.watch(twin)
-
-    def _write_back(self, weight: Weight) -> None:
-        """A forward changed a weight in place: the host has the truth, so it gets the change."""
-        if weight.lowered:
-            raise RuntimeError(
-                f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its module "
-                "out of autocast, or change the weight outside of the forward."
-            )
-        with torch.inference_mode(False), torch.no_grad():
-            arrived = torch.empty_like(weight.host)
-            self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
-            weight.master.copy_(arrived)
-        weight.twin.written_back()
-        self.stats.host_syncs += 1
-        self.stats.write_backs += 1
-        group = weight.twin.group
-        group.state = group.host.state()
-
-    def _watch(self, member: Member, output: Any, number: int) -> Any:
-        """Have backward announce itself, and let nothing that leaves a unit lie in its slot."""
-        tensors = tensors_in(output)
-        if any(storage_key(tensor) in self._plan.twins for tensor in tensors):
-            output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._plan.twins else t)
-            tensors = tensors_in(output)
-        if member.index >= 0 and torch.is_grad_enabled():
-            watched = [tensor for tensor in tensors if tensor.requires_grad]
-            if watched:
-                graph = self._graphs.watch_current()
-                groups, around = member.held[-1], [group for held in self._inside[:-1] for group in held]
-                plan, bundle = self._plan, self._offloader.current
-                before_backward(
-                    watched, lambda: self._reach(plan, member, graph, groups, around, bundle), number, self._calls
-                )
-        return output
-
     # --------------------------------------------------------------------------------------------------- backward
 
     def _sign_of_backward(self) -> None:
         self._backward.note()
-
-    def _reach(
-        self,
-        plan: Arrangement,
-        member: Member,
-        graph: Graph,
-        groups: list[Group],
-        around: list[Group],
-        bundle: Bundle | None,
-    ) -> None:
-        """Backward is about to run the nodes of a member's call."""
-        if plan is not self._plan:
-            return  # a graph of an earlier arrangement: unpacking will say so if it matters
-        if torch.is_grad_enabled() and self._depth == 0:
-            raise RuntimeError(
-                "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
-                "with `with pipeline.step():`."
-            )
-        self._backward.reach(member, graph, groups, around)
-        self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
-        if bundle is not None:
-            self._offloader.reach(bundle)
 
     def _end_backward(self) -> None:
         self._backend.trace.end()
@@ -829,72 +664,6 @@ class Pipeline:
 
     def _evict(self, group: Group) -> None:
         self._backward.evict(group)
-
-    # --------------------------------------------------------------------------- weights used outside of their unit
-
-    def serve(self, weight: Weight) -> nn.Parameter:
-        """The weight on the device, for an operation outside of its unit (see guard.py)."""
-        with self._at_work:
-            self._overlap.finish_step(weight.unit.group)
-            self._untouched = False
-            if weight.lowered:  # who uses it here may not want it cast
-                self._keep_as_is(weight)
-            twin = weight.twin
-            in_use = twin.group.users > 0 or self._backward.has_reached(weight.unit)
-            if not (twin.group.resident or (in_use and twin.group.loaded)):
-                twin = self._make_resident(weight)
-                self._touched_outside.append(weight)
-            self._window.bring(twin.group)
-            if twin.parameter.requires_grad != weight.master.requires_grad:
-                self._follow_requires_grad(twin)
-            return twin.parameter
-
-    def touched(self, weight: Weight) -> None:
-        """Somebody outside of the engine looks at a master: its step must be done."""
-        if self._guard.redirects:
-            with self._at_work:
-                self._overlap.finish_step(weight.unit.group)
-        else:
-            self.settle()
-
-    def asked_for_gradient(self, weight: Weight) -> None:
-        """Somebody reads a master's `.grad`."""
-        if self._overlap.has_spent(weight):
-            raise RuntimeError(
-                f"The gradient of weight {weight.name!r} was used by the optimizer as it arrived, and not kept. Read "
-                "it before the step, in `on_before_optimizer_step`, or train with `overlap_optimizer=False`."
-            )
-        with self._at_work:
-            self._overlap.finish_step(weight.unit.group)
-            self._returns.settle()
-            self._returns.show(weight)
-
-    def gradient_is_dropped(self, weight: Weight) -> None:
-        """Somebody gives a master another `.grad`, or none."""
-        self._returns.drop(weight)
-        self._overlap.forget_spent(weight)
-
-    def note_write(self, weight: Weight) -> None:
-        """A master may be written to."""
-        for group in (weight.twin.group, weight.unit.group):
-            group.suspect, group.state = True, None
-
-    def in_graph(self, weight: Weight) -> Tensor:
-        """The leaf that the graph of this step was built on."""
-        return weight.twin.parameter
-
-    def _keep_as_is(self, weight: Weight) -> None:
-        """Send a weight in its own dtype from now on; if it was lowered, give it a resident copy until then."""
-        self._learned.used_as_is.add(id(weight.master))
-        if weight.lowered:
-            self._make_resident(weight)
-
-    def _make_resident(self, weight: Weight) -> Twin:
-        self.stats.promotions += 1
-        twin = self._plan.make_resident(weight)
-        self._window.groups.append(twin.group)
-        self._rearrange = True
-        return twin
 
 
 def _check_not_attached(module: nn.Module) -> None:
@@ -919,12 +688,6 @@ def _full_device(device: torch.device | str | None) -> torch.device:
     if device.type != "cpu" and ":" not in str(device):  # no index given
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     return device
-
-
-def _direction() -> Pass:
-    if in_backward():
-        return Pass.BACKWARD
-    return Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
 
 
 def _make_backend(device: torch.device, options: PipelineOptions) -> Backend:

@@ -192,7 +192,7 @@ def test_nothing_is_rearranged_under_a_graph_that_waits() -> None:
     model = layers()
     with attached(model) as pipeline:
         output = model(torch.ones(2, 8))
-        pipeline._rearrange = True
+        pipeline._learned.outdated = True
         before = pipeline._plan
         with torch.no_grad():
             model(torch.ones(2, 8))

@@ -1,0 +1,312 @@
+"""Calls of units: what happens around one, and when backward comes back to what it computed.
+
+A call *enters* its unit: the group is on the device, twins stand in the module tree, copies are started for what comes
+next. It *leaves* it: masters are back, and the slot may be given away. What it computed gets a node in the graph that
+announces its backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+
+from sp_lightning.pipeline._private import in_backward, storage_key
+from sp_lightning.pipeline.activations import Activations
+from sp_lightning.pipeline.arrangement import Arrangement, Learned
+from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
+from sp_lightning.pipeline.compiled import run_uncompiled
+from sp_lightning.pipeline.device import Group
+from sp_lightning.pipeline.gradients import GradientReturn
+from sp_lightning.pipeline.guard import EngineAtWork
+from sp_lightning.pipeline.hooks import before_backward, replace_tensors, tensors_in
+from sp_lightning.pipeline.host import as_bytes
+from sp_lightning.pipeline.lowering import LoweringSpy
+from sp_lightning.pipeline.offload import STAYING, Bundle, Offloader
+from sp_lightning.pipeline.outside import OutsideUse
+from sp_lightning.pipeline.saved import SavedTensors
+from sp_lightning.pipeline.schedule import Pass, Schedule
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.swap import swap_in, swap_out
+from sp_lightning.pipeline.trace import Kind
+from sp_lightning.pipeline.transfer import Backend
+from sp_lightning.pipeline.units import Member
+from sp_lightning.pipeline.weights import Weight
+from sp_lightning.pipeline.window import Window
+
+
+class Calls:
+    """Runs the calls of an arrangement's members, inside of a step.
+
+    Args:
+        plan: The arrangement.
+        learned: Is told what calls show.
+        window: Brings groups to the device.
+        schedule: Is told what is used.
+        backward: Follows backward passes.
+        outside: Gives weights that cannot stay in their group memory of their own.
+        returns: Gets the gradients home.
+        graphs: The graphs that calls build.
+        saved: The engine's saved-tensor hooks.
+        activations: Decides what becomes of what autograd saves.
+        offloader: Takes what may wait on the host.
+        backend: Copies.
+        stats: Counters.
+        at_work: Entered around what is done here.
+        in_step: Whether the scope of a step is open.
+    """
+
+    def __init__(
+        self,
+        plan: Arrangement,
+        learned: Learned,
+        *,
+        window: Window,
+        schedule: Schedule,
+        backward: BackwardPass,
+        outside: OutsideUse,
+        returns: GradientReturn,
+        graphs: Graphs,
+        saved: SavedTensors,
+        activations: Activations,
+        offloader: Offloader,
+        backend: Backend,
+        stats: Stats,
+        at_work: EngineAtWork,
+        in_step: Callable[[], bool],
+    ) -> None:
+        self._plan = plan
+        self._learned = learned
+        self._window = window
+        self._schedule = schedule
+        self._backward = backward
+        self._outside = outside
+        self._returns = returns
+        self._graphs = graphs
+        self._saved = saved
+        self._activations = activations
+        self._offloader = offloader
+        self._backend = backend
+        self._stats = stats
+        self._at_work = at_work
+        self._in_step = in_step
+        self._inside: list[list[Group]] = []  # what each call that is running now computes with
+        self._closed = False
+
+    def run(
+        self,
+        member: Member,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: torch.dtype | None,
+    ) -> Any:
+        """Run a module's call with its weights on the device.
+
+        Args:
+            member: The module.
+            forward: Its call, without the gate around it.
+            args: What it was called with.
+            kwargs: The same, by name.
+            autocast: The dtype that autocast lowers to, if it is on.
+        """
+        if member.unit is None:
+            return self._run_around_units(member, forward, args, kwargs)
+        if self._activations.manages(member):
+            return self._activations.run(member, args, kwargs)  # which calls the module, and so comes here once more
+        number = self._enter(member)
+        pushed = self._saved.push()
+        try:
+            if autocast is not None and torch.is_grad_enabled() not in member.observed:
+                output = self._run_watched(member, forward, args, kwargs)
+            elif member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
+                output = run_uncompiled(forward, *args, **kwargs)
+            else:
+                output = forward(*args, **kwargs)
+            return self._announce(member, output, number)
+        finally:
+            if pushed:
+                self._saved.pop()
+            self._leave(member)
+
+    def abandon(self) -> None:
+        """An exception has ended all calls."""
+        for member in self._plan.members:
+            member.held.clear()
+            swap_out(member)
+        self._inside.clear()
+
+    def close(self) -> None:
+        """Another arrangement takes over: what is announced of graphs that were built in this one is of no use."""
+        self._closed = True
+
+    # --------------------------------------------------------------------------------------------------------- a call
+
+    def _enter(self, member: Member) -> int:
+        """A call begins; returns its number."""
+        with self._at_work:
+            number = self._graphs.number_call()
+            self._plan.untouched = False
+            member.entered += 1
+            direction = _direction()
+            if self._backward.running and direction is not Pass.BACKWARD:
+                self._backward.abandon()  # it ended with an exception that the user caught inside of the step
+            if member.index >= 0:
+                self._schedule.visit(member.index, direction)
+                self._learned.note_call(member.unit_name)
+            self._keep_apart_uses(member)
+            self._unblock(member)
+            for group in member.groups:
+                self._window.bring(group)
+                group.users += 1
+            member.held.append(member.groups)
+            self._inside.append(member.groups)
+            swap_in(member, self._returns.follow_requires_grad)
+            self._window.prefetch(self._backward.in_use)
+            if direction is not Pass.BACKWARD and len(self._inside) == 1:
+                self._backend.trace.begin(Kind.FORWARD, member.unit_name)
+            if self._activations.may_offload and member.index >= 0:
+                self._offloader.enter(member, self._activations.offloads)
+            return number
+
+    def _leave(self, member: Member) -> None:
+        with self._at_work:
+            if not member.held:  # an exception inside led to a reset
+                return
+            self._inside.pop()
+            if not self._inside and not in_backward():
+                self._backend.trace.end()
+            for group in member.held.pop():
+                group.users -= 1
+            for place in member.places:
+                if place.weight.twin.changed_in_place:
+                    self._write_back(place.weight)
+            if not member.active and not self._backward.has_reached(member.unit):
+                swap_out(member)
+            if self._activations.may_offload and member.index >= 0:
+                self._offloader.leave(lambda: self._units_ahead(member))
+            self._window.prefetch([*member.groups, *self._backward.in_use] if in_backward() else ())
+
+    def _run_around_units(
+        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if member.looks_into is None:
+            return forward(*args, **kwargs)
+        # nn.TransformerEncoder asks its first layer's weights whether a fast path will do: it must see ordinary ones
+        swap_in(member.looks_into, self._returns.follow_requires_grad)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            swap_out(member.looks_into)
+
+    def _run_watched(
+        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Watch a first forward under autocast: what it does with weights decides in which dtype they are sent."""
+
+        def keep_as_is(layer: torch.nn.Module) -> None:
+            for place in member.places:
+                if place.parameters is layer._parameters and place.weight.lowered:
+                    self._outside.keep_as_is(place.weight)
+                    place.parameters[place.key] = self._outside.serve(place.weight)
+
+        spy = LoweringSpy(self._plan.twins, self._learned.assumed, self._backend.device.type, keep_as_is)
+        with spy:  # which does not see into compiled code
+            output = run_uncompiled(forward, *args, **kwargs)
+        member.observed.add(spy.builds_graph)
+        if spy.builds_graph:
+            self._graphs.current.uncompiled.add(member)
+        self._learned.take_in(spy.lowered, spy.used_as_is, [place.weight for place in member.places])
+        return output
+
+    def _unblock(self, member: Member) -> None:
+        """A call inside of a unit whose place its own group would need: its weights get memory of their own."""
+        for group in [group for group in member.groups if self._window.is_blocked(group)]:
+            for weight in {id(place.weight): place.weight for place in member.places}.values():
+                if weight.twin.group is group:
+                    self._outside.make_resident(weight)
+                    self._learned.touched_outside.append(weight)
+
+    def _keep_apart_uses(self, member: Member) -> None:
+        """Autocast without its cache casts for each use: a weight that is used twice for one graph is sent as it is."""
+        if self._plan.autocast is None or torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
+            return
+        if in_backward():  # a checkpoint's recomputation is the same use once more
+            return
+        outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
+        for weight in outermost:
+            if weight.used_for is not None and weight.used_for() is self._graphs.current:
+                self._outside.keep_as_is(weight)
+            weight.used_for = weakref.ref(self._graphs.current)
+
+    def _write_back(self, weight: Weight) -> None:
+        """A forward changed a weight in place: the host has the truth, so it gets the change."""
+        if weight.lowered:
+            raise RuntimeError(
+                f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its module "
+                "out of autocast, or change the weight outside of the forward."
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            arrived = torch.empty_like(weight.host)
+            self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
+            weight.master.copy_(arrived)
+        weight.twin.written_back()
+        self._stats.host_syncs += 1
+        self._stats.write_backs += 1
+        group = weight.twin.group
+        group.state = group.host.state()
+
+    def _units_ahead(self, member: Member) -> int:
+        """How many other units forward is expected to use before backward begins, as far as the offloader asks."""
+        ahead = [member.unit]
+        for index in islice(self._schedule.upcoming_before_the_turn(), len(self._plan.streamed_members)):
+            following = self._plan.streamed_members[index].unit
+            if following is not ahead[-1]:
+                ahead.append(following)
+            if len(ahead) > STAYING:
+                break
+        return len(ahead) - 1
+
+    # --------------------------------------------------------------------------------------------------- its backward
+
+    def _announce(self, member: Member, output: Any, number: int) -> Any:
+        """Have backward announce itself, and let nothing that leaves a unit lie in its slot."""
+        tensors = tensors_in(output)
+        if any(storage_key(tensor) in self._plan.twins for tensor in tensors):
+            output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._plan.twins else t)
+            tensors = tensors_in(output)
+        if member.index >= 0 and torch.is_grad_enabled():
+            watched = [tensor for tensor in tensors if tensor.requires_grad]
+            if watched:
+                graph = self._graphs.watch_current()
+                groups, around = member.held[-1], [group for held in self._inside[:-1] for group in held]
+                bundle = self._offloader.current
+                before_backward(
+                    watched, lambda: self._reach(member, graph, groups, around, bundle), number, self._graphs.calls
+                )
+        return output
+
+    def _reach(
+        self, member: Member, graph: Graph, groups: list[Group], around: list[Group], bundle: Bundle | None
+    ) -> None:
+        """Backward is about to run the nodes of a member's call."""
+        if self._closed:
+            return  # unpacking will say so if it matters
+        if torch.is_grad_enabled() and not self._in_step():
+            raise RuntimeError(
+                "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
+                "with `with pipeline.step():`."
+            )
+        self._backward.reach(member, graph, groups, around)
+        self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
+        if bundle is not None:
+            self._offloader.reach(bundle)
+
+
+def _direction() -> Pass:
+    if in_backward():
+        return Pass.BACKWARD
+    return Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE

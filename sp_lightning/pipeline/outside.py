@@ -1,0 +1,138 @@
+"""Weights that their unit's place cannot serve, and masters that somebody looks at while a step runs.
+
+The guard (guard.py) notices who touches a master; what follows from it is decided here. A weight that is used outside
+of its unit's calls, or in another dtype than the one in which it is sent, gets memory of its own on the device: at
+once, so that this step is right, and for good in the next arrangement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.arrangement import Arrangement, Learned
+from sp_lightning.pipeline.backward import BackwardPass
+from sp_lightning.pipeline.gradients import GradientReturn
+from sp_lightning.pipeline.guard import EngineAtWork, Guard
+from sp_lightning.pipeline.overlap import Overlap
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.transfer import Backend
+from sp_lightning.pipeline.weights import Twin, Weight
+from sp_lightning.pipeline.window import Window
+
+
+class OutsideUse:
+    """Answers the guard of an arrangement's masters.
+
+    Args:
+        plan: The arrangement.
+        learned: Is told what the next arrangement should do better.
+        window: Brings groups to the device.
+        returns: Has the gradients.
+        overlap: Has the optimizer's steps that are under way.
+        backward: Tells which units backward is in.
+        backend: Tells the device.
+        stats: Counters.
+        at_work: Entered around what is done here.
+        settle: Waits until gradients have landed and optimizer steps are done.
+
+    Attributes:
+        device: Where is computed.
+        guard: Notices who touches a master.
+    """
+
+    def __init__(
+        self,
+        plan: Arrangement,
+        learned: Learned,
+        *,
+        window: Window,
+        returns: GradientReturn,
+        overlap: Overlap,
+        backward: BackwardPass,
+        backend: Backend,
+        stats: Stats,
+        at_work: EngineAtWork,
+        settle: Callable[[], None],
+    ) -> None:
+        self.device = backend.device
+        self._plan = plan
+        self._learned = learned
+        self._window = window
+        self._returns = returns
+        self._overlap = overlap
+        self._backward = backward
+        self._stats = stats
+        self._at_work = at_work
+        self._settle = settle
+        self.guard = Guard(self, plan.weights)
+
+    # -------------------------------------------------------------------------------------------- what the guard asks
+
+    def serve(self, weight: Weight) -> nn.Parameter:
+        """The weight on the device, for an operation outside of its unit."""
+        with self._at_work:
+            self._overlap.finish_step(weight.unit.group)
+            self._plan.untouched = False
+            if weight.lowered:  # who uses it here may not want it cast
+                self.keep_as_is(weight)
+            twin = weight.twin
+            in_use = twin.group.users > 0 or self._backward.has_reached(weight.unit)
+            if not (twin.group.resident or (in_use and twin.group.loaded)):
+                twin = self.make_resident(weight)
+                self._learned.touched_outside.append(weight)
+            self._window.bring(twin.group)
+            if twin.parameter.requires_grad != weight.master.requires_grad:
+                self._returns.follow_requires_grad(twin)
+            return twin.parameter
+
+    def touched(self, weight: Weight) -> None:
+        """Somebody outside of the engine looks at a master: its step must be done."""
+        if self.guard.redirects:
+            with self._at_work:
+                self._overlap.finish_step(weight.unit.group)
+        else:
+            self._settle()
+
+    def asked_for_gradient(self, weight: Weight) -> None:
+        """Somebody reads a master's `.grad`."""
+        if self._overlap.has_spent(weight):
+            raise RuntimeError(
+                f"The gradient of weight {weight.name!r} was used by the optimizer as it arrived, and not kept. Read "
+                "it before the step, in `on_before_optimizer_step`, or train with `overlap_optimizer=False`."
+            )
+        with self._at_work:
+            self._overlap.finish_step(weight.unit.group)
+            self._returns.settle()
+            self._returns.show(weight)
+
+    def gradient_is_dropped(self, weight: Weight) -> None:
+        """Somebody gives a master another `.grad`, or none."""
+        self._returns.drop(weight)
+        self._overlap.forget_spent(weight)
+
+    def note_write(self, weight: Weight) -> None:
+        """A master may be written to."""
+        for group in (weight.twin.group, weight.unit.group):
+            group.suspect, group.state = True, None
+
+    def in_graph(self, weight: Weight) -> Tensor:
+        """The leaf that the graph of this step was built on."""
+        return weight.twin.parameter
+
+    # ------------------------------------------------------------------------------------------- memory of their own
+
+    def keep_as_is(self, weight: Weight) -> None:
+        """Send a weight in its own dtype from now on; if it was lowered, give it a resident copy until then."""
+        self._learned.used_as_is.add(id(weight.master))
+        if weight.lowered:
+            self.make_resident(weight)
+
+    def make_resident(self, weight: Weight) -> Twin:
+        """Give a weight memory of its own on the device until the next arrangement, which is made soon."""
+        self._stats.promotions += 1
+        twin = self._plan.make_resident(weight)
+        self._window.groups.append(twin.group)
+        self._learned.outdated = True
+        return twin
