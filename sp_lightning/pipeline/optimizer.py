@@ -2,7 +2,7 @@
 
 The user's own optimizer steps the masters, which are ordinary CPU Parameters. All the engine has to know is *when* it
 does, wherever it is called from: torch's hooks for all optimizers tell. `Optimizers` is what the engine offers in
-return; how units are stepped while the device computes is in overlap.py.
+return; how units are stepped while the device computes is in overlap.py, how gradients are clipped in clipping.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.pipeline.clipping import Clipping
 from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import EngineAtWork, resume_guards, suspend_guards
 from sp_lightning.pipeline.on_device import move_state
@@ -57,15 +58,22 @@ class Optimizers:
         self._insists = insists
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._overlap: Overlap
+        self._clipping: Clipping
         self._returns: GradientReturn
         self._window: Window
         self._on_device: Sequence[nn.Parameter]
 
     def work_with(
-        self, overlap: Overlap, returns: GradientReturn, window: Window, on_device: Sequence[nn.Parameter]
+        self,
+        overlap: Overlap,
+        clipping: Clipping,
+        returns: GradientReturn,
+        window: Window,
+        on_device: Sequence[nn.Parameter],
     ) -> None:
         """Units were arranged anew."""
-        self._overlap, self._returns, self._window, self._on_device = overlap, returns, window, on_device
+        self._overlap, self._clipping, self._returns = overlap, clipping, returns
+        self._window, self._on_device = window, on_device
 
     def before_closure(self) -> None:
         """An optimizer is about to call its closure, and may have written to its parameters since the last time."""
@@ -128,7 +136,7 @@ class Optimizers:
         """`torch.nn.utils.clip_grad_norm_`, done while the optimizer reads the gradients where that is possible."""
         parameters = list(parameters)
         with self._at_work:
-            done = self._overlap.clip_norm(parameters, max_norm)
+            done = self._clipping.clip_norm(parameters, max_norm)
             self._close()
         if not done:
             nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -137,7 +145,7 @@ class Optimizers:
         """`torch.nn.utils.clip_grad_value_`, done while the optimizer reads the gradients where that is possible."""
         parameters = list(parameters)
         with self._at_work:
-            done = self._overlap.clip_value(parameters, limit)
+            done = self._clipping.clip_value(parameters, limit)
             self._close()
         if not done:
             nn.utils.clip_grad_value_(parameters, limit)
@@ -153,7 +161,7 @@ class Optimizers:
             Whether a gradient is not finite; None if nothing was done, because the norms did not come with them.
         """
         with self._at_work:
-            overflow = self._overlap.unscale(optimizer, inverse_scale)
+            overflow = self._clipping.unscale(optimizer, inverse_scale)
             self._close()
             return overflow
 

@@ -29,6 +29,7 @@ from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers
 from sp_lightning.pipeline.auto import AutoPolicy
 from sp_lightning.pipeline.backward import BackwardPass, Graphs
 from sp_lightning.pipeline.calls import Calls
+from sp_lightning.pipeline.clipping import Clipping
 from sp_lightning.pipeline.compiled import compiled_call, keep_out_of_graphs
 from sp_lightning.pipeline.cores import choose_cores
 from sp_lightning.pipeline.debug import AccessCheck
@@ -375,7 +376,8 @@ class Pipeline:
             is_nested=lambda: self._backward.is_nested(),
             settle=self.settle,
         )
-        self.optimizers.work_with(self._overlap, self._returns, self._window, plan.on_device)
+        clipping = Clipping(plan.weights, plan.on_device, self._backend, self._returns, self._overlap)
+        self.optimizers.work_with(self._overlap, clipping, self._returns, self._window, plan.on_device)
         self._backward = BackwardPass(
             window=self._window,
             schedule=self._schedule,
