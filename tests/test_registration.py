@@ -19,7 +19,7 @@ from sp_lightning.strategy import SuperpipelineMixin
 def python(code: str) -> str:
     """Run code in a new interpreter and return what it printed."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
