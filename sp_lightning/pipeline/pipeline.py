@@ -160,7 +160,7 @@ class Pipeline:
         Calls of the module open one by themselves. A wider one is needed around code that uses weights outside of
         module calls, and around `torch.autograd.grad(..., create_graph=True)`.
         """
-        # resumed, because Lightning calls a training step inside of `optimizer.step(closure)`
+        # resumed, because an optimizer may call it through a closure of its own, which torch's hooks are not shown
         with guards_resumed(), self._scope(look_for_new_parameters=True):
             yield
 
