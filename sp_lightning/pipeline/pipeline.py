@@ -144,7 +144,6 @@ class Pipeline:
         except BaseException:
             self._backend.close()
             raise
-        move_unmanaged(self._plan.unmanaged.values(), self.device)
         listen_to_optimizers(self.optimizers)
         watch_functions(self)
         self._attached = True
@@ -276,7 +275,6 @@ class Pipeline:
         for buffer in self._learned.buffers.values():
             buffer.release()
         move_buffers(self.module, _HOST)
-        move_unmanaged(self._plan.unmanaged.values(), _HOST)
         self._backend.close()
         if failed is not None:
             raise failed
@@ -401,6 +399,7 @@ class Pipeline:
             on_end=self._end_backward,
         )
         move_buffers(self.module, self.device)
+        move_unmanaged(plan.unmanaged.values(), self.device)
         self._pool.pinnable = plan.pinnable_bytes()
         stay = (*self.module.buffers(), *plan.unmanaged.values(), *plan.on_device)
         self._meter.uncounted = set(map(storage_key, stay))
@@ -438,6 +437,7 @@ class Pipeline:
         for group in self._plan.groups:
             group.host.release_copies()
         on_device.move(self._plan.on_device, _HOST, self.optimizers.seen)
+        move_unmanaged(self._plan.unmanaged.values(), _HOST)  # what is arranged next is checked as if for the first time
 
     def _take_in_what_was_learned(self) -> None:
         """Between steps, when no graph holds on to the old arrangement."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -169,6 +169,22 @@ def test_buffers_are_moved_once_and_stay_shared() -> None:
     with attached(model):
         assert model[0].table is model[1].table
     assert model[0].table is model[1].table
+
+
+def test_what_cannot_stream_is_on_the_host_before_it_is_arranged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scripted module's weights live on the device: on one of its own, they would be refused as built there."""
+    model = layers()
+    model[1] = torch.jit.script(model[1])
+    moves: list[tuple[str, int]] = []
+
+    def move(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+        moves.append((device.type, len(list(parameters))))
+
+    monkeypatch.setattr("sp_lightning.pipeline.pipeline.move_unmanaged", move)
+    pipeline = Pipeline(model, "meta:0", options=PipelineOptions(k=2, units=nn.Linear), backend=RecordingBackend())
+    pipeline.rebuild()
+    pipeline.detach()
+    assert moves == [("meta", 2), ("cpu", 2)] * 2
 
 
 @pytest.mark.parametrize("autocast", [False, True])
