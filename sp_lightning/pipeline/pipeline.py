@@ -437,7 +437,7 @@ class Pipeline:
         for group in self._plan.groups:
             group.host.release_copies()
         on_device.move(self._plan.on_device, _HOST, self.optimizers.seen)
-        move_unmanaged(self._plan.unmanaged.values(), _HOST)  # what is arranged next is checked as if for the first time
+        move_unmanaged(self._plan.unmanaged.values(), _HOST)  # all is checked as if for the first time
 
     def _take_in_what_was_learned(self) -> None:
         """Between steps, when no graph holds on to the old arrangement."""
