@@ -552,9 +552,13 @@ class Pipeline:
             self._window.begin_step()
 
     def _has_new_parameters(self) -> bool:
-        """Whether someone put other Parameter objects into the modules, as `load_state_dict(assign=True)` does."""
+        """Whether someone put other Parameters into the modules (`load_state_dict(assign=True)`), or took one out.
+
+        Pruning puts a parameter elsewhere in its module, and a mask, which belongs on the device, among its buffers.
+        """
         return not self._graphs.waiting() and any(
-            type(found := place.parameters.get(place.key)) is nn.Parameter and found is not place.weight.master
+            type(found := place.parameters.get(place.key)) in (nn.Parameter, type(None))
+            and found is not place.weight.master
             for member in self._plan.members
             for place in member.places
         )
