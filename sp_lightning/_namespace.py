@@ -34,6 +34,7 @@ class Namespace:
         summary: The callback that prints what the model is.
         checkpoints: Callbacks that have to stay the last ones.
         averaging: Callbacks that keep a second copy of the model, on the device unless told otherwise.
+        pruning: The callback that prunes weights between epochs.
         closure: Private. What automatic optimization gives an optimizer to call: nothing of the user's is in it.
         wrapping_checkpoint_io: Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
         update_properties: Private. Sets `LightningModule.device` without moving a weight.
@@ -52,6 +53,7 @@ class Namespace:
     summary: type
     checkpoints: type
     averaging: tuple[type, ...]
+    pruning: type
     closure: type
     wrapping_checkpoint_io: type
     update_properties: Callable[..., None]
@@ -116,6 +118,7 @@ def namespace(name: str) -> Namespace:
         summary=callbacks.ModelSummary,
         checkpoints=callbacks.Checkpoint,
         averaging=tuple(cls for cls in averaging if cls is not None),
+        pruning=callbacks.ModelPruning,
         closure=import_module(f"{name}.loops.optimization.automatic").Closure,
         wrapping_checkpoint_io=import_module(f"{name}.plugins.io.wrapper")._WrappingCheckpointIO,
         update_properties=import_module(f"{fabric}.utilities.device_dtype_mixin")._update_properties,

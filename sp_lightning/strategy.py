@@ -191,6 +191,7 @@ class SuperpipelineMixin(_Base):
     def setup_environment(self) -> None:
         # Before any work: callbacks copy the model in their `setup`, long before ours.
         self._refuse_averaging_on_device()
+        self._refuse_pruning_on_device()
         self._add_callback()
         super().setup_environment()
         if self.root_device.type != "cpu" and self._threads_before is None:
@@ -205,9 +206,7 @@ class SuperpipelineMixin(_Base):
 
     def _refuse_averaging_on_device(self) -> None:
         """Hazard 9: averaging callbacks keep a copy of the whole model on the device by default."""
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
+        for callback in self._callbacks():
             if isinstance(callback, self.lightning.averaging):
                 name, chosen = type(callback).__name__, callback._device  # type: ignore[attr-defined]
                 device = torch.device(chosen or self.root_device)
@@ -216,6 +215,20 @@ class SuperpipelineMixin(_Base):
                     f"`{name}(device={chosen!r})` keeps a second copy of the whole model on {device}, but"
                     f" `strategy='superpipeline'` keeps weights in host memory. Set `{name}(device='cpu')`.",
                 )
+
+    def _refuse_pruning_on_device(self) -> None:
+        """`ModelPruning` multiplies weights with masks outside of steps: with the host's what is on the device."""
+        for callback in self._callbacks():
+            self.lightning.check(
+                self.root_device.type == "cpu" or not isinstance(callback, self.lightning.pruning),
+                f"`{type(callback).__name__}` prunes while the model is trained, outside of steps, where"
+                " `strategy='superpipeline'` has weights in host memory and their masks on the device. Prune with"
+                " `torch.nn.utils.prune` before `fit`, and make it permanent (`prune.remove`) afterwards.",
+            )
+
+    def _callbacks(self) -> list[Any]:
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
 
     def _add_callback(self) -> None:
         """Give the Trainer our callback: after those that the user and the module gave, before any `setup` hook."""

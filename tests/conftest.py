@@ -33,6 +33,7 @@ settings.load_profile("sp_lightning")
 # Variables that Lightning, torch or pytest leave by design.
 ALLOWED_VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_ORDER",
     "CUDA_MODULE_LOADING",
     "PL_GLOBAL_SEED",
     "PL_SEED_WORKERS",

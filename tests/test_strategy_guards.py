@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sp_lightning.pipeline.guard import HostParameter
+from sp_lightning.pipeline.guard import HostParameter, guards_suspended
 
 from .lightning_modules import Base, fit, plain, streamed, trainer
 
@@ -51,3 +51,37 @@ def test_weights_outside_of_their_unit_in_an_automatic_training_step(use: str) -
         assert torch.equal(expected, actual), name
     assert ours.seen == {HostParameter}
     assert theirs.seen == {nn.Parameter}
+
+
+class Manual(Outside):
+    """The same under manual optimization, inside of the closure that the user's code gives to the optimizer."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__(use)
+        self.automatic_optimization = False
+        self.suspended: set[bool] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            self.suspended.add(guards_suspended())
+            loss = super(Manual, self).training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("use", ["penalty", "linear", "gradient"])
+def test_weights_outside_of_their_unit_in_a_closure_of_manual_optimization(use: str) -> None:
+    """Where guards are not suspended, `debug` fails on any operation that mixes a master with what is on the device."""
+    theirs, ours = Manual(use), Manual(use)
+    ours.load_state_dict(theirs.state_dict())
+    for strategy, module in [(plain(), theirs), (streamed(debug=True), ours)]:
+        torch.manual_seed(1)
+        fit(trainer(strategy), module)
+    for (name, expected), actual in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(expected, actual), name
+    assert ours.suspended == {False}

@@ -133,7 +133,7 @@ class Guard:
         sets_data = name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data
         writes = isinstance(first, HostParameter) and (sets_data or _writes_in_place(name))
         writes |= any(True for _ in _masters_in(kwargs.get("out")))
-        if writes or name in _ABOUT_THE_MASTER or self._is_about_host_tensors(args, kwargs):
+        if writes or name in _ABOUT_THE_MASTER or self._is_about_host_tensors(name, args, kwargs):
             return self._on_the_host(func, args, kwargs, writes)
         substitute = self.owner.in_graph if func is torch.autograd.grad else self.owner.serve
         with without_torch_function():
@@ -175,16 +175,13 @@ class Guard:
         else:
             self.owner.asked_for_gradient(weight)
 
-    def _is_about_host_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_about_host_tensors(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether other operands lie on the host, as those of a hand-made EMA do."""
-        if self.owner.device.type == "cpu":
+        if self.owner.device.type == "cpu" or name == "__getitem__":  # an index may be on the host
             return False
         return any(
-            isinstance(value, Tensor)
-            and not isinstance(value, HostParameter)
-            and value.device.type == "cpu"
-            and value.dim()
-            for value in [*args, *kwargs.values()]
+            not isinstance(value, HostParameter) and value.device.type == "cpu" and value.dim()
+            for value in _instances_in((args, kwargs), Tensor)
         )
 
 
@@ -343,14 +340,18 @@ def _weight_of(master: HostParameter) -> Weight:
 
 
 def _masters_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, HostParameter):
+    return _instances_in(value, HostParameter)
+
+
+def _instances_in(value: Any, kind: type) -> Iterator[Any]:
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _masters_in(item)
+            yield from _instances_in(item, kind)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _masters_in(item)
+            yield from _instances_in(item, kind)
 
 
 def _replace(value: Any, substitute: Callable[[Weight], Tensor]) -> Any:

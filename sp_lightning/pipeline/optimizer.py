@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.clipping import Clipping
 from sp_lightning.pipeline.gradients import GradientReturn
-from sp_lightning.pipeline.guard import EngineAtWork, resume_guards, suspend_guards
+from sp_lightning.pipeline.guard import EngineAtWork, guards_resumed, resume_guards, suspend_guards
 from sp_lightning.pipeline.on_device import move_state
 from sp_lightning.pipeline.overlap import Overlap
 from sp_lightning.pipeline.stats import Stats
@@ -202,7 +202,8 @@ def _then_tell(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[],
     def closure_and_more() -> Any:
         for listener in list(_listeners):
             listener.before_closure()
-        result = closure()
+        with guards_resumed():  # it computes, also outside of modules
+            result = closure()
         _tell(optimizer)
         return result
 

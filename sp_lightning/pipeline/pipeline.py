@@ -136,7 +136,6 @@ class Pipeline:
         except BaseException:
             self._backend.close()
             raise
-        move_unmanaged(self._plan.unmanaged.values(), self.device)
         listen_to_optimizers(self.optimizers)
         watch_functions(self)
         self._attached = True
@@ -152,7 +151,7 @@ class Pipeline:
         Calls of the module open one by themselves. A wider one is needed around code that uses weights outside of
         module calls, and around `torch.autograd.grad(..., create_graph=True)`.
         """
-        # resumed, because Lightning calls a training step inside of `optimizer.step(closure)`
+        # resumed, because an optimizer may call it through a closure of its own, which torch's hooks are not shown
         with guards_resumed(), self._scope(look_for_new_parameters=True):
             yield
 
@@ -265,7 +264,6 @@ class Pipeline:
         for buffer in self._learned.buffers.values():
             buffer.release()
         move_buffers(self.module, _HOST)
-        move_unmanaged(self._plan.unmanaged.values(), _HOST)
         self._backend.close()
         if failed is not None:
             raise failed
@@ -420,6 +418,7 @@ class Pipeline:
             in_step=lambda: self._depth > 0,
         )
         move_buffers(self.module, self.device)
+        move_unmanaged(plan.unmanaged.values(), self.device)
         self._pool.pinnable = plan.pinnable_bytes()
         stay = (*self.module.buffers(), *plan.unmanaged.values(), *plan.on_device)
         self._meter.uncounted = set(map(storage_key, stay))
@@ -458,6 +457,7 @@ class Pipeline:
         for group in self._plan.groups:
             group.host.release_copies()
         on_device.move(self._plan.on_device, _HOST, self.optimizers.seen)
+        move_unmanaged(self._plan.unmanaged.values(), _HOST)  # all is checked as if for the first time
 
     def _take_in_what_was_learned(self) -> None:
         """Between steps, when no graph holds on to the old arrangement."""
@@ -573,9 +573,13 @@ class Pipeline:
             self._window.begin_step()
 
     def _has_new_parameters(self) -> bool:
-        """Whether someone put other Parameter objects into the modules, as `load_state_dict(assign=True)` does."""
+        """Whether someone put other Parameters into the modules (`load_state_dict(assign=True)`), or took one out.
+
+        Pruning puts a parameter elsewhere in its module, and a mask, which belongs on the device, among its buffers.
+        """
         return not self._graphs.waiting() and any(
-            type(found := place.parameters.get(place.key)) is nn.Parameter and found is not place.weight.master
+            type(found := place.parameters.get(place.key)) in (nn.Parameter, type(None))
+            and found is not place.weight.master
             for member in self._plan.members
             for place in member.places
         )

@@ -340,15 +340,18 @@ class _Finder:
     def _atoms_by_policy(self, matches: Callable[[str, nn.Module], bool]) -> list[tuple[str, nn.Module]]:
         atoms: list[tuple[str, nn.Module]] = []
         covered: set[int] = set()
+        matched = False
         for name, module in self.root.named_modules():
             inner = without_compile(module)
             is_root = inner is without_compile(self.root)
             if id(inner) in covered or is_root or not matches(name, inner):
                 continue
             covered |= {id(part) for part in module.modules()}
-            if self.sizes[id(module)] and _is_called(module) and id(module) not in self.split:
-                atoms.append((name, module))
-        if not atoms and self.total:
+            if _is_called(module) and id(module) not in self.split:
+                if self.sizes[id(module)]:
+                    atoms.append((name, module))
+                matched |= self._could_move(module)
+        if not matched and self.total:
             classes = Counter(type(module).__name__ for module in self.root.modules())
             common = ", ".join(name for name, _ in classes.most_common(8))
             raise ValueError(
@@ -356,6 +359,11 @@ class _Finder:
                 f"weights to stream. Its most frequent module classes are: {common}."
             )
         return atoms
+
+    def _could_move(self, module: nn.Module) -> bool:
+        """Whether it has weights that no resident module holds: single ones may have become resident in a step."""
+        held = {id(p) for part in self.root.modules() if id(part) in self.resident_modules for p in part.parameters()}
+        return any(id(p) in self.weights and id(p) not in held for p in module.parameters())
 
     # -------------------------------------------------------------------------------------------- what is shared
 

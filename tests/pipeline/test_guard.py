@@ -206,9 +206,19 @@ def test_a_hand_made_ema_means_the_masters(scene: Scene) -> None:
     with torch.no_grad():
         average.lerp_(scene.w, 0.5)
         moved = average + scene.w
+        torch._foreach_lerp_([average], [scene.w], 0.5)  # as `torch.optim.swa_utils` does
+        both = torch.stack([average, scene.w])
     assert scene.owner.served == []
-    assert average.eq(0.5).all()
+    assert average.eq(0.75).all()
     assert moved.eq(1.5).all()
+    assert both.mean() == 0.875
+
+
+def test_an_index_on_the_host_is_one_of_the_weight_on_the_device(scene: Scene) -> None:
+    """Devices take such an index; the rows that come out are on the device."""
+    scene.owner.device = torch.device("meta")
+    assert scene.w[torch.tensor([0, 2])].eq(2).all()
+    assert scene.w[:, torch.tensor([True, False, True])].eq(2).all()
 
 
 def test_gradients_are_asked_of_the_leaf_in_the_graph(scene: Scene) -> None:

@@ -108,10 +108,33 @@ def test_under_a_scheduler(listener: Listener) -> None:
 
 
 def test_masters_are_masters_while_an_optimizer_steps(listener: Listener) -> None:
-    """From before the closure to the end of the step, and no longer."""
+    """To the end of the step, and no longer."""
     seen: list[bool] = []
-    SGD([listener.weight], lr=0.1).step(lambda: (seen.append(guards_suspended()), listener.closure())[1])
-    assert seen == [True]
+
+    class Looking(SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(guards_suspended())
+            loss = super().step(closure)
+            seen.append(guards_suspended())
+            return loss
+
+    Looking([listener.weight], lr=0.1).step(listener.closure)
+    assert seen == [True, True]
+    assert not guards_suspended()
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_closure_computes(listener: Listener, step: Callable[[Optimizer, Callable[[], Tensor]], Any]) -> None:
+    """It is the user's: a weight that it uses outside of a module's call is meant to be the one on the device."""
+    seen: list[bool] = []
+
+    def closure() -> Tensor:
+        seen.append(guards_suspended())
+        return listener.closure()
+
+    step(LBFGS([listener.weight], max_iter=3), closure)
+    assert len(seen) > 1
+    assert not any(seen)
     assert not guards_suspended()
 
 

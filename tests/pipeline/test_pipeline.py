@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -169,6 +170,38 @@ def test_buffers_are_moved_once_and_stay_shared() -> None:
     with attached(model):
         assert model[0].table is model[1].table
     assert model[0].table is model[1].table
+
+
+def test_a_parameter_that_went_elsewhere_in_its_module_streams_from_there() -> None:
+    """Pruning between steps: on a device, its mask has to go there; and the weight is part of its unit as before."""
+    model = layers()
+    with attached(model) as pipeline:
+        with pipeline.step():
+            model(torch.ones(1, 8)).sum().backward()
+        model.zero_grad()
+        prune.l1_unstructured(model[1], "weight", amount=0.5)
+        for _ in range(2):
+            with pipeline.step():
+                model(torch.ones(1, 8)).sum().backward()
+        assert pipeline.stats.arrangements == 2
+        assert not pipeline.summary().resident
+    assert torch.equal(model[1].weight_orig.grad != 0, model[1].weight_mask != 0)
+
+
+def test_what_cannot_stream_is_on_the_host_before_it_is_arranged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scripted module's weights live on the device: on one of its own, they would be refused as built there."""
+    model = layers()
+    model[1] = torch.jit.script(model[1])
+    moves: list[tuple[str, int]] = []
+
+    def move(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+        moves.append((device.type, len(list(parameters))))
+
+    monkeypatch.setattr("sp_lightning.pipeline.pipeline.move_unmanaged", move)
+    pipeline = Pipeline(model, "meta:0", options=PipelineOptions(k=2, units=nn.Linear), backend=RecordingBackend())
+    pipeline.rebuild()
+    pipeline.detach()
+    assert moves == [("meta", 2), ("cpu", 2)] * 2
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -358,6 +358,17 @@ def test_a_policy_that_matches_nothing_that_could_stream(policy: Any) -> None:
         find_units(model, policy)
 
 
+def test_a_policy_whose_matches_have_become_resident() -> None:
+    """A penalty uses all weights outside of their units: that is learned in a step, and no mistake of the policy."""
+    model = chain(3)
+    model.head = nn.Linear(4, 4)
+    used_outside = [name for name, _ in model.named_parameters() if name.startswith("blocks")]
+    plan = find_units(model, Block, used_outside)
+    assert plan.units == []
+    with pytest.raises(ValueError, match="`units="):
+        find_units(model, Block, ["blocks"])
+
+
 # ------------------------------------------------------------------------------------------------------------- resident
 
 
