@@ -81,7 +81,13 @@ class SuperpipelineMixin(_Base):
 
     # ---------------------------------------------------------------------------------------------- topology
     # One process: neither a launcher (hazard 27: notebooks) nor a process group, and no question to the cluster
-    # environment about ranks (hazard 26: variables are missing in an interactive SLURM shell).
+    # environment about ranks (hazard 26: variables are missing in an interactive SLURM shell). Attributes, which may be
+    # set, as those of Lightning's own strategy for one device.
+
+    global_rank = 0
+    local_rank = 0
+    node_rank = 0
+    world_size = 1
 
     @property
     @override
@@ -93,26 +99,6 @@ class SuperpipelineMixin(_Base):
     def is_distributed(self) -> bool:
         """Whether there is more than one process. Lightning adds distributed samplers and refuses its tuners if so."""
         return self.world_size > 1
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return 1
 
     def set_world_ranks(self) -> None:
         """Refuse what is not built. The Trainer calls this when it has assigned devices, nodes and the environment."""

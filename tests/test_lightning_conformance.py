@@ -26,3 +26,12 @@ def test_lightning_is_told_of_exceptions(hook):
         fit(trainer(streamed()), module)
     told.assert_called_once_with(error)
     assert_plain(module)
+
+
+@pytest.mark.parametrize("name", ["global_rank", "local_rank", "node_rank", "world_size"])
+def test_ranks_may_be_set(name):
+    """Lightning's strategy for one device lets them be set, and tests of what several processes do count on it."""
+    strategy = streamed()
+    setattr(strategy, name, 2)
+    assert getattr(strategy, name) == 2
+    assert strategy.is_distributed == (name == "world_size")
