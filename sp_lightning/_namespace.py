@@ -32,7 +32,6 @@ class Namespace:
         mixed_precision: The plugin of `16-mixed` and `bf16-mixed`.
         rich: Callbacks with which Lightning shows that it draws with rich.
         summary: The callback that prints what the model is.
-        checkpoints: Callbacks that have to stay the last ones.
         averaging: Callbacks that keep a second copy of the model, on the device unless told otherwise.
         closure: Private. What automatic optimization gives an optimizer to call: nothing of the user's is in it.
         wrapping_checkpoint_io: Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
@@ -50,7 +49,6 @@ class Namespace:
     mixed_precision: Any
     rich: tuple[type, ...]
     summary: type
-    checkpoints: type
     averaging: tuple[type, ...]
     closure: type
     wrapping_checkpoint_io: type
@@ -114,7 +112,6 @@ def namespace(name: str) -> Namespace:
         mixed_precision=plugins.MixedPrecision,
         rich=(callbacks.RichModelSummary, callbacks.RichProgressBar),
         summary=callbacks.ModelSummary,
-        checkpoints=callbacks.Checkpoint,
         averaging=tuple(cls for cls in averaging if cls is not None),
         closure=import_module(f"{name}.loops.optimization.automatic").Closure,
         wrapping_checkpoint_io=import_module(f"{name}.plugins.io.wrapper")._WrappingCheckpointIO,

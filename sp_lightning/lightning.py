@@ -106,7 +106,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
 
     lightning: ClassVar[Namespace] = namespace("lightning.pytorch")
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
-    default_callback: ClassVar[type[Callback]] = SuperpipelineCallback
+    callback: ClassVar[type[Callback]] = SuperpipelineCallback
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
 
     lightning: ClassVar[Namespace] = namespace("pytorch_lightning")
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
-    default_callback: ClassVar[type[Callback]] = SuperpipelineCallback
+    callback: ClassVar[type[Callback]] = SuperpipelineCallback
 
     def __init__(
         self,

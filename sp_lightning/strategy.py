@@ -26,6 +26,8 @@ from sp_lightning._host import use_all_cores
 from sp_lightning._namespace import Namespace, is_tuning
 from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
 from sp_lightning.materialize import materialize
+from sp_lightning.monitor.progress import SetUpProgress
+from sp_lightning.monitor.report import outcome, plan_rows, show_table
 from sp_lightning.out_of_memory import OutOfMemoryRetry
 from sp_lightning.overlap import OverlapPlan, plan_overlap
 from sp_lightning.pipeline import Pipeline, PipelineOptions
@@ -50,10 +52,9 @@ class SuperpipelineMixin(_Base):
         presets: Other registered names, and the arguments that each stands for.
         lightning: What is borrowed from the namespace.
         streaming_checkpoint_io: The namespace's default checkpoint plugin.
-        default_callback: What is added to the Trainer's callbacks if it has none of this class.
+        callback: The namespace's `SuperpipelineCallback`.
         num_nodes: Set by the Trainer.
         pipeline: The engine, from `setup` to `teardown`; `None` otherwise.
-        progress: Told how far setting up the pipeline is; the callback sets it.
     """
 
     strategy_name = "superpipeline"
@@ -62,7 +63,7 @@ class SuperpipelineMixin(_Base):
     }
     lightning: ClassVar[Namespace]
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
-    default_callback: ClassVar[type[Any]]
+    callback: ClassVar[type[Any]]
 
     def __init__(
         self, *, options: PipelineOptions, process_group_backend: str | None, timeout: timedelta | None, **plugins: Any
@@ -73,7 +74,8 @@ class SuperpipelineMixin(_Base):
         self.timeout = timeout
         self.num_nodes = 1
         self.pipeline: Pipeline | None = None
-        self.progress: Callable[[int, int], None] | None = None
+        self._progress = SetUpProgress()
+        self._summarizes = False
         self._threads_before: int | None = None
         self._overlap: OverlapPlan | None = None
         self._retry: OutOfMemoryRetry | None = None
@@ -177,7 +179,6 @@ class SuperpipelineMixin(_Base):
     def setup_environment(self) -> None:
         # Before any work: callbacks copy the model in their `setup`, long before ours.
         self._refuse_averaging_on_device()
-        self._add_callback()
         super().setup_environment()
         if self.root_device.type != "cpu" and self._threads_before is None:
             # On the CPU the same threads compute the model, and other numbers of threads sum in another order than
@@ -202,19 +203,6 @@ class SuperpipelineMixin(_Base):
                     f"`{name}(device={chosen!r})` keeps a second copy of the whole model on {device}, but"
                     f" `strategy='superpipeline'` keeps weights in host memory. Set `{name}(device='cpu')`.",
                 )
-
-    def _add_callback(self) -> None:
-        """Give the Trainer our callback: after those that the user and the module gave, before any `setup` hook."""
-        trainer: Any = self._module._trainer
-        if trainer is None or trainer.barebones or any(isinstance(c, self.default_callback) for c in trainer.callbacks):
-            return
-        if is_tuning(trainer):  # which leaves the Trainer as it was
-            return
-        # Who wants no model summary wants no table: metrics alone.
-        summary = any(isinstance(callback, self.lightning.summary) for callback in trainer.callbacks)
-        others = [callback for callback in trainer.callbacks if not isinstance(callback, self.lightning.checkpoints)]
-        checkpoints = [callback for callback in trainer.callbacks if isinstance(callback, self.lightning.checkpoints)]
-        trainer.callbacks = [*others, self.default_callback(summary=summary), *checkpoints]
 
     @contextmanager
     @override
@@ -243,6 +231,8 @@ class SuperpipelineMixin(_Base):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._summarizes = self.pipeline is not None and self._is_summary_wanted(trainer)
+        self._show_plan(trainer)
 
     @override
     def model_to_device(self) -> None:
@@ -254,8 +244,9 @@ class SuperpipelineMixin(_Base):
         if next(module.parameters(), None) is None:
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
         else:
+            progress = None if module.trainer.progress_bar_callback is None else self._progress
             self.pipeline = Pipeline(
-                module, self.root_device, options=self.options, planner=AutoPlanner(), progress=self.progress
+                module, self.root_device, options=self.options, planner=AutoPlanner(), progress=progress
             )
             self._retry = OutOfMemoryRetry(self.pipeline, module, self.lightning)
         lend_pipeline(self.precision_plugin, self.pipeline, self.lightning)
@@ -266,6 +257,45 @@ class SuperpipelineMixin(_Base):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    # ---------------------------------------------------------------------------------------------- what is said
+    # To whom the Trainer prints a summary of the model. Metrics, recordings and advice are the callback's, if it is
+    # asked for: loggers, and the Trainer's callbacks, have what the user gave them and nothing else.
+
+    def _is_summary_wanted(self, trainer: Trainer) -> bool:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if is_tuning(trainer):
+            return False
+        chosen = [callback.summary for callback in callbacks if isinstance(callback, self.callback)]
+        return any(chosen or (isinstance(callback, self.lightning.summary) for callback in callbacks))
+
+    def _show_plan(self, trainer: Trainer) -> None:
+        if self._summarizes:
+            assert self.pipeline is not None
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            rich = any(isinstance(callback, self.lightning.rich) for callback in callbacks)
+            show_table(plan_rows(self.pipeline, self._describe_optimizers()), rich, self.lightning.info)
+
+    def _say_outcome(self) -> None:
+        if self._summarizes and self.pipeline is not None:
+            self.lightning.info(outcome(self.pipeline.stats, self.pipeline.summary()))
+
+    @override
+    def on_train_end(self) -> None:
+        self._say_outcome()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._module.trainer.state.fn != self.lightning.fitting:
+            self._say_outcome()
+
+    @override
+    def on_test_end(self) -> None:
+        self._say_outcome()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._say_outcome()
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -343,7 +373,7 @@ class SuperpipelineMixin(_Base):
             return []
         return [self._plan_overlap(optimizer, self._module.automatic_optimization) for optimizer in self.optimizers]
 
-    def describe_optimizers(self) -> list[str]:
+    def _describe_optimizers(self) -> list[str]:
         """How each optimizer is going to step, and why. What is said here is not said again in the first step."""
         texts = list(dict.fromkeys(map(str, self._expected_plans())))
         self._said.update(texts)
@@ -425,6 +455,7 @@ class SuperpipelineMixin(_Base):
 
     def _detach(self) -> None:
         pipeline, self.pipeline, self._retry = self.pipeline, None, None
+        self._progress.close()
         lend_pipeline(self.precision_plugin, None, self.lightning)
         if pipeline is not None:
             pipeline.detach()
