@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -249,6 +250,9 @@ class SuperpipelineMixin(_Base):
                 module, self.root_device, options=self.options, planner=AutoPlanner(), progress=progress
             )
             self._retry = OutOfMemoryRetry(self.pipeline, module, self.lightning)
+            # Around whatever `backward` is now, a subclass's or one put in its place: all of it belongs to the step,
+            # and may have to run again. A method would be called by what wraps Lightning's, and call that again.
+            self.backward = partial(self._backward_in_step, self.backward)  # type: ignore[method-assign]
         lend_pipeline(self.precision_plugin, self.pipeline, self.lightning)
         # Hazard 1: `self.device`, `self.log` and others rely on it, and nothing was moved that would have set it.
         self.lightning.update_properties(module, device=self.root_device)
@@ -325,20 +329,23 @@ class SuperpipelineMixin(_Base):
         with self._step():
             return super().predict_step(*args, **kwargs)
 
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def _backward_in_step(
+        self, backward: Callable[..., Tensor], loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        assert self.pipeline is not None
+        assert self._retry is not None
+        pipeline = self.pipeline
+
         def run(loss: Tensor) -> Tensor:
             with self._step(), self._around_backward():
-                if kwargs.get("inputs") is not None and self.pipeline is not None:
-                    # The weights that a user names are not the tensors that the graph was built with.
-                    named = kwargs["inputs"]
-                    inputs = self.pipeline.backward_inputs([named] if isinstance(named, Tensor) else named)
-                    return super(SuperpipelineMixin, self).backward(
-                        loss, optimizer, *args, **{**kwargs, "inputs": inputs}
-                    )
-                return super(SuperpipelineMixin, self).backward(loss, optimizer, *args, **kwargs)
+                named = kwargs.get("inputs")
+                if named is None:
+                    return backward(loss, optimizer, *args, **kwargs)
+                # The weights that a user names are not the tensors that the graph was built with.
+                inputs = pipeline.backward_inputs([named] if isinstance(named, Tensor) else named)
+                return backward(loss, optimizer, *args, **{**kwargs, "inputs": inputs})
 
-        return run(closure_loss) if self._retry is None else self._retry.backward(closure_loss, run)
+        return self._retry.backward(loss, run)
 
     def _around_backward(self) -> AbstractContextManager[None]:
         if self._overlap is None or self._retry is None:
@@ -455,6 +462,7 @@ class SuperpipelineMixin(_Base):
 
     def _detach(self) -> None:
         pipeline, self.pipeline, self._retry = self.pipeline, None, None
+        vars(self).pop("backward", None)
         self._progress.close()
         lend_pipeline(self.precision_plugin, None, self.lightning)
         if pipeline is not None:
@@ -462,11 +470,10 @@ class SuperpipelineMixin(_Base):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "pipeline": None,
-            "_retry": None,
-        }  # threads, streams and device memory belong to this process
+        # threads, streams and device memory belong to this process
+        state = {**super().__getstate__(), "pipeline": None, "_retry": None}
+        state.pop("backward", None)
+        return state
 
     @classmethod
     @override

@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 from lightning.pytorch.strategies import Strategy
 
+from sp_lightning import SuperpipelineStrategy
+
 from .lightning_modules import Base, assert_plain, fit, streamed, trainer
 
 
@@ -35,3 +37,30 @@ def test_ranks_may_be_set(name):
     setattr(strategy, name, 2)
     assert getattr(strategy, name) == 2
     assert strategy.is_distributed == (name == "world_size")
+
+
+def test_what_is_put_around_lightnings_backward_runs_once():
+    """As whoever counts calls does it: with what the strategy's `backward` was before."""
+    ours = trainer(streamed(), max_epochs=1)
+    before = ours.strategy.backward
+    with mock.patch.object(Strategy, "backward", wraps=before) as called:
+        fit(ours, Base())
+    assert called.call_count == 6
+    assert ours.strategy.backward == before
+
+
+def test_backward_of_a_subclass():
+    """It is all inside of the step, and sees what Lightning's own does."""
+
+    class Counts(SuperpipelineStrategy):
+        calls = 0
+
+        def backward(self, *args, **kwargs):
+            loss = super().backward(*args, **kwargs)
+            assert all(parameter.grad is not None for parameter in self.lightning_module.parameters())
+            self.calls += 1
+            return loss
+
+    strategy = Counts(k=2, debug=True)
+    fit(trainer(strategy, max_epochs=1), Base())
+    assert strategy.calls == 6
