@@ -252,7 +252,7 @@ class SuperpipelineMixin(_Base):
             self._retry = OutOfMemoryRetry(self.pipeline, module, self.lightning)
             # Around whatever `backward` is now, a subclass's or one put in its place: all of it belongs to the step,
             # and may have to run again. A method would be called by what wraps Lightning's, and call that again.
-            self.backward = partial(self._backward_in_step, self.backward)  # type: ignore[method-assign]
+            self.backward = _Around(self._backward_in_step, self.backward)  # type: ignore[method-assign]
         lend_pipeline(self.precision_plugin, self.pipeline, self.lightning)
         # Hazard 1: `self.device`, `self.log` and others rely on it, and nothing was moved that would have set it.
         self.lightning.update_properties(module, device=self.root_device)
@@ -482,6 +482,13 @@ class SuperpipelineMixin(_Base):
         for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=cls.__name__, **choices)
+
+
+class _Around(partial[Tensor]):
+    """A function, and as its first argument another one, which it is put around; it is taken for that one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.args[0], name)
 
 
 def _move_metric(metric: Metric, device: torch.device) -> None:
