@@ -32,7 +32,6 @@ class Namespace:
         mixed_precision: The plugin of `16-mixed` and `bf16-mixed`.
         rich: Callbacks with which Lightning shows that it draws with rich.
         summary: The callback that prints what the model is.
-        checkpoints: Callbacks that have to stay the last ones.
         averaging: Callbacks that keep a second copy of the model, on the device unless told otherwise.
         pruning: The callback that prunes weights between epochs.
         closure: Private. What automatic optimization gives an optimizer to call: nothing of the user's is in it.
@@ -51,7 +50,6 @@ class Namespace:
     mixed_precision: Any
     rich: tuple[type, ...]
     summary: type
-    checkpoints: type
     averaging: tuple[type, ...]
     pruning: type
     closure: type
@@ -116,7 +114,6 @@ def namespace(name: str) -> Namespace:
         mixed_precision=plugins.MixedPrecision,
         rich=(callbacks.RichModelSummary, callbacks.RichProgressBar),
         summary=callbacks.ModelSummary,
-        checkpoints=callbacks.Checkpoint,
         averaging=tuple(cls for cls in averaging if cls is not None),
         pruning=callbacks.ModelPruning,
         closure=import_module(f"{name}.loops.optimization.automatic").Closure,

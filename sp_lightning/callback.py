@@ -1,7 +1,6 @@
-"""The Callback: shows the plan, measures while a model trains, and says in the end where the time went.
+"""The Callback: measures while a model trains, logs and draws it, and says in the end where the time went.
 
-It only observes; the strategy is complete without it. The strategy adds one to the Trainer's callbacks if the user gave
-none. Nothing of it is in checkpoints.
+It only observes; the strategy is complete without it. Nothing of it is in checkpoints.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from typing_extensions import override
 from sp_lightning._namespace import Namespace, logged_step, logs_now
 from sp_lightning.monitor.advice import Evidence, diagnose
 from sp_lightning.monitor.metrics import Counters, device_memory, timed_metrics
-from sp_lightning.monitor.progress import SetUpProgress
 from sp_lightning.monitor.recorder import Recorder
-from sp_lightning.monitor.report import plan_rows, show_table
-from sp_lightning.pipeline import Pipeline, Recording, Stats, Summary, readable_bytes
+from sp_lightning.pipeline import Pipeline, Recording
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.timeline import break_down, check_timeline_path, write_timeline
 
@@ -41,7 +38,6 @@ class CallbackMixin(_Base):
         self.timeline = None if timeline is None else check_timeline_path(timeline, "timeline")
         self.timeline_steps = timeline_steps
         self.summary = summary
-        self._progress = SetUpProgress()
         self._recorder: Recorder | None = None
         self._counters: Counters | None = None
         self._logged: int | None = None
@@ -56,18 +52,8 @@ class CallbackMixin(_Base):
                 f"`{type(self).__name__}` does nothing: it describes `Trainer(strategy='superpipeline')`, but this"
                 f" Trainer runs `{type(strategy).__name__}`."
             )
-        else:
-            strategy.progress = None if trainer.progress_bar_callback is None else self._progress
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._progress.close()
 
     # The strategy sets up after `setup` above and is torn down before `on_fit_end`: these hooks run in between.
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._show_plan(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -81,17 +67,14 @@ class CallbackMixin(_Base):
         if trainer.state.fn == self.lightning.fitting:
             self._finish_recording(trainer)
         else:
-            self._show_plan(trainer)
             self._begin(trainer, sum(trainer.num_val_batches))
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._show_plan(trainer)
         self._begin(trainer, sum(trainer.num_test_batches))
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._show_plan(trainer)
         self._begin(trainer, sum(trainer.num_predict_batches))
 
     @override
@@ -142,17 +125,8 @@ class CallbackMixin(_Base):
             if self._recorder is not None:
                 self._recorder.finish()
         self._recorder = self._counters = None
-        self._progress.close()
 
     # ------------------------------------------------------------------------------------------------- what they do
-
-    def _show_plan(self, trainer: Trainer) -> None:
-        strategy, pipeline = trainer.strategy, _pipeline(trainer)
-        if self.summary and pipeline is not None:
-            assert isinstance(strategy, SuperpipelineMixin)
-            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-            rich = any(isinstance(callback, self.lightning.rich) for callback in callbacks)
-            show_table(plan_rows(pipeline, strategy.describe_optimizers()), rich, self.lightning.info)
 
     def _begin(self, trainer: Trainer, batches: float) -> None:
         pipeline = _pipeline(trainer)
@@ -213,11 +187,9 @@ class CallbackMixin(_Base):
             self._write(trainer, recording)
         if self.timeline is not None and recording is None:
             self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: no step was recorded.")
-        if self.summary:
-            self.lightning.info(outcome(pipeline.stats, pipeline.summary()))
-            if recording is not None:
-                evidence = self._evidence(trainer, pipeline, recording, recorder.recomputed)
-                self.lightning.info("\n".join(diagnose(evidence)))
+        if self.summary and recording is not None:
+            evidence = self._evidence(trainer, pipeline, recording, recorder.recomputed)
+            self.lightning.info("\n".join(diagnose(evidence)))
 
     def _evidence(self, trainer: Trainer, pipeline: Pipeline, recording: Recording, recomputed: float) -> Evidence:
         peak, total = device_memory(pipeline)
@@ -236,24 +208,3 @@ class CallbackMixin(_Base):
 
 def _pipeline(trainer: Trainer) -> Pipeline | None:
     return trainer.strategy.pipeline if isinstance(trainer.strategy, SuperpipelineMixin) else None
-
-
-def outcome(stats: Stats, summary: Summary) -> str:
-    """Say in a few lines what was streamed, and what it saved.
-
-    Args:
-        stats: What the pipeline counted.
-        summary: Its plan.
-    """
-    living = f"\nOn the device live {summary.living_on_device}." if summary.living_on_device else ""
-    return (
-        f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {readable_bytes(stats.bytes_to_device)} to the"
-        f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late,"
-        f" {stats.heals} were repeated.\n"
-        f"Weights on {summary.device}, k={summary.k}, k_prime={summary.k_prime}: at most"
-        f" {readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)}"
-        f" ({summary.saved:.0%} saved).\n"
-        f"On the host: weights {readable_bytes(summary.host_bytes)}, gradients"
-        f" {readable_bytes(summary.host_gradient_bytes)}, optimizer {readable_bytes(summary.optimizer_bytes)};"
-        f" {summary.host_bytes_per_parameter:.1f} bytes per parameter.{living}"
-    )

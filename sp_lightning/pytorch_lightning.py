@@ -28,11 +28,10 @@ class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
 
 
 class SuperpipelineCallback(CallbackMixin, Callback):  # type: ignore[misc]
-    """Shows the plan, logs what is streamed, and says in the end where the time went. It observes only.
+    """Logs what is streamed, draws it, and says in the end where the time went. It observes only.
 
-    The strategy adds one by itself, unless the Trainer has one or is `barebones`. While a model trains, its loggers get
-    metrics under `superpipeline/`. Every now and then a step is recorded, for times; at the end of each recording the
-    host waits once for the device.
+    While a model trains, the Trainer's loggers get metrics under `superpipeline/`. Every now and then a step is
+    recorded, for times; at the end of each recording the host waits once for the device.
 
     Args:
         timeline: A file for a picture of where the time of a step goes, for a name that ends in ".html" (a page to
@@ -40,6 +39,7 @@ class SuperpipelineCallback(CallbackMixin, Callback):  # type: ignore[misc]
             later steps at the end.
         timeline_steps: How many steps it shows.
         summary: Whether to print a table when a run begins, and in the end what was streamed and what would help.
+            Without this callback there is a table if the Trainer prints a summary of the model.
 
     Raises:
         ImportError: `timeline` ends in ".png", and Pillow is not installed.
@@ -106,7 +106,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
 
     lightning: ClassVar[Namespace] = namespace("pytorch_lightning")
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]] = SuperpipelineCheckpointIO
-    default_callback: ClassVar[type[Callback]] = SuperpipelineCallback
+    callback: ClassVar[type[Callback]] = SuperpipelineCallback
 
     def __init__(
         self,

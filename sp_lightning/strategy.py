@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -26,6 +27,8 @@ from sp_lightning._host import use_all_cores
 from sp_lightning._namespace import Namespace, is_tuning
 from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
 from sp_lightning.materialize import materialize
+from sp_lightning.monitor.progress import SetUpProgress
+from sp_lightning.monitor.report import outcome, plan_rows, show_table
 from sp_lightning.out_of_memory import OutOfMemoryRetry
 from sp_lightning.overlap import OverlapPlan, plan_overlap
 from sp_lightning.pipeline import Pipeline, PipelineOptions
@@ -50,10 +53,9 @@ class SuperpipelineMixin(_Base):
         presets: Other registered names, and the arguments that each stands for.
         lightning: What is borrowed from the namespace.
         streaming_checkpoint_io: The namespace's default checkpoint plugin.
-        default_callback: What is added to the Trainer's callbacks if it has none of this class.
+        callback: The namespace's `SuperpipelineCallback`.
         num_nodes: Set by the Trainer.
         pipeline: The engine, from `setup` to `teardown`; `None` otherwise.
-        progress: Told how far setting up the pipeline is; the callback sets it.
     """
 
     strategy_name = "superpipeline"
@@ -62,7 +64,7 @@ class SuperpipelineMixin(_Base):
     }
     lightning: ClassVar[Namespace]
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
-    default_callback: ClassVar[type[Any]]
+    callback: ClassVar[type[Any]]
 
     def __init__(
         self, *, options: PipelineOptions, process_group_backend: str | None, timeout: timedelta | None, **plugins: Any
@@ -73,7 +75,8 @@ class SuperpipelineMixin(_Base):
         self.timeout = timeout
         self.num_nodes = 1
         self.pipeline: Pipeline | None = None
-        self.progress: Callable[[int, int], None] | None = None
+        self._progress = SetUpProgress()
+        self._summarizes = False
         self._threads_before: int | None = None
         self._overlap: OverlapPlan | None = None
         self._retry: OutOfMemoryRetry | None = None
@@ -81,7 +84,13 @@ class SuperpipelineMixin(_Base):
 
     # ---------------------------------------------------------------------------------------------- topology
     # One process: neither a launcher (hazard 27: notebooks) nor a process group, and no question to the cluster
-    # environment about ranks (hazard 26: variables are missing in an interactive SLURM shell).
+    # environment about ranks (hazard 26: variables are missing in an interactive SLURM shell). Attributes, which may be
+    # set, as those of Lightning's own strategy for one device.
+
+    global_rank = 0
+    local_rank = 0
+    node_rank = 0
+    world_size = 1
 
     @property
     @override
@@ -93,26 +102,6 @@ class SuperpipelineMixin(_Base):
     def is_distributed(self) -> bool:
         """Whether there is more than one process. Lightning adds distributed samplers and refuses its tuners if so."""
         return self.world_size > 1
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return 1
 
     def set_world_ranks(self) -> None:
         """Refuse what is not built. The Trainer calls this when it has assigned devices, nodes and the environment."""
@@ -192,7 +181,6 @@ class SuperpipelineMixin(_Base):
         # Before any work: callbacks copy the model in their `setup`, long before ours.
         self._refuse_averaging_on_device()
         self._refuse_pruning_on_device()
-        self._add_callback()
         super().setup_environment()
         if self.root_device.type != "cpu" and self._threads_before is None:
             # On the CPU the same threads compute the model, and other numbers of threads sum in another order than
@@ -230,19 +218,6 @@ class SuperpipelineMixin(_Base):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         return [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
 
-    def _add_callback(self) -> None:
-        """Give the Trainer our callback: after those that the user and the module gave, before any `setup` hook."""
-        trainer: Any = self._module._trainer
-        if trainer is None or trainer.barebones or any(isinstance(c, self.default_callback) for c in trainer.callbacks):
-            return
-        if is_tuning(trainer):  # which leaves the Trainer as it was
-            return
-        # Who wants no model summary wants no table: metrics alone.
-        summary = any(isinstance(callback, self.lightning.summary) for callback in trainer.callbacks)
-        others = [callback for callback in trainer.callbacks if not isinstance(callback, self.lightning.checkpoints)]
-        checkpoints = [callback for callback in trainer.callbacks if isinstance(callback, self.lightning.checkpoints)]
-        trainer.callbacks = [*others, self.default_callback(summary=summary), *checkpoints]
-
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -270,6 +245,8 @@ class SuperpipelineMixin(_Base):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._summarizes = self.pipeline is not None and self._is_summary_wanted(trainer)
+        self._show_plan(trainer)
 
     @override
     def model_to_device(self) -> None:
@@ -281,10 +258,14 @@ class SuperpipelineMixin(_Base):
         if next(module.parameters(), None) is None:
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
         else:
+            progress = None if module.trainer.progress_bar_callback is None else self._progress
             self.pipeline = Pipeline(
-                module, self.root_device, options=self.options, planner=AutoPlanner(), progress=self.progress
+                module, self.root_device, options=self.options, planner=AutoPlanner(), progress=progress
             )
             self._retry = OutOfMemoryRetry(self.pipeline, module, self.lightning)
+            # Around whatever `backward` is now, a subclass's or one put in its place: all of it belongs to the step,
+            # and may have to run again. A method would be called by what wraps Lightning's, and call that again.
+            self.backward = _Around(self._backward_in_step, self.backward)  # type: ignore[method-assign]
         lend_pipeline(self.precision_plugin, self.pipeline, self.lightning)
         # Hazard 1: `self.device`, `self.log` and others rely on it, and nothing was moved that would have set it.
         self.lightning.update_properties(module, device=self.root_device)
@@ -293,6 +274,45 @@ class SuperpipelineMixin(_Base):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    # ---------------------------------------------------------------------------------------------- what is said
+    # To whom the Trainer prints a summary of the model. Metrics, recordings and advice are the callback's, if it is
+    # asked for: loggers, and the Trainer's callbacks, have what the user gave them and nothing else.
+
+    def _is_summary_wanted(self, trainer: Trainer) -> bool:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if is_tuning(trainer):
+            return False
+        chosen = [callback.summary for callback in callbacks if isinstance(callback, self.callback)]
+        return any(chosen or (isinstance(callback, self.lightning.summary) for callback in callbacks))
+
+    def _show_plan(self, trainer: Trainer) -> None:
+        if self._summarizes:
+            assert self.pipeline is not None
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            rich = any(isinstance(callback, self.lightning.rich) for callback in callbacks)
+            show_table(plan_rows(self.pipeline, self._describe_optimizers()), rich, self.lightning.info)
+
+    def _say_outcome(self) -> None:
+        if self._summarizes and self.pipeline is not None:
+            self.lightning.info(outcome(self.pipeline.stats, self.pipeline.summary()))
+
+    @override
+    def on_train_end(self) -> None:
+        self._say_outcome()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._module.trainer.state.fn != self.lightning.fitting:
+            self._say_outcome()
+
+    @override
+    def on_test_end(self) -> None:
+        self._say_outcome()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._say_outcome()
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -322,20 +342,23 @@ class SuperpipelineMixin(_Base):
         with self._step():
             return super().predict_step(*args, **kwargs)
 
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def _backward_in_step(
+        self, backward: Callable[..., Tensor], loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        assert self.pipeline is not None
+        assert self._retry is not None
+        pipeline = self.pipeline
+
         def run(loss: Tensor) -> Tensor:
             with self._step(), self._around_backward():
-                if kwargs.get("inputs") is not None and self.pipeline is not None:
-                    # The weights that a user names are not the tensors that the graph was built with.
-                    named = kwargs["inputs"]
-                    inputs = self.pipeline.backward_inputs([named] if isinstance(named, Tensor) else named)
-                    return super(SuperpipelineMixin, self).backward(
-                        loss, optimizer, *args, **{**kwargs, "inputs": inputs}
-                    )
-                return super(SuperpipelineMixin, self).backward(loss, optimizer, *args, **kwargs)
+                named = kwargs.get("inputs")
+                if named is None:
+                    return backward(loss, optimizer, *args, **kwargs)
+                # The weights that a user names are not the tensors that the graph was built with.
+                inputs = pipeline.backward_inputs([named] if isinstance(named, Tensor) else named)
+                return backward(loss, optimizer, *args, **{**kwargs, "inputs": inputs})
 
-        return run(closure_loss) if self._retry is None else self._retry.backward(closure_loss, run)
+        return self._retry.backward(loss, run)
 
     def _around_backward(self) -> AbstractContextManager[None]:
         if self._overlap is None or self._retry is None:
@@ -370,7 +393,7 @@ class SuperpipelineMixin(_Base):
             return []
         return [self._plan_overlap(optimizer, self._module.automatic_optimization) for optimizer in self.optimizers]
 
-    def describe_optimizers(self) -> list[str]:
+    def _describe_optimizers(self) -> list[str]:
         """How each optimizer is going to step, and why. What is said here is not said again in the first step."""
         texts = list(dict.fromkeys(map(str, self._expected_plans())))
         self._said.update(texts)
@@ -452,17 +475,18 @@ class SuperpipelineMixin(_Base):
 
     def _detach(self) -> None:
         pipeline, self.pipeline, self._retry = self.pipeline, None, None
+        vars(self).pop("backward", None)
+        self._progress.close()
         lend_pipeline(self.precision_plugin, None, self.lightning)
         if pipeline is not None:
             pipeline.detach()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "pipeline": None,
-            "_retry": None,
-        }  # threads, streams and device memory belong to this process
+        # threads, streams and device memory belong to this process
+        state = {**super().__getstate__(), "pipeline": None, "_retry": None}
+        state.pop("backward", None)
+        return state
 
     @classmethod
     @override
@@ -471,6 +495,13 @@ class SuperpipelineMixin(_Base):
         for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=cls.__name__, **choices)
+
+
+class _Around(partial[Tensor]):
+    """A function, and as its first argument another one, which it is put around; it is taken for that one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.args[0], name)
 
 
 def _move_metric(metric: Metric, device: torch.device) -> None:

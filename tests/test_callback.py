@@ -25,12 +25,11 @@ from torch.utils.data import DataLoader, default_collate
 
 import sp_lightning.pytorch_lightning as twin
 from sp_lightning import Pipeline, PipelineOptions, SuperpipelineCallback, superpipeline
-from sp_lightning.callback import CallbackMixin, outcome
 from sp_lightning.monitor.advice import Evidence, diagnose
 from sp_lightning.monitor.metrics import COUNTED, PREFIX, TIMED, Counters
 from sp_lightning.monitor.progress import SetUpProgress
 from sp_lightning.monitor.recorder import Recorder
-from sp_lightning.monitor.report import bytes_to_device
+from sp_lightning.monitor.report import bytes_to_device, outcome
 from sp_lightning.pipeline import Recording, Stats, Summary
 from sp_lightning.timeline import break_down
 
@@ -69,25 +68,6 @@ def test_changes_nothing():
     assert_same_training(arguments=lambda: {"callbacks": SuperpipelineCallback()})
 
 
-def test_prints_plan_and_outcome_of_a_fit(messages):
-    ours = trainer(streamed(), callbacks=SuperpipelineCallback())
-    fit(ours, Base())
-    texts = messages()
-    outcomes = [text for text in texts if "unit loads" in text]
-    assert len(outcomes) == 1
-    assert "saved" in outcomes[0]
-    plans = [text for text in texts if "k_prime" in text or "units" in text]
-    assert plans
-    assert texts.index(plans[0]) < texts.index(outcomes[0])
-
-
-@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_prints_plan_and_outcome_of_an_evaluation(messages, entry):
-    ours = trainer(streamed(), callbacks=SuperpipelineCallback())
-    getattr(ours, entry)(Base(), loader(2))
-    assert sum("unit loads" in text for text in messages()) == 1
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_says_that_it_does_nothing_under_another_strategy(messages):
     ours = trainer(plain(), callbacks=SuperpipelineCallback())
@@ -106,72 +86,84 @@ def test_outcome_in_numbers():
     assert "(0% saved)" in outcome(Stats(), replace(SUMMARY, model_bytes=0))
 
 
-# ------------------------------------------------------------------------------------------- attached by the strategy
+# --------------------------------------------------------------------------------------------- with and without one
 
 
-def ours(trainer_) -> list[SuperpipelineCallback]:
-    return [callback for callback in trainer_.callbacks if isinstance(callback, SuperpipelineCallback)]
+def test_nobody_gets_what_was_not_asked_for(tmp_path):
+    """The Trainer, its loggers and its checkpoints have what plain training gives them."""
 
-
-def test_attached_by_the_strategy(tmp_path):
-    """Once, before what saves checkpoints, and with the table that the Trainer's model summary asks for."""
-    run = trainer(
-        streamed(),
-        enable_model_summary=True,
-        enable_checkpointing=True,
-        default_root_dir=tmp_path,
-        callbacks=[ModelCheckpoint(tmp_path, save_last=True)],
-    )
-    assert not ours(run)
-    for _ in range(2):
+    def run(strategy, folder) -> list[object]:
+        notes = Notes()
+        run = trainer(
+            strategy,
+            enable_model_summary=True,
+            enable_checkpointing=True,
+            logger=notes,
+            log_every_n_steps=1,
+            default_root_dir=folder,
+            callbacks=[ModelCheckpoint(folder, save_last=True)],
+        )
         fit(run, Base())
-        run.fit_loop.epoch_progress.reset()
-    assert [callback.summary for callback in ours(run)] == [True]
-    assert isinstance(run.callbacks[-1], ModelCheckpoint)
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
-    assert not [key for key in saved["callbacks"] if "Superpipeline" in key]
+        saved = torch.load(folder / "last.ckpt", weights_only=False)
+        return [
+            [type(callback) for callback in run.callbacks],
+            [(step, values.keys()) for step, values in notes.lines],
+            *[metrics.keys() for metrics in (run.callback_metrics, run.logged_metrics, run.progress_bar_metrics)],
+            saved.keys(),
+            [key.partition("{")[0] for key in saved["callbacks"]],
+        ]
+
+    assert run(streamed(), tmp_path / "ours") == run(plain(), tmp_path / "plain")
 
 
 class BringsItsOwn(Base):
     def configure_callbacks(self):
-        return [SuperpipelineCallback(summary=False, timeline_steps=3)]
+        return [SuperpipelineCallback(summary=False)]
 
 
-class Mine(SuperpipelineCallback):
-    pass
+@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("module", "given", "model_summary", "told"),
+    [
+        (Base, None, True, True),
+        (Base, None, False, False),
+        (Base, False, True, False),
+        (Base, True, False, True),
+        (BringsItsOwn, None, True, False),
+    ],
+    ids=["as Lightning does", "not as Lightning does not", "quiet callback", "callback", "the module's callback"],
+)
+def test_what_is_said_of_a_run(messages, entry, module, given, model_summary, told):
+    """A table of the plan, and what came of it: with Lightning's own summary, or as our callback says."""
+    callbacks = [*[ModelSummary()] * model_summary, *([] if given is None else [SuperpipelineCallback(summary=given)])]
+    run = trainer(streamed(), enable_model_summary=model_summary, callbacks=callbacks)
+    getattr(run, entry)(module(), loader(2))
+    kinds = [kind for text in messages() for kind in ("k, k_prime", "unit loads", "A step takes") if kind in text]
+    assert kinds == (["k, k_prime", *["A step takes"] * bool(given), "unit loads"] if told else [])
 
 
-def test_the_users_own_is_used():
-    for module, given in ((Base(), Mine()), (BringsItsOwn(), None)):
-        run = trainer(streamed(), enable_model_summary=True, callbacks=given)
-        fit(run, module)
-        assert [callback.timeline_steps for callback in ours(run)] == [3 if given is None else 1]
-        assert given is None or ours(run) == [given]
-
-
-def test_none_where_nothing_but_speed_counts():
-    run = L.Trainer(strategy=streamed(), accelerator="cpu", max_steps=1, barebones=True)
-    fit(run, Base())
-    assert not ours(run)
-
-
-def test_quiet_where_no_summary_is_wanted(messages):
-    run = trainer(streamed())
-    fit(run, Base())
-    assert [callback.summary for callback in ours(run)] == [False]
-    assert not [text for text in messages() if "unit loads" in text or "k_prime" in text]
+def test_nothing_is_said_where_nothing_but_speed_counts(messages):
+    fit(L.Trainer(strategy=streamed(), accelerator="cpu", max_steps=1, barebones=True), Base())
+    assert not [text for text in messages() if "k_prime" in text]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_namespace_has_its_own():
+def test_each_namespace_has_its_own(messages):
+    notes, callback = Notes(), twin.SuperpipelineCallback()
+    assert not isinstance(callback, SuperpipelineCallback)
     run = pytorch_lightning.Trainer(
-        strategy="superpipeline", accelerator="cpu", max_steps=8, logger=Notes(), enable_checkpointing=False
+        strategy="superpipeline",
+        accelerator="cpu",
+        max_steps=8,
+        log_every_n_steps=1,
+        logger=notes,
+        callbacks=callback,
+        enable_checkpointing=False,
     )
     run.fit(pytorch_lightning.demos.boring_classes.BoringModel())
-    (callback,) = [one for one in run.callbacks if isinstance(one, CallbackMixin)]
-    assert type(callback) is twin.SuperpipelineCallback
-    assert not isinstance(callback, SuperpipelineCallback)
-    assert callback.summary
+    assert run.callbacks.count(callback) == 1
+    assert len(notes.ours()) == 8
+    assert [text for text in messages() if "unit loads" in text]
 
 
 @pytest.mark.parametrize("rich", [True, False], ids=["rich", "text"])
@@ -227,12 +219,17 @@ class Notes(Logger):
         return [(step, values) for step, values in self.lines if any(name.startswith(PREFIX) for name in values)]
 
 
+def measured(notes: Notes, **arguments) -> L.Trainer:
+    callback = SuperpipelineCallback(summary=False)
+    return trainer(streamed(), **{"logger": notes, "callbacks": callback, "log_every_n_steps": 1, **arguments})
+
+
 def test_metrics_of_a_fit():
     """Counters whenever Lightning logs, times when a step was recorded; what the user logs stays as it is."""
     notes, plain_notes = Notes(), Notes()
-    arguments = {"max_epochs": 4, "log_every_n_steps": 4, "callbacks": None}
+    arguments = {"max_epochs": 4, "log_every_n_steps": 4}
     fit(trainer(plain(), logger=plain_notes, **arguments), Base())
-    run = trainer(streamed(k=2), logger=notes, **arguments)
+    run = trainer(streamed(k=2), logger=notes, callbacks=SuperpipelineCallback(), **arguments)
     fit(run, Base())
     lines = notes.ours()
     assert [step for step, _ in lines] == [3, 7, 11, 15, 19, 23]
@@ -254,8 +251,7 @@ def test_metrics_of_a_fit():
 
 def test_accumulated_batches_are_one_step():
     notes = Notes()
-    run = trainer(streamed(), logger=notes, log_every_n_steps=1, accumulate_grad_batches=3, max_epochs=1)
-    fit(run, Base())
+    fit(measured(notes, accumulate_grad_batches=3, max_epochs=1), Base())
     assert [step for step, _ in notes.ours()] == [0, 1]
 
 
@@ -263,13 +259,13 @@ def test_a_clock_that_others_patch_is_not_asked(monkeypatch):
     """Lightning's own tests replace `time.perf_counter` by as many numbers as they expect to be read."""
     monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("asked for the time"))
     notes = Notes()
-    fit(trainer(streamed(), logger=notes, log_every_n_steps=1, max_epochs=1), Base())
+    fit(measured(notes, max_epochs=1), Base())
     assert notes.ours()
 
 
 def test_nothing_is_logged_where_lightning_logs_nothing():
     notes = Notes()
-    fit(trainer(streamed(), logger=notes, log_every_n_steps=0), Base())
+    fit(measured(notes, log_every_n_steps=0), Base())
     assert not notes.ours()
 
 
@@ -291,7 +287,7 @@ def test_reading_counters_waits_for_nobody(monkeypatch):
     monkeypatch.setattr(Counters, "read", watched_read)
     monkeypatch.setattr(Pipeline, "settle", watched_settle)
     notes = Notes()
-    fit(trainer(streamed(), logger=notes, log_every_n_steps=1), Base())
+    fit(measured(notes), Base())
     assert len(notes.ours()) == 12
     assert settled
     assert not any(settled)
@@ -409,7 +405,7 @@ def test_an_exception_in_a_recorded_step(tmp_path, batch):
     assert (tmp_path / "a.html").is_file()
 
 
-def test_tuners_leave_callbacks_as_they_were():
+def test_tuners_leave_callbacks_as_they_were(messages):
     class Tunable(Base):
         batch_size = 2
         lr = 1e-3
@@ -420,14 +416,15 @@ def test_tuners_leave_callbacks_as_they_were():
         def val_dataloader(self):
             return loader(1)
 
-    run = trainer(streamed(), max_epochs=1, enable_model_summary=True)
+    run = trainer(streamed(), max_epochs=1, enable_model_summary=True, callbacks=ModelSummary())
     module, before = Tunable(), list(run.callbacks)
     Tuner(run).scale_batch_size(module, max_trials=2, steps_per_trial=2)
     assert module.batch_size > 2
     Tuner(run).lr_find(module, num_training=8, min_lr=1e-5)
     assert run.callbacks == before
+    assert not [text for text in messages() if "k_prime" in text]
     run.fit(module)
-    assert len(ours(run)) == 1
+    assert len([text for text in messages() if "k_prime" in text]) == 2
 
 
 @pytest.mark.parametrize(
@@ -568,7 +565,8 @@ def test_setting_up_tells_how_far_it_is():
 
 
 @pytest.mark.parametrize("bar", [True, False])
-def test_progress_goes_with_the_trainers_bar(bar):
-    run = trainer(streamed(), max_epochs=1, enable_progress_bar=bar)
-    fit(run, Base())
-    assert (run.strategy.progress is not None) == bar
+def test_progress_goes_with_the_trainers_bar(monkeypatch, bar):
+    told = []
+    monkeypatch.setattr(SetUpProgress, "__call__", lambda self, done, total: told.append(done))
+    fit(trainer(streamed(), max_epochs=1, enable_progress_bar=bar), Base())
+    assert bool(told) == bar

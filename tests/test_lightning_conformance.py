@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 from lightning.pytorch.strategies import Strategy
 
+from sp_lightning import SuperpipelineStrategy
+
 from .lightning_modules import Base, assert_plain, fit, streamed, trainer
 
 
@@ -26,3 +28,45 @@ def test_lightning_is_told_of_exceptions(hook):
         fit(trainer(streamed()), module)
     told.assert_called_once_with(error)
     assert_plain(module)
+
+
+@pytest.mark.parametrize("name", ["global_rank", "local_rank", "node_rank", "world_size"])
+def test_ranks_may_be_set(name):
+    """Lightning's strategy for one device lets them be set, and tests of what several processes do count on it."""
+    strategy = streamed()
+    setattr(strategy, name, 2)
+    assert getattr(strategy, name) == 2
+    assert strategy.is_distributed == (name == "world_size")
+
+
+def test_what_is_put_around_lightnings_backward_runs_once():
+    """Put there with what the strategy's `backward` was before, and asked in the middle of a fit."""
+    seen = []
+
+    class Asks(Base):
+        def on_train_batch_end(self, *args):
+            seen.append(self.trainer.strategy.backward.call_count)
+
+    ours = trainer(streamed(), max_epochs=1)
+    before = ours.strategy.backward
+    with mock.patch.object(Strategy, "backward", wraps=before):
+        fit(ours, Asks())
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert ours.strategy.backward == before
+
+
+def test_backward_of_a_subclass():
+    """It is all inside of the step, and sees what Lightning's own does."""
+
+    class Counts(SuperpipelineStrategy):
+        calls = 0
+
+        def backward(self, *args, **kwargs):
+            loss = super().backward(*args, **kwargs)
+            assert all(parameter.grad is not None for parameter in self.lightning_module.parameters())
+            self.calls += 1
+            return loss
+
+    strategy = Counts(k=2, debug=True)
+    fit(trainer(strategy, max_epochs=1), Base())
+    assert strategy.calls == 6

@@ -60,7 +60,9 @@ class Pretended(SuperpipelineStrategy):
         arguments = {"accelerator": mock.Mock(), "cluster_environment": mock.Mock(), **arguments}
         super().__init__(parallel_devices=[DEVICE], **arguments)
         self.connect(module)
-        module._trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.TESTING), callbacks=[], barebones=True)
+        module._trainer = SimpleNamespace(
+            state=SimpleNamespace(fn=TrainerFn.TESTING), callbacks=[], progress_bar_callback=None
+        )
 
     def set_up(self) -> None:
         with mock.patch.object(sp_lightning.strategy, "Pipeline"):

@@ -1,10 +1,10 @@
-"""The table at the start of a run: the plan, what was chosen and why, and what a step will move."""
+"""What is said of every run: the plan as a table, with what was chosen and why, and in the end what came of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sp_lightning.pipeline import Pipeline, Summary, as_table, readable_bytes
+from sp_lightning.pipeline import Pipeline, Stats, Summary, as_table, readable_bytes
 
 _WINDOW = "k, k_prime"
 _ACTIVATIONS = {
@@ -64,3 +64,24 @@ def show_table(rows: Sequence[tuple[str, str]], rich: bool, say: Callable[[str],
     for name, value in rows:
         table.add_row(name, value)
     get_console().print(table, markup=False)
+
+
+def outcome(stats: Stats, summary: Summary) -> str:
+    """Say in a few lines what was streamed, and what it saved.
+
+    Args:
+        stats: What the pipeline counted.
+        summary: Its plan.
+    """
+    living = f"\nOn the device live {summary.living_on_device}." if summary.living_on_device else ""
+    return (
+        f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {readable_bytes(stats.bytes_to_device)} to the"
+        f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late,"
+        f" {stats.heals} were repeated.\n"
+        f"Weights on {summary.device}, k={summary.k}, k_prime={summary.k_prime}: at most"
+        f" {readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)}"
+        f" ({summary.saved:.0%} saved).\n"
+        f"On the host: weights {readable_bytes(summary.host_bytes)}, gradients"
+        f" {readable_bytes(summary.host_gradient_bytes)}, optimizer {readable_bytes(summary.optimizer_bytes)};"
+        f" {summary.host_bytes_per_parameter:.1f} bytes per parameter.{living}"
+    )
