@@ -266,6 +266,29 @@ def test_whatever_happens_to_a_process_is_reported(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- its parts
 
 
+@pytest.mark.parametrize(("most", "target"), [(64, 50), (64, 100), (4, 50), (64, 2)])
+def test_a_machine_that_begins_small_is_made_to_grow(most, target, monkeypatch):
+    """In GiB. It doubles when less than a fifth of it is left."""
+    gib, total, taken = 2**30, [4], []
+
+    def free() -> int:
+        if total[0] - sum(taken) < total[0] / 5:
+            total[0] = min(most, 2 * total[0])
+        return int((total[0] - sum(taken)) * gib)
+
+    monkeypatch.setattr(host_memory, "_PATIENCE", 0.2)
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: total[0] * gib)
+    monkeypatch.setattr(host_memory, "free_bytes", free)
+    monkeypatch.setattr(host_memory, "_take", lambda nbytes: taken.append(nbytes / gib) or range(nbytes))
+    grown = host_memory.grow(target * gib)
+    assert grown["free_before"] == 4 * gib
+    if target == 2:
+        assert not taken
+    else:
+        assert grown["free_after"] >= min(most, target) * gib
+        assert sum(taken) <= 0.961 * most
+
+
 def settings(*workloads: Workload, rounds: int = 2, time_limit: float = 60.0) -> Any:
     return runner.Settings(workloads, ["device", "superpipeline"], rounds, WARM_UP, STEPS, time_limit)
 
@@ -476,6 +499,7 @@ def test_every_set_is_told_of_and_names_are_unique(capsys):
         ([], "name a --set or --workloads"),
         (["--set", "nowhere"], "invalid choice: 'nowhere'"),
         (["--set", "toy", "--steps=0"], "0 is not an integer of at least 1"),
+        (["--set", "toy", "--host-memory=much"], "'much' is not an amount of memory such as '120GB'"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(capsys, arguments, message):
