@@ -33,6 +33,7 @@ settings.load_profile("sp_lightning")
 # Variables that Lightning, torch or pytest leave by design.
 ALLOWED_VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_ORDER",
     "CUDA_MODULE_LOADING",
     "PL_GLOBAL_SEED",
     "PL_SEED_WORKERS",
@@ -40,6 +41,8 @@ ALLOWED_VARIABLES = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_PTXAS_PATH",
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
 }
 
