@@ -40,6 +40,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--warm-up", type=positive, default=5, help="steps of each process that do not count")
     run.add_argument("--steps", type=positive, default=10, help="steps of each process that count")
     run.add_argument("--time-limit", type=float, default=540.0, help="seconds for all of it")
+    run.add_argument(
+        "--host-memory", type=size, metavar="SIZE", help="host memory that is there once it is used: 120GB"
+    )
+    run.add_argument("--revision", metavar="COMMIT", help="what is measured, where there is no git repository")
     run.add_argument("--output", type=Path, required=True, help="JSON file to write")
     render = commands.add_parser("render", help="print tables of what was measured")
     render.add_argument("result", type=file, help="JSON file")
@@ -48,6 +52,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.command == "run" and not (options.sets or options.workloads):
         run.error("name a --set or --workloads")
     return options
+
+
+def size(text: str) -> int:
+    """Read an amount of memory."""
+    from sp_lightning.pipeline.options import parse_bytes
+
+    try:
+        return parse_bytes(text, device_bytes=None) or 0
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory such as '120GB'") from None
 
 
 def list_all() -> None:
@@ -80,6 +94,8 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.warm_up,
         arguments.steps,
         arguments.time_limit,
+        arguments.host_memory,
+        arguments.revision,
     )
     measure(settings, arguments.output, lambda line: print(line, flush=True))
 

@@ -1,13 +1,11 @@
-"""Collects the rivals' packages as wheels, for a GPU machine with Python 3.12 that has no registry.
+"""Collects as wheels what a GPU machine with Python 3.12 and without a registry lacks for the bench and the tests.
 
     python examples/benchmarks/prepare_wheels.py          # here, into examples/benchmarks/wheels, which git ignores
 
-    pip install --no-index --no-deps examples/benchmarks/wheels/*.whl                                    # and there
-    python -c "from deepspeed.ops.op_builder.cpu import CPUAdamBuilder; CPUAdamBuilder().load()"
-
-The machine has torch, torchvision, lightning, transformers and accelerate: neither these nor what they bring are
-collected. DeepSpeed is given out as source only; its wheel is built here without kernels. The second line there
-compiles the one that is used (with g++ and ninja), so that no measurement begins with it.
+The machine has torch, torchvision, pytorch-lightning, transformers and accelerate: neither these nor what they bring
+are collected. The rest (rivals, `lightning`, pytest and its plugins) is small, so all of it is taken along, needed or
+not. `docs/on_a_gpu.md` says how it is installed there, beside what the machine has, of which nothing is changed.
+DeepSpeed is given out as source only; its wheel is built here without kernels.
 """
 
 from __future__ import annotations
@@ -18,10 +16,13 @@ import subprocess  # it runs pip, with arguments from this file
 import sys
 from pathlib import Path
 
-RIVALS = ["torchao==0.18.0", "diffusers==0.42.1"]
+ALONE = ["torchao==0.18.0", "diffusers==0.42.1", "lightning==2.6.6"]
+"""What these need beside the machine's own is listed below."""
 BUILT = ["deepspeed==0.19.8"]
 IMPORTED = ["einops", "hjson", "importlib-metadata", "msgpack", "ninja", "py-cpuinfo", "pydantic", "requests"]
 """What the rivals import beside what the machine has; these bring what they need themselves."""
+TESTS = ["hypothesis", "jsonargparse[signatures,ruamel]", "pytest", "pytest-timeout", "pytest-xdist"]
+"""What tests import, and what pyproject.toml asks of pytest; these, too, bring what they need."""
 MACHINE = [
     "--only-binary=:all:",
     "--implementation=cp",
@@ -38,13 +39,15 @@ def pip(*arguments: str) -> None:
 
 
 def collect(folder: Path) -> list[Path]:
-    """Put the wheels into a folder, which ought to be empty.
+    """Put the wheels into a folder, in place of those that are there: pip installs none if one has two versions.
 
     Returns:
         The wheels.
     """
-    pip("download", "--quiet", f"--dest={folder}", *MACHINE, "--no-deps", *RIVALS)
-    pip("download", "--quiet", f"--dest={folder}", *MACHINE, *IMPORTED)
+    for wheel in folder.glob("*.whl"):
+        wheel.unlink()
+    pip("download", "--quiet", f"--dest={folder}", *MACHINE, "--no-deps", *ALONE)
+    pip("download", "--quiet", f"--dest={folder}", *MACHINE, *IMPORTED, *TESTS)
     pip("wheel", "--quiet", f"--wheel-dir={folder}", "--no-deps", *BUILT)
     return sorted(folder.glob("*.whl"))
 

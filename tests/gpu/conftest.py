@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# What deterministic matrix products need. torch looks once, at the first product on a device, whoever multiplies: a
+# fixture would come too late if another test multiplied before.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 
 @pytest.fixture
 def device() -> torch.device:
@@ -29,7 +33,6 @@ def cuda(device: torch.device) -> torch.device:
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """Deterministic kernels, and the one attention kernel that is deterministic everywhere."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     with sdpa_kernel(SDPBackend.MATH):

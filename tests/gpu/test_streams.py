@@ -75,6 +75,12 @@ def train(model: nn.Module, device: torch.device, steps: int = 3, **options: Any
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
+def make_workspaces(device: torch.device) -> None:
+    """Multiply in forward and in backward: torch keeps workspaces for that, 32 MiB for each thread on some devices."""
+    layer = nn.Linear(WIDTH, WIDTH, device=device)
+    layer(torch.ones(ROWS, WIDTH, device=device, requires_grad=True)).sum().backward()
+
+
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_copies_wait_for_the_computing(k: int, cuda: torch.device) -> None:
     """With a device that lags far behind the host, slots are refilled only when the units in them are done."""
@@ -110,6 +116,7 @@ def test_host_memory_is_page_locked_where_asked_for(pin: bool, cuda: torch.devic
 
 def test_peak_memory(cuda: torch.device) -> None:
     """Two slots, gradients on their way and activations: a fraction of what the model takes, weights alone."""
+    make_workspaces(cuda)
     model = big_chain()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -131,6 +138,7 @@ def test_peak_memory(cuda: torch.device) -> None:
 
 def test_nothing_stays_on_the_device(cuda: torch.device) -> None:
     """After detach the device is as it was."""
+    make_workspaces(cuda)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     train(big_chain(), cuda, steps=1)

@@ -1,13 +1,21 @@
 """Host memory: how much there is, how much is left, and the most that a process took.
 
-A container may have less than its machine; the smaller number counts.
+A container may have less than its machine; the smaller number counts. Some virtual machines begin with little memory
+and get more as it is used, so that what they say at first is not what they can do: `grow` makes it true.
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
+
+import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
+_LARGEST_PIECE, _LEAST_PIECE = 1 << 30, 1 << 24  # what is taken at once
+_KEPT = 0.04  # of all memory: twice what the bench ends a process for
+_PATIENCE = 15.0  # seconds in which nothing more comes
 
 
 def total_bytes() -> int:
@@ -24,6 +32,36 @@ def free_bytes() -> int:
     if limit is None or used is None:
         return free
     return min(free, limit - used + _file_cache())
+
+
+def grow(target: int) -> dict[str, float]:
+    """Take memory, piece by piece, until so much is taken or free, or no more comes; and give it back.
+
+    Args:
+        target: Bytes.
+
+    Returns:
+        What was free before, what could be taken, and the seconds that it took.
+    """
+    taken: list[Any] = []
+    begin = changed = time.monotonic()
+    free_before = most = free_bytes()
+    while most < target and time.monotonic() - changed < _PATIENCE:
+        free = free_bytes()
+        reached = sum(map(len, taken)) + free
+        if reached > most:
+            most, changed = reached, time.monotonic()
+        room = min(free - int(_KEPT * total_bytes()), _LARGEST_PIECE)
+        if room >= _LEAST_PIECE:
+            taken.append(_take(room))
+            changed = time.monotonic()
+        else:
+            time.sleep(0.05)
+    return {"free_before": free_before, "free_after": most, "seconds": time.monotonic() - begin}
+
+
+def _take(nbytes: int) -> Any:
+    return torch.ones(nbytes, dtype=torch.uint8)  # written by all cores at once
 
 
 def peak_bytes() -> int:

@@ -17,20 +17,28 @@ _PACKAGES = ("torch", "lightning", "transformers", "torchvision", "deepspeed", "
 _HERE = Path(__file__).resolve().parent
 
 
-def describe() -> dict[str, Any]:
-    """GPU, driver, versions, git revision, host memory and cores."""
+def describe(revision: str | None = None) -> dict[str, Any]:
+    """GPU, driver, versions, git revision, host memory and cores.
+
+    Args:
+        revision: The commit, for where git cannot be asked.
+    """
     return {
         **_gpu(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),
-        "host_bytes": host_memory.total_bytes(),
-        "host_free_bytes": host_memory.free_bytes(),
+        **host(),
         "python": platform.python_version(),
         "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
         "cuda": torch.version.cuda,
-        **_revision(),
+        **_revision(revision),
     }
+
+
+def host() -> dict[str, int]:
+    """Host memory, which may grow."""
+    return {"host_bytes": host_memory.total_bytes(), "host_free_bytes": host_memory.free_bytes()}
 
 
 def _gpu() -> dict[str, Any]:
@@ -56,11 +64,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _revision() -> dict[str, Any]:
-    """The commit, and whether files differ from it. Nothing is known where git or the repository is missing."""
+def _revision(given: str | None) -> dict[str, Any]:
+    """The commit, and whether files differ from it, which is not known where git or the repository is missing."""
     commit = _run("git", "-C", str(_HERE), "rev-parse", "HEAD")
     if commit is None:
-        return {"revision": None, "modified": None}
+        return {"revision": given, "modified": None}
     return {"revision": commit, "modified": bool(_run("git", "-C", str(_HERE), "status", "--porcelain"))}
 
 

@@ -128,9 +128,9 @@ def entries(result: Mapping[str, Any]) -> dict[str, list[Entry]]:
     return by_workload
 
 
-def find(among: Iterable[Entry], system: str) -> list[Entry]:
-    """Those of a system that were measured."""
-    return [entry for entry in among if entry.system == system and entry.ok]
+def find(among: Iterable[Entry], *systems: str) -> list[Entry]:
+    """Those of some systems that were measured."""
+    return [entry for entry in among if entry.system in systems and entry.ok]
 
 
 def _add_error(errors: list[str], run: Run) -> None:

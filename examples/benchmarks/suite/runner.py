@@ -28,6 +28,7 @@ SCHEMA = 1
 _PATIENCE = 4  # how many times its even share of the time that is left one process may take
 _LEAST_SECONDS = 20.0  # and at least these: a process begins with imports
 _HOST_RESERVE = 0.02  # of host memory; with less of it left a process is ended before the machine is in trouble
+_HOST_SHRUNK = 0.9  # of what was free: with less the machine has lost memory, or something holds it
 _POLL = 0.05  # seconds
 _TIME_IS_UP = "the bench's time limit was reached"
 
@@ -43,6 +44,8 @@ class Settings:
         warm_up: Steps of each process that do not count.
         steps: Steps of each process that count.
         time_limit: Seconds for all of it.
+        host_bytes: Host memory that the machine can have and may not say that it has; None for what it says.
+        revision: The commit, for where git cannot be asked.
     """
 
     workloads: Sequence[Workload]
@@ -51,6 +54,8 @@ class Settings:
     warm_up: int
     steps: int
     time_limit: float
+    host_bytes: int | None = None
+    revision: str | None = None
 
 
 def jobs_of(settings: Settings) -> Iterator[Job]:
@@ -84,7 +89,8 @@ def run(settings: Settings, output: Path, say: Callable[[str], None]) -> dict[st
         "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "complete": False,
         "settings": {name: getattr(settings, name) for name in ("rounds", "warm_up", "steps", "time_limit")},
-        "machine": machine.describe(),
+        "machine": machine.describe(settings.revision),
+        "host_grown": [],
         "systems": {name: SYSTEMS[name].title for name in settings.systems},
         "rooflines": None,
         "workloads": {},
@@ -93,6 +99,8 @@ def run(settings: Settings, output: Path, say: Callable[[str], None]) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         processes = Processes(Path(folder), on_gpu=result["machine"]["gpu"] is not None)
         names = [workload.name for workload in settings.workloads]
+        host_bytes = _grow_host(settings.host_bytes, processes, result, end)
+        result["machine"] |= machine.host()
         prepared, why = processes.run(worker.prepare, names, end - time.monotonic())
         result["rooflines"], result["workloads"] = (
             (prepared or {}).get("rooflines"),
@@ -102,6 +110,7 @@ def run(settings: Settings, output: Path, say: Callable[[str], None]) -> dict[st
         _save(result, output)
         jobs = list(jobs_of(settings))
         for index, job in enumerate(jobs):
+            host_bytes = _grow_host(host_bytes, processes, result, end)
             done = _run_job(job, processes, result, end, len(jobs) - index)
             result["runs"].append(done)
             say(f"{job}: {outcome(done)}")
@@ -136,6 +145,16 @@ def _run_job(job: Job, processes: Processes, result: dict[str, Any], end: float,
         device_bytes, offloads = result["machine"]["device_bytes"], SYSTEMS[job.system].offloads
         done["limit"] = rooflines.limit(description, job.samples, result["rooflines"], device_bytes, offloads)
     return done
+
+
+def _grow_host(target: int | None, processes: Processes, result: dict[str, Any], end: float) -> int | None:
+    """Have so much host memory free, where the machine gives it; return what can be had."""
+    seconds = end - time.monotonic()
+    if target is None or host_memory.free_bytes() >= _HOST_SHRUNK * target or seconds <= 0:
+        return target
+    grown, why = processes.run(worker.grow_host, target, seconds)
+    result["host_grown"].append(grown or why)
+    return None if grown is None else min(target, int(grown["free_after"]))
 
 
 def _not_again(job: Job, runs: Sequence[dict[str, Any]]) -> str | None:
@@ -173,8 +192,8 @@ class Processes:
     Attributes:
         folder: For their files.
         on_gpu: Whether there is a GPU.
-        host_taken: How much less host memory was free while the last one ran than before, at most: page-locked memory
-            and processes of its own included, and whatever else ran on the machine.
+        host_taken: How much more host memory was in use while the last one ran than before, at most: page-locked
+            memory and processes of its own included, and whatever else ran on the machine.
     """
 
     folder: Path
@@ -220,9 +239,11 @@ class Processes:
         end = time.monotonic() + seconds
         reserve = _HOST_RESERVE * host_memory.total_bytes()
         before = least = host_memory.free_bytes()
+        used_before = used = host_memory.total_bytes() - before
         why = None
         while process.is_alive() and why is None:
-            least = min(least, host_memory.free_bytes())
+            free = host_memory.free_bytes()
+            least, used = min(least, free), max(used, host_memory.total_bytes() - free)
             if least < min(reserve, before / 2):
                 why = "HostMemoryFull", f"host memory is full: {least} bytes are left of {before} that were free"
             elif time.monotonic() > end:
@@ -231,7 +252,7 @@ class Processes:
                     os.kill(process.pid, signal.SIGUSR1)  # writes to the log what it hangs in
                 time.sleep(1.0)
             process.join(_POLL)
-        self.host_taken = max(0, before - least)
+        self.host_taken = used - used_before
         return why
 
 

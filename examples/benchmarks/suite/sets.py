@@ -88,9 +88,8 @@ def _paper() -> list[Workload]:
 @cache
 def _small() -> list[Workload]:
     """1.5B and 3B, where all rivals fit; clipping on and off."""
-    windows = ((1, 1), (2, 1), (4, 1))
-    clipped = [_lm(f"{shape}-8k", shape, 8, windows=windows) for shape in ("qwen2.5-1.5b", "qwen2.5-3b")]
-    return [*clipped, *(replace(_unclipped(workload), windows=()) for workload in clipped)]
+    clipped = [_lm(f"{shape}-8k", shape, 8) for shape in ("qwen2.5-1.5b", "qwen2.5-3b")]
+    return [*clipped, *(_unclipped(workload) for workload in clipped)]
 
 
 def _capped(shape: str, gigabytes: int, thousands: int) -> Workload:

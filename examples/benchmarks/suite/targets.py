@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from suite.results import Entry, find
 
-OURS, CEILING = "superpipeline", "device"
+CEILING, OURS, LEAST = "device", "superpipeline", "superpipeline-least"
+_ALL_OF_OURS = (OURS, "superpipeline-recompute", LEAST)
 _RIVALS = ("deepspeed-zero3", "fsdp2")
 _NOT_MEASURED = "not measured", "-"
 
@@ -42,7 +43,7 @@ def _pairs(found: Found) -> Iterator[tuple[Entry, Entry]]:
     """Ours beside plain Lightning, where both trained the same large steps and torch counted their memory."""
     for of_workload in found.values():
         for plain in find(of_workload, CEILING):
-            for ours in find(of_workload, OURS):
+            for ours in find(of_workload, *_ALL_OF_OURS):
                 counted = ours.device_bytes is not None and plain.device_bytes is not None
                 if counted and ours.samples == plain.samples and _trains_tokens(ours) and ours.items >= 8192:
                     yield ours, plain
@@ -71,7 +72,7 @@ def _best_saving(found: Found, least: float) -> tuple[str, str]:
 
 
 def _smallest(found: Found, least: float) -> tuple[str, str]:
-    pairs = [pair for pair in _pairs(found) if pair[0].window == (1, 1)]
+    pairs = [pair for pair in _pairs(found) if pair[0].window == (1, 1) or pair[0].system == LEAST]
     if not pairs:
         return _NOT_MEASURED
     ours, plain = max(pairs, key=lambda pair: _saving(*pair))
@@ -84,7 +85,7 @@ def _against(found: Found, rival: str) -> tuple[str, str]:
         if not name.startswith(("qwen2.5-1.5b", "qwen2.5-3b")) or name.endswith("noclip"):
             continue
         for theirs in find(of_workload, rival):
-            for ours in find(of_workload, OURS):
+            for ours in find(of_workload, *_ALL_OF_OURS):
                 if ours.samples == theirs.samples:
                     ratio, less = ours.items_per_second / theirs.items_per_second, _takes_less(ours, theirs)
                     told.append(f"{ratio:.2f}x, {'less' if less else 'not less'} memory ({name}: {ours.title})")
@@ -116,7 +117,7 @@ def _largest_batches(found: Found) -> tuple[str, str]:
     told, met = [], []
     for name, of_workload in found.items():
         description = of_workload[0].description
-        plain, ours = find(of_workload, CEILING), find(of_workload, OURS)
+        plain, ours = find(of_workload, CEILING), find(of_workload, *_ALL_OF_OURS)
         if not description.get("ladder") or description["device_limit"] is None or not plain or not ours:
             continue
         largest = max(plain, key=lambda entry: entry.samples)

@@ -102,6 +102,18 @@ def prepare(names: Sequence[str], path: Path, log: Path) -> None:
         path.write_text(json.dumps(result), encoding="utf-8")
 
 
+def grow_host(nbytes: int, path: Path, log: Path) -> None:
+    """Make the machine have the memory that it can have (see `host_memory`), and write how that went.
+
+    Args:
+        nbytes: How much that is.
+        path: File to write.
+        log: File for what is printed.
+    """
+    _begin(log)
+    path.write_text(json.dumps(host_memory.grow(nbytes)), encoding="utf-8")
+
+
 def measure(job: Job) -> dict[str, Any]:
     """Measure in this process.
 

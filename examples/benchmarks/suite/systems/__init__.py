@@ -7,7 +7,7 @@ from suite.systems.device import Device
 from suite.systems.diffusers import Diffusers
 from suite.systems.fsdp2 import FSDP2
 from suite.systems.paper import Paper
-from suite.systems.superpipeline import Superpipeline
+from suite.systems.superpipeline import Superpipeline, SuperpipelineLeast, SuperpipelineRecompute
 from suite.systems.torchao import TorchAO
 from suite.workloads import Window
 
@@ -16,6 +16,8 @@ SYSTEMS: dict[str, type[System]] = {
     for system in (
         Device,
         Superpipeline,
+        SuperpipelineRecompute,
+        SuperpipelineLeast,
         Paper,
         DeepSpeedZeRO2,
         DeepSpeedZeRO3,

@@ -1,4 +1,8 @@
-"""This package's strategy: as a user names it, or with given k and k_prime."""
+"""This package's strategy: as a user names it, with given k and k_prime, and as users ask for less device memory.
+
+Left to itself it takes what device memory there is, if only for activations that would otherwise be computed again. How
+little it can do with shows where activations are.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,10 @@ from typing_extensions import override
 import sp_lightning
 from sp_lightning.monitor.metrics import PREFIX, device_memory, timed_metrics
 from sp_lightning.pipeline import Pipeline, Recording
+from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.timeline import break_down
 from suite.systems.base import System
-from suite.workloads import Window, Workload
+from suite.workloads import Kind, Window, Workload
 
 
 class Superpipeline(System):
@@ -22,6 +27,7 @@ class Superpipeline(System):
     name = "superpipeline"
     title = "superpipeline"
     takes_windows = True
+    activations: ClassVar[ActivationPolicy] = "auto"
     observed_steps: ClassVar[int] = 2  # one that is left out, as in the callback's own recordings, and one that counts
 
     def __init__(self, window: Window | None = None) -> None:
@@ -30,12 +36,12 @@ class Superpipeline(System):
 
     @override
     def checkpoints_blocks(self, workload: Workload) -> bool:
-        return False  # activations="auto" recomputes what does not fit, unit by unit
+        return False  # the strategy recomputes, unit by unit
 
     @override
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
         k, k_prime = self.window or ("auto", "auto")
-        strategy = sp_lightning.SuperpipelineStrategy(k=k, k_prime=k_prime)
+        strategy = sp_lightning.SuperpipelineStrategy(k=k, k_prime=k_prime, activations=self.activations)
         return {"strategy": strategy, "precision": workload.precision, "callbacks": [self._observer]}
 
     @override
@@ -45,6 +51,26 @@ class Superpipeline(System):
     @override
     def facts(self) -> dict[str, Any]:
         return self._observer.facts
+
+
+class SuperpipelineRecompute(Superpipeline):
+    """`Trainer(strategy="superpipeline_recompute")`."""
+
+    name = "superpipeline-recompute"
+    title = "superpipeline_recompute"
+    kinds: ClassVar[frozenset[Kind]] = frozenset({"train"})
+    takes_windows = False
+    activations = "recompute"
+
+
+class SuperpipelineLeast(SuperpipelineRecompute):
+    """The same with one unit on the device at a time: as little device memory as there can be."""
+
+    name = "superpipeline-least"
+    title = "superpipeline_recompute, k=1"
+
+    def __init__(self, window: Window | None = None) -> None:
+        super().__init__(window or (1, 1))
 
 
 class _Observer(L.Callback):
