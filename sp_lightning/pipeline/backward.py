@@ -146,6 +146,12 @@ class BackwardPass:
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 
+    def go_through(self, graph: Graph) -> None:
+        """Backward runs a node of a graph that no unit was called for."""
+        with self._at_work:
+            self.note()
+            self._graphs.add(graph)
+
     def is_uncompiled(self, member: Member) -> bool:
         """Whether backward runs through a graph in which the member's calls were not compiled."""
         return any(member in graph.uncompiled for graph in self._graphs)

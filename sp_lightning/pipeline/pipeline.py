@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
@@ -44,7 +44,14 @@ from sp_lightning.pipeline.guard import (
     stop_watching_functions,
     watch_functions,
 )
-from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
+from sp_lightning.pipeline.hooks import (
+    before_backward,
+    hold_while_needed,
+    install_gate,
+    remove_gate,
+    replace_tensors,
+    tensors_in,
+)
 from sp_lightning.pipeline.host import as_bytes
 from sp_lightning.pipeline.lowering import LoweringSpy, known_to_be_lowered
 from sp_lightning.pipeline.meter import Meter
@@ -432,6 +439,7 @@ class Pipeline:
         for twin in self._plan.twins.values():
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
                 twin.gradient_hook.remove()
+            twin.refuse_gradients()
         self._returns.close()
         self._guard.disarm()
         self._backend.drain()
@@ -783,7 +791,9 @@ class Pipeline:
         if any(storage_key(tensor) in self._plan.twins for tensor in tensors):
             output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._plan.twins else t)
             tensors = tensors_in(output)
-        if member.index >= 0 and torch.is_grad_enabled():
+        if member.index < 0:
+            self.used({place.weight for place in member.places})
+        elif torch.is_grad_enabled():
             watched = [tensor for tensor in tensors if tensor.requires_grad]
             if watched:
                 graph = self._graphs.watch_current()
@@ -821,6 +831,11 @@ class Pipeline:
         if bundle is not None:
             self._offloader.reach(bundle)
 
+    def _reach_leaf(self, plan: Arrangement, graph: Graph) -> None:
+        """Backward is about to add up the gradient of a weight, in a graph that no unit was called for."""
+        if plan is self._plan:
+            self._backward.go_through(graph)
+
     def _end_backward(self) -> None:
         self._backend.trace.end()
         self._activations.end_backward()
@@ -848,6 +863,15 @@ class Pipeline:
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 self._follow_requires_grad(twin)
             return twin.parameter
+
+    def used(self, weights: Iterable[Weight]) -> None:
+        """Weights were used that no unit's call watches: a graph that needs them waits for its backward, too."""
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        graph, plan = self._graphs.watch_current(), self._plan
+        for weight in weights:
+            if weight.twin.parameter.requires_grad:
+                hold_while_needed(weight.twin.parameter, graph, lambda graph: self._reach_leaf(plan, graph))
 
     def touched(self, weight: Weight) -> None:
         """Somebody outside of the engine looks at a master: its step must be done."""
