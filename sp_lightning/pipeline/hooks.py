@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline._private import explain_graph_break
@@ -107,6 +108,13 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
                 return _as_plain(self, lambda: self.__deepcopy__(memo))
 
             methods["__deepcopy__"] = __deepcopy__
+        if issubclass(plain, GraphModule):
+
+            def recompile(self: Any) -> Any:
+                """It writes methods into the class, which this module has for itself."""
+                return _as_plain(self, lambda: self.recompile())
+
+            methods["recompile"] = recompile
         with _without_telling(plain):
             gate: type[nn.Module] = types.new_class(
                 plain.__name__, (plain,), exec_body=lambda body: body.update(methods)

@@ -311,6 +311,22 @@ def test_a_registry_of_subclasses_does_not_see_gates(gated: Gated) -> None:
     assert gated.keeper.calls == ["unit"]
 
 
+def test_a_graph_module_may_be_recompiled(gated: Gated) -> None:
+    """It writes `__call__` into its class, as torchvision's feature extractors do whenever they change their mode."""
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    gate = gated(traced)
+    for node in gate.graph.nodes:
+        if node.op == "output":
+            node.args = (node.args[0].args[0],)  # without the ReLU
+    gate.recompile()
+    x = torch.ones(1, 2)
+    assert torch.equal(gate(x), gate.get_submodule("0")(x))
+    assert gated.keeper.calls == ["unit"]
+    gated.remove()
+    assert torch.equal(gate(x), gate.get_submodule("0")(x))
+    assert gated.keeper.calls == ["unit"]
+
+
 # -------------------------------------------------------------------------------------------------------------- outputs
 
 Pair = namedtuple("Pair", "left right")
