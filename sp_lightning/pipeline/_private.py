@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -141,6 +143,43 @@ def scope_that_ends_before_backward() -> str | None:
 def is_tracing() -> bool:
     """Whether `torch.jit.trace` is recording."""
     return bool(torch._C._is_tracing())
+
+
+def arrives_whole(func: Any, device_type: str) -> bool:
+    """Whether a `TorchDispatchMode` gets an operation before it is taken apart, and autocast is to see its parts.
+
+    Only in inference mode, without autograd, which takes operations apart. Autocast has followed its rule for an
+    operation before a mode gets it, and leaves its parts alone; but it has none for `einsum` or `lstm`. Nor does it do
+    anything about `out=`.
+    """
+    return (
+        torch.is_inference_mode_enabled()
+        and isinstance(func, OpOverload)
+        and not func._schema.is_mutable
+        and _has_kernel(func, "CompositeImplicitAutograd")
+        and not _has_kernel(func, _AUTOCAST.get(device_type, f"Autocast{device_type.upper()}"))
+    )
+
+
+_AUTOCAST = {torch._C._get_privateuse1_backend_name(): "AutocastPrivateUse1"}
+
+
+def _has_kernel(func: OpOverload, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)  # type: ignore[no-untyped-call]
+
+
+def take_apart(func: OpOverload, args: Any, kwargs: Any, mode: TorchDispatchMode) -> Any:
+    """Run an operation by its parts, as autograd would have it, and have the mode that got it get them.
+
+    Torch switches autocast off for as long as a mode handles an operation; here it is as it was before.
+    `OpOverload.decompose` takes decompositions in Python where there are some, which round differently.
+    """
+    with torch._C._RestorePythonTLSSnapshot(), torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
+        TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
+        try:
+            return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        finally:
+            TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

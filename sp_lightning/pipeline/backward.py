@@ -88,6 +88,7 @@ class BackwardPass:
         running: Whether a pass is open.
         task: Autograd's number of the pass.
         in_use: Groups of the unit that backward reached last, and of those around it.
+        closed: Whether another arrangement has taken over: what the graphs of this one announce is of no use.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class BackwardPass:
         on_end: Callable[[], None],
     ) -> None:
         self.running = False
+        self.closed = False
         self.task = -1
         self._window = window
         self._schedule = schedule
@@ -156,6 +158,12 @@ class BackwardPass:
                 swap_in(other, self._prepare)
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
+
+    def go_through(self, graph: Graph) -> None:
+        """Backward runs a node of a graph that no unit was called for."""
+        with self._at_work:
+            self.note()
+            self._graphs.add(graph)
 
     def is_uncompiled(self, member: Member) -> bool:
         """Whether backward runs through a graph in which the member's calls were not compiled."""

@@ -94,7 +94,6 @@ class Calls:
         self._at_work = at_work
         self._in_step = in_step
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
-        self._closed = False
 
     def run(
         self,
@@ -138,10 +137,6 @@ class Calls:
             member.held.clear()
             swap_out(member)
         self._inside.clear()
-
-    def close(self) -> None:
-        """Another arrangement takes over: what is announced of graphs that were built in this one is of no use."""
-        self._closed = True
 
     # --------------------------------------------------------------------------------------------------------- a call
 
@@ -278,7 +273,9 @@ class Calls:
         if any(storage_key(tensor) in self._plan.twins for tensor in tensors):
             output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._plan.twins else t)
             tensors = tensors_in(output)
-        if member.index >= 0 and torch.is_grad_enabled():
+        if member.index < 0:
+            self._outside.used({place.weight for place in member.places})
+        elif torch.is_grad_enabled():
             watched = [tensor for tensor in tensors if tensor.requires_grad]
             if watched:
                 graph = self._graphs.watch_current()
@@ -293,7 +290,7 @@ class Calls:
         self, member: Member, graph: Graph, groups: list[Group], around: list[Group], bundle: Bundle | None
     ) -> None:
         """Backward is about to run the nodes of a member's call."""
-        if self._closed:
+        if self._backward.closed:
             return  # unpacking will say so if it matters
         if torch.is_grad_enabled() and not self._in_step():
             raise RuntimeError(

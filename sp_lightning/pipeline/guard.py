@@ -67,6 +67,9 @@ class Owner(Protocol):
     def serve(self, weight: Weight) -> nn.Parameter:
         """The weight on the device, for an operation outside of its unit."""
 
+    def used(self, weights: Iterable[Weight]) -> None:
+        """An operation outside of their units was done with weights on the device."""
+
     def note_write(self, weight: Weight) -> None:
         """The master may be written to now."""
 
@@ -139,14 +142,18 @@ class Guard:
         with without_torch_function():
             new_args = _replace(args, substitute)
             new_kwargs = {key: _replace(value, substitute) for key, value in kwargs.items()}
-        return func(*new_args, **new_kwargs)
+        result = func(*new_args, **new_kwargs)
+        self.owner.used([_weight_of(master) for master in _masters_in((args, kwargs))])
+        return result
 
     def _read_property(self, func: Any, args: tuple[Any, ...]) -> Any:
         name = getattr(func.__self__, "__name__", "")
         if name in _DEVICE_PROPERTIES:
             return self._ask_the_device(func, args)
         if name in _COMPUTED_PROPERTIES:
-            return func(self.owner.serve(_weight_of(args[0])))
+            result = func(self.owner.serve(_weight_of(args[0])))
+            self.owner.used([_weight_of(args[0])])
+            return result
         return self._on_the_host(func, args, {}, writes=name == "data")
 
     def _ask_the_device(self, func: Any, args: tuple[Any, ...]) -> Any:

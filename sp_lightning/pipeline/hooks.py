@@ -19,13 +19,18 @@ import dataclasses
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline._private import explain_graph_break
 from sp_lightning.pipeline.units import Member
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.backward import Graph
 
 
 class Gatekeeper(Protocol):
@@ -35,7 +40,8 @@ class Gatekeeper(Protocol):
         """Run a module's call with its weights on the device."""
 
 
-_WATCHED_AT = "superpipeline"  # the key in a node's metadata
+_WATCHED_AT = "superpipeline"  # keys in a node's metadata
+_NEEDED_BY = "superpipeline leaf"
 
 _gates: dict[int, tuple[Gatekeeper, Member]] = {}
 _gate_classes: dict[type, type] = {}
@@ -102,6 +108,13 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
                 return _as_plain(self, lambda: self.__deepcopy__(memo))
 
             methods["__deepcopy__"] = __deepcopy__
+        if issubclass(plain, GraphModule):
+
+            def recompile(self: Any) -> Any:
+                """It writes methods into the class, which this module has for itself."""
+                return _as_plain(self, lambda: self.recompile())
+
+            methods["recompile"] = recompile
         with _without_telling(plain):
             gate: type[nn.Module] = types.new_class(
                 plain.__name__, (plain,), exec_body=lambda body: body.update(methods)
@@ -188,3 +201,29 @@ def before_backward(outputs: list[Tensor], action: Callable[[], None], since: in
         metadata: Any = node.metadata  # a dict, whatever torch's annotation says
         if metadata.setdefault(_WATCHED_AT, now) >= since:
             node.register_prehook(run)
+
+
+def hold_while_needed(leaf: nn.Parameter, graph: Graph, reached: Callable[[Graph], None]) -> None:
+    """Keep `graph` alive for as long as any graph waits to give this leaf its gradient, and not at all if none does.
+
+    A leaf does not hold the node that adds up its gradient; graphs that were built on it do.
+
+    Args:
+        leaf: A leaf that requires a gradient.
+        graph: What to keep.
+        reached: Called with it when backward comes to the leaf.
+    """
+    node = get_gradient_edge(leaf).node
+    metadata: Any = node.metadata
+    if _NEEDED_BY not in metadata:
+        held: list[Graph] = []
+        metadata[_NEEDED_BY] = held
+
+        def run(_: Any) -> None:
+            for each in held:
+                reached(each)
+
+        node.register_prehook(run)
+    graphs = metadata[_NEEDED_BY]
+    if graph not in graphs:  # who keeps a loss keeps the node from one step to the next, for several graphs
+        graphs[:] = [*(other for other in graphs if not other.done), graph]

@@ -7,14 +7,17 @@ once, so that this step is right, and for good in the next arrangement.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor, nn
 
+from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.arrangement import Arrangement, Learned
-from sp_lightning.pipeline.backward import BackwardPass
+from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
 from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import EngineAtWork, Guard
+from sp_lightning.pipeline.hooks import hold_while_needed
 from sp_lightning.pipeline.overlap import Overlap
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer import Backend
@@ -31,7 +34,8 @@ class OutsideUse:
         window: Brings groups to the device.
         returns: Has the gradients.
         overlap: Has the optimizer's steps that are under way.
-        backward: Tells which units backward is in.
+        backward: Follows backward passes.
+        graphs: The graphs that are built.
         backend: Tells the device.
         stats: Counters.
         at_work: Entered around what is done here.
@@ -51,6 +55,7 @@ class OutsideUse:
         returns: GradientReturn,
         overlap: Overlap,
         backward: BackwardPass,
+        graphs: Graphs,
         backend: Backend,
         stats: Stats,
         at_work: EngineAtWork,
@@ -63,6 +68,7 @@ class OutsideUse:
         self._returns = returns
         self._overlap = overlap
         self._backward = backward
+        self._graphs = graphs
         self._stats = stats
         self._at_work = at_work
         self._settle = settle
@@ -86,6 +92,20 @@ class OutsideUse:
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 self._returns.follow_requires_grad(twin)
             return twin.parameter
+
+    def used(self, weights: Iterable[Weight]) -> None:
+        """Weights were used that no unit's call watches: a graph that needs them waits for its backward, too."""
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        graph = self._graphs.watch_current()
+        for weight in weights:
+            if weight.twin.parameter.requires_grad:
+                hold_while_needed(weight.twin.parameter, graph, self._reach_leaf)
+
+    def _reach_leaf(self, graph: Graph) -> None:
+        """Backward is about to add up the gradient of a weight, in a graph that no unit was called for."""
+        if not self._backward.closed:
+            self._backward.go_through(graph)
 
     def touched(self, weight: Weight) -> None:
         """Somebody outside of the engine looks at a master: its step must be done."""

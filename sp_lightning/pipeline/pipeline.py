@@ -394,6 +394,7 @@ class Pipeline:
             returns=self._returns,
             overlap=self._overlap,
             backward=self._backward,
+            graphs=self._graphs,
             backend=self._backend,
             stats=self.stats,
             at_work=self._at_work,
@@ -443,7 +444,7 @@ class Pipeline:
 
     def _dismantle(self) -> None:
         """Take the arrangement off the module; masters keep their identity, their values and their memory."""
-        self._calls.close()
+        self._backward.closed = True
         self._overlap.put_back()
         self._overlap.settle()
         for member in self._plan.members:
@@ -451,6 +452,7 @@ class Pipeline:
         for twin in self._plan.twins.values():
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
                 twin.gradient_hook.remove()
+            twin.refuse_gradients()
         self._returns.close()
         self._guard.disarm()
         self._backend.drain()

@@ -27,7 +27,7 @@ from sp_lightning.pipeline._private import (
 from sp_lightning.pipeline.memory import Offloaded
 from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.offload import Offloader
-from sp_lightning.pipeline.weights import Twin
+from sp_lightning.pipeline.weights import Twin, built_before
 
 
 class _Handle:
@@ -188,10 +188,7 @@ class SavedTensors:
             return self._offloader.unpack(packed)
         twin = packed.twin
         if self.twins.get(twin.key) is not twin:
-            raise RuntimeError(
-                f"backward needs weight {twin.weight.name!r} of a graph that was built before superpipeline arranged "
-                "its memory anew (after a first step, or in `rebuild()`). Call backward in the step of its forward."
-            )
+            raise built_before(twin.weight.name)
         with without_torch_function():
             if twin.version() != packed.version:
                 raise RuntimeError(_changed_in_place(f"weight {twin.weight.name!r}"))

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from sp_lightning.pipeline.units import Unit
 
 
+def built_before(name: str) -> RuntimeError:
+    """What is raised where backward comes to a weight that lies elsewhere by now."""
+    return RuntimeError(
+        f"backward needs weight {name!r} of a graph that was built before superpipeline arranged its memory anew "
+        "(after a first step, or in `rebuild()`). Call backward in the step of its forward."
+    )
+
+
 class Twin:
     """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away.
 
@@ -57,6 +65,16 @@ class Twin:
         Saved-tensor hooks switch autograd's own check off, so saved weights are checked against this.
         """
         return self.weight.master._version + self.parameter._version - self._write_backs
+
+    def refuse_gradients(self) -> None:
+        """Units were arranged anew: a gradient that came here would be lost."""
+        name = self.weight.name
+
+        def refuse(_: Tensor) -> None:
+            raise built_before(name)
+
+        if self.parameter.requires_grad:
+            self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # before the gradient is added, which would say that shapes differ
 
     @property
     def changed_in_place(self) -> bool:

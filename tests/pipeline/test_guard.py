@@ -7,7 +7,7 @@ import io
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -38,6 +38,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.served: list[str] = []
+        self.in_use: list[str] = []
         self.written: list[str] = []
         self.asked_for_leaves: list[str] = []
         self.looked_at: list[str] = []
@@ -55,6 +56,9 @@ class Owner:
     def serve(self, weight: Weight) -> nn.Parameter:
         self.served.append(weight.name)
         return weight.twin.parameter
+
+    def used(self, weights: Iterable[Weight]) -> None:
+        self.in_use += [weight.name for weight in weights]
 
     def note_write(self, weight: Weight) -> None:
         self.written.append(weight.name)
@@ -146,6 +150,7 @@ def test_computing_goes_to_the_device(scene: Scene, work: Callable[[Scene], Any]
     """In whatever argument the master is: the values are the twin's."""
     result = work(scene)
     assert scene.owner.served
+    assert set(scene.owner.in_use) == set(scene.owner.served)
     assert scene.owner.written == []
     scene.guard.disarm()
     masters = scene.w, scene.b

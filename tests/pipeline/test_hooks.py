@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from sp_lightning.pipeline.hooks import before_backward, install_gate, remove_gate, replace_tensors, tensors_in
+from sp_lightning.pipeline.hooks import (
+    before_backward,
+    hold_while_needed,
+    install_gate,
+    remove_gate,
+    replace_tensors,
+    tensors_in,
+)
 from sp_lightning.pipeline.units import Member
 
 
@@ -303,6 +311,22 @@ def test_a_registry_of_subclasses_does_not_see_gates(gated: Gated) -> None:
     assert gated.keeper.calls == ["unit"]
 
 
+def test_a_graph_module_may_be_recompiled(gated: Gated) -> None:
+    """It writes `__call__` into its class, as torchvision's feature extractors do whenever they change their mode."""
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    gate = gated(traced)
+    for node in gate.graph.nodes:
+        if node.op == "output":
+            node.args = (node.args[0].args[0],)  # without the ReLU
+    gate.recompile()
+    x = torch.ones(1, 2)
+    assert torch.equal(gate(x), gate.get_submodule("0")(x))
+    assert gated.keeper.calls == ["unit"]
+    gated.remove()
+    assert torch.equal(gate(x), gate.get_submodule("0")(x))
+    assert gated.keeper.calls == ["unit"]
+
+
 # -------------------------------------------------------------------------------------------------------------- outputs
 
 Pair = namedtuple("Pair", "left right")
@@ -414,3 +438,46 @@ def test_a_node_belongs_to_the_call_that_made_it() -> None:
     before_backward([y], lambda: order.append("hands through"), since=3, now=3)
     y.sum().backward()
     assert order == ["inner", "around"]
+
+
+class Held:
+    """What a graph is to `hold_while_needed`."""
+
+    done = False
+
+
+def test_a_graph_is_held_for_as_long_as_the_leaf_is_needed() -> None:
+    leaf, held, reached = nn.Parameter(torch.ones(2)), Held(), []
+    gone = weakref.ref(held)
+    result = leaf + 1
+    hold_while_needed(leaf, held, reached.append)
+    del held
+    assert gone() is not None
+    result.sum().backward()
+    assert reached == [gone()]
+    del result
+    reached.clear()
+    assert gone() is None
+
+
+def test_a_leaf_that_nobody_needs_holds_nothing() -> None:
+    leaf, held = nn.Parameter(torch.ones(2)), Held()
+    gone = weakref.ref(held)
+    hold_while_needed(leaf, held, lambda graph: None)
+    del held
+    assert gone() is None
+
+
+def test_a_leaf_in_several_graphs_holds_those_that_wait() -> None:
+    """Someone who keeps all losses keeps the node, step by step: it must not gather what is done."""
+    leaf, first, second, reached = nn.Parameter(torch.ones(2)), Held(), Held(), []
+    gone = weakref.ref(first)
+    results = [leaf + 1]
+    hold_while_needed(leaf, first, reached.append)
+    first.done = True
+    results.append(leaf + 2)
+    hold_while_needed(leaf, second, reached.append)
+    del first
+    assert gone() is None
+    results[1].sum().backward()
+    assert reached == [second]

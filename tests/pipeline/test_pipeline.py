@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -233,6 +234,88 @@ def test_nothing_is_rearranged_under_a_graph_that_waits() -> None:
         output.sum().backward()
         model(torch.ones(2, 8))
         assert pipeline._plan is not before
+
+
+class Probe(nn.Module):
+    """Frozen layers, called in another order than that of the modules, below weights that no unit's call uses."""
+
+    def __init__(self, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = layers().requires_grad_(False)
+        self.scale = nn.Parameter(torch.linspace(1, 2, 8))
+        self.table = nn.Embedding(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.use = use
+
+    def loss(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.use(self, x).square().sum()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, x: x * model.scale,
+        lambda model, x: x + model.scale,
+        lambda model, x: x @ model.table.weight,
+        lambda model, x: model.norm(x),
+        lambda model, x: model.scale * 2,
+    ],
+)
+def test_a_graph_without_units_is_waited_for(use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """What the forward has shown is taken in before the next one, not before the backward that has a scope of its own.
+
+    The gradient went to a twin that was no more: lost, or an error.
+    """
+
+    def story(model: Probe, scope: Callable[[], Any]) -> list[Tensor]:
+        optimizer, losses = SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            optimizer.zero_grad()
+            with scope():
+                loss = model.loss(torch.full((2, 8), 1.0 + step))
+            with scope():
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    model = Probe(use)
+    expected = story(copy.deepcopy(model), nullcontext)
+    with attached(model) as pipeline:
+        actual = story(model, pipeline.step)
+        assert pipeline.stats.steps == 3
+    assert all(map(torch.equal, expected, actual))
+
+
+def test_a_graph_that_is_kept_after_its_backward_is_not_waited_for() -> None:
+    """Also where weights on their own stay in use from step to step, as somebody keeps all losses."""
+    model = Probe(lambda model, x: x * model.scale)
+    losses = []
+    with attached(model) as pipeline:
+        for _ in range(3):
+            with pipeline.step():
+                losses.append(model.loss(torch.ones(2, 8)))
+            assert pipeline._graphs.waiting()
+            losses[-1].backward(retain_graph=True)
+            assert not pipeline._graphs.waiting()
+        before = pipeline.stats.arrangements
+        pipeline._rearrange = True
+        with pipeline.step():
+            assert pipeline.stats.arrangements == before + 1
+
+
+def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:
+    """Nobody would ever read it."""
+    model = Probe(lambda model, x: x + model.scale)
+    with attached(model) as pipeline:
+        with pipeline.step():
+            loss = model.loss(torch.ones(2, 8))
+        pipeline.rebuild()
+        with pytest.raises(RuntimeError, match=r"weight 'scale' of a graph that was built before"):
+            loss.backward()
 
 
 def test_a_backward_that_failed_holds_no_graph() -> None:

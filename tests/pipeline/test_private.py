@@ -22,11 +22,13 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import _private
 from sp_lightning.pipeline._private import (
     StepCode,
+    arrives_whole,
     explain_graph_break,
     graph_task,
     hide_from_dynamo,
@@ -41,6 +43,7 @@ from sp_lightning.pipeline._private import (
     sees_torch_functions,
     step_is_replaced,
     storage_key,
+    take_apart,
     tensor_hooks,
     top_saved_tensor_hooks,
     users_of_storage,
@@ -487,3 +490,45 @@ def test_tensors_without_values():
     assert product.grad_fn is not None
     assert weight.untyped_storage().nbytes() == 1 << 42
     assert storage_key(weight) == storage_key(weight.T) != storage_key(product)
+
+
+class Parts(TorchDispatchMode):
+    """Takes apart what arrives whole, and writes down what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        if arrives_whole(func, "cpu"):
+            return take_apart(func, args, kwargs or {}, self)
+        return func(*args, **(kwargs or {}))
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "einsum": lambda x: torch.einsum("ab,bc->ac", x, x),
+    "tensordot": lambda x: torch.tensordot(x, x, 1),
+    "gru_cell": nn.GRUCell(8, 8),
+    "linear": nn.Linear(8, 8),
+    "cdist": lambda x: torch.cdist(x, x),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None, :, :4], attn_mask=x),
+    "interpolate": lambda x: nn.functional.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
+    "autocast off": lambda x: torch.autocast("cpu", enabled=False)(torch.einsum)("ab,bc->ac", x, x),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_operations_are_taken_apart_as_without_a_mode(name: str, enabled: bool) -> None:
+    x = torch.randn(8, 8)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        expected = OPERATIONS[name](x)
+        with Parts() as parts:
+            actual = OPERATIONS[name](x)
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual, expected)
+    if name == "einsum":
+        assert parts.seen[0] == "aten.einsum.default"
+        assert ("aten._to_copy.default" in parts.seen) == enabled
+        assert "aten.bmm.default" in parts.seen
