@@ -302,7 +302,7 @@ def test_a_graph_that_is_kept_after_its_backward_is_not_waited_for() -> None:
             losses[-1].backward(retain_graph=True)
             assert not pipeline._graphs.waiting()
         before = pipeline.stats.arrangements
-        pipeline._rearrange = True
+        pipeline._learned.outdated = True
         with pipeline.step():
             assert pipeline.stats.arrangements == before + 1
 
