@@ -233,7 +233,8 @@ if __name__ == "__main__":
 
 @whole_bench
 def test_whatever_happens_to_a_process_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", os.pathsep.join(map(str, [BENCHMARKS, BENCHMARKS.parent, ROOT])))
+    folders = [*map(str, [BENCHMARKS, BENCHMARKS.parent, ROOT]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", os.pathsep.join(folders))
     (tmp_path / "misbehaving.py").write_text(MISBEHAVING, encoding="utf-8")
     call(tmp_path / "misbehaving.py", tmp_path)
     (hung, died, full, result) = json.loads((tmp_path / "told.json").read_text(encoding="utf-8"))

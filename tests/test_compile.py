@@ -335,7 +335,7 @@ def test_one_graph_for_all_alike(way: str, graphs: CompileCounterWithBackend) ->
 
 
 def test_flipping_requires_grad_and_batch_sizes(graphs: CompileCounterWithBackend) -> None:
-    """As many graphs as without streaming: those of torch itself."""
+    """As many graphs as torch needs: in torch 2.11 those of plain blocks do not know that a weight was frozen."""
 
     def story(run: Run) -> None:
         for step in range(6):
@@ -349,7 +349,8 @@ def test_flipping_requires_grad_and_batch_sizes(graphs: CompileCounterWithBacken
             run.model.zero_grad()
 
     plain, streamed = compare("compile=True", lambda: chain(3), story, graphs)
-    assert plain == streamed == 4  # trained and frozen, of one size and of any
+    assert streamed == 4  # trained and frozen, of one size and of any
+    assert plain in (2, 4)
 
 
 def test_each_kind_has_a_limit_of_its_own(graphs: CompileCounterWithBackend) -> None:

@@ -14,7 +14,6 @@ region where autocast is off) stays as it is, and so does one that is cast where
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline._private import arrives_whole, storage_key, take_apart
-from sp_lightning.pipeline.units import Unit
+from sp_lightning.pipeline.units import Unit, forward_of_class
 from sp_lightning.pipeline.weights import Twin, Weight
 
 _LOWERED_LAYERS = (
@@ -46,8 +45,7 @@ def is_lowered_layer(module: nn.Module) -> bool:
     """Whether a module computes with its weights in nothing but an operation that autocast lowers."""
     if isinstance(module, NonDynamicallyQuantizableLinear):  # nn.MultiheadAttention reads its weights, never calls it
         return False
-    forward = inspect.getattr_static(type(module), "forward")
-    return forward in _LOWERED_FORWARDS and "forward" not in vars(module)
+    return forward_of_class(module) in _LOWERED_FORWARDS and "forward" not in vars(module)
 
 
 def known_to_be_lowered(root: nn.Module, units: Iterable[Unit]) -> list[Weight]:

@@ -15,7 +15,6 @@ Parameters that several modules share are found by identity and belong to one pl
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -520,8 +519,15 @@ def _check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
 
 def _is_called(module: nn.Module) -> bool:
     """Whether a module has a forward at all; containers without one are only reached into by their parents."""
-    # static, because a scripted class computes its `forward`
-    return inspect.getattr_static(type(module), "forward") is not nn.Module.forward or "forward" in vars(module)
+    return forward_of_class(module) is not nn.Module.forward or "forward" in vars(module)
+
+
+def forward_of_class(module: nn.Module) -> Any:
+    """A module's `forward` as it stands in its class: a scripted one would compute what it gives.
+
+    Not by `inspect.getattr_static`, which `torch.compile` would trace when it meets the engine in a model.
+    """
+    return next(vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
 
 
 def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
