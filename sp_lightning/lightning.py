@@ -12,7 +12,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
 from lightning.pytorch.plugins.environments import ClusterEnvironment  # type: ignore[attr-defined]
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
@@ -156,3 +156,5 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
 
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)
+# By this class Lightning knows that a module is on one device and in no wrapper, and may be compiled as a whole.
+SingleDeviceStrategy.register(SuperpipelineStrategy)

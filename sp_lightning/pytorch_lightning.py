@@ -12,7 +12,7 @@ from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.plugins import CheckpointIO, Precision, TorchCheckpointIO
 from pytorch_lightning.plugins.environments import ClusterEnvironment  # type: ignore[attr-defined]
-from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
+from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
@@ -156,3 +156,5 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
 
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)
+# By this class Lightning knows that a module is on one device and in no wrapper, and may be compiled as a whole.
+SingleDeviceStrategy.register(SuperpipelineStrategy)

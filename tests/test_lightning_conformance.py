@@ -1,7 +1,8 @@
 """What Lightning's own tests, run with the strategy in place of its default one, have found: one test for each fix.
 
-Of Lightning 2.6.5's tests, those that still fail name `SingleDeviceStrategy`, assign to its attributes, or put a mock
-around a base class's method that we override.
+Of Lightning 2.6.5's tests, those that still fail look for `SingleDeviceStrategy` in a profile, put a mock in place of
+`TorchCheckpointIO.save_checkpoint` or `clip_grad_norm_`, which we do not call, or replace layers by Transformer
+Engine's, which we refuse.
 """
 
 from __future__ import annotations

@@ -394,7 +394,20 @@ def test_configure_model():
     assert_same_training(Configured)
 
 
-def test_wrong_strategy_for_compiled_modules_is_lightnings_message():
-    """Hazard 25: Lightning has a list of strategies that may run a compiled LightningModule. Compile its blocks."""
-    with pytest.raises(RuntimeError, match="compiled model is incompatible with the current strategy"):
-        trainer(streamed()).fit(torch.compile(Base()), loader())
+def test_a_compiled_lightning_module():
+    """Hazard 25: Lightning has a list of strategies that may run one, and ours is a strategy for a single device."""
+
+    class Compiled(Base):
+        def note(self, label, value):  # would be compiled for each step anew
+            pass
+
+    def run(strategy):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        module = Compiled()
+        compiled = torch.compile(module, backend="eager")
+        it = trainer(strategy, max_epochs=1)
+        it.fit(compiled, loader(), loader(2))
+        return [it.callback_metrics, dict(module.named_parameters()), it.predict(compiled, loader(2))]
+
+    torch.testing.assert_close(run(streamed(overlap_optimizer=False)), run(plain()), rtol=0, atol=0)
