@@ -199,6 +199,34 @@ def test_a_fast_path_that_casts_nothing(cache: bool, first: str) -> None:
         pipeline.detach()
 
 
+class AsksForTheDtype(nn.Linear):
+    """As adapters do, and T5: what comes between the cast and the layer depends on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype) * 1.001)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_lowered_weight_says_the_dtype_of_its_master(cache: bool) -> None:
+    def story(model: nn.Module) -> list[Tensor]:
+        result = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                output = model(x)
+            output.float().square().sum().backward()
+            result.append(output.detach())
+        return [*result, *(parameter.grad for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[AsksForTheDtype(8, 8) for _ in range(3)]), torch.randn(4, 8)
+    expected = story(copy.deepcopy(model))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=AsksForTheDtype))
+    actual = story(model)
+    assert [weight.lowered for weight in pipeline._plan.weights] == [True] * 6
+    pipeline.detach()
+    assert all(map(torch.equal, expected, actual))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize(
