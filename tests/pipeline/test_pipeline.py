@@ -340,6 +340,28 @@ def test_data_of_another_shape_is_refused() -> None:
         model(torch.ones(1, 8))
 
 
+class Sparse(nn.Linear):
+    """Saves a sparse tensor for backward, which has no storage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(x.relu().to_sparse(), self.weight).tanh()
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_sparse_activations(activations: Any) -> None:
+    def story(model: nn.Module) -> list[Tensor]:
+        model(torch.eye(8)).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Sparse(8, 8) for _ in range(4)])
+    expected = story(copy.deepcopy(model))
+    with attached(model, units=Sparse, activations=activations, debug=False):
+        actual = story(model)
+    assert len(actual) == len(expected) == 4
+    assert all(map(torch.equal, expected, actual))
+
+
 def test_a_backward_that_failed_holds_no_graph() -> None:
     def fail(_: Tensor) -> None:
         raise InterruptedError
