@@ -7,6 +7,7 @@ twins stand in the module tree in place of the masters, so the graph is built on
 
 from __future__ import annotations
 
+import sys
 import weakref
 from copy import copy
 from typing import TYPE_CHECKING
@@ -34,12 +35,15 @@ def built_before(name: str) -> RuntimeError:
 class LoweredParameter(nn.Parameter):
     """A weight that was lowered on the host, as autocast would lower it for its one use, and nobody should notice.
 
-    Models ask for the dtype before that use: `x.to(self.weight.dtype)`, and then dropout.
+    Models ask for the dtype before that use: `x.to(self.weight.dtype)`, and then dropout. Torch's own code is told the
+    truth: a checkpoint compares what was saved with a copy that is no Parameter.
     """
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The master's."""
+        """The master's, for models."""
+        if not torch.compiler.is_compiling() and sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            return super().dtype
         return torch.float32
 
 
