@@ -177,7 +177,10 @@ class Calls:
             for group in member.held.pop():
                 group.users -= 1
             for place in member.places:
-                if place.weight.twin.changed_in_place:
+                twin = place.weight.twin
+                if replaced := twin.is_replaced:
+                    twin.take_back()
+                if replaced or twin.changed_in_place:
                     self._write_back(place.weight)
             if not member.active and not self._backward.has_reached(member.unit):
                 swap_out(member)

@@ -160,7 +160,8 @@ class UnitCall:
             kept.drop()
 
     def _take_stock(self, tensors: list[Tensor], repeatable: bool) -> Footprint:
-        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage
+        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
         saved = max(0, self._meter.bytes - self._bytes_before - self._held)
         large = sum(nbytes for nbytes in sizes.values() if nbytes >= SMALLEST)
         return Footprint(self._held, saved, min(large, self._held + saved), self._held + saved, repeatable)

@@ -7,6 +7,7 @@ twins stand in the module tree in place of the masters, so the graph is built on
 
 from __future__ import annotations
 
+import sys
 import weakref
 from copy import copy
 from typing import TYPE_CHECKING
@@ -31,6 +32,21 @@ def built_before(name: str) -> RuntimeError:
     )
 
 
+class LoweredParameter(nn.Parameter):
+    """A weight that was lowered on the host, as autocast would lower it for its one use, and nobody should notice.
+
+    Models ask for the dtype before that use: `x.to(self.weight.dtype)`, and then dropout. Torch's own code is told the
+    truth: a checkpoint compares what was saved with a copy that is no Parameter.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The master's, for models."""
+        if not torch.compiler.is_compiling() and sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            return super().dtype
+        return torch.float32
+
+
 class Twin:
     """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away.
 
@@ -46,11 +62,13 @@ class Twin:
         self.group = group
         self.data = data
         with torch.inference_mode(False):
-            self.parameter = nn.Parameter(data, requires_grad=False)
+            kind = LoweredParameter if weight.lowered else nn.Parameter
+            self.parameter = kind(data, requires_grad=False)
         self.key = storage_key(data)
         self.gradient_hook: RemovableHandle | None = None
         self._seen_version = self.parameter._version
         self._write_backs = 0
+        self._replacements = 0
 
     def moved_to(self, group: Group, data: Tensor) -> Twin:
         """The same leaf over other memory: a graph that has the leaf already goes on adding up its gradient there."""
@@ -64,7 +82,7 @@ class Twin:
 
         Saved-tensor hooks switch autograd's own check off, so saved weights are checked against this.
         """
-        return self.weight.master._version + self.parameter._version - self._write_backs
+        return self.weight.master._version + self.parameter._version - self._write_backs + self._replacements
 
     def refuse_gradients(self) -> None:
         """Units were arranged anew: a gradient that came here would be lost."""
@@ -80,6 +98,26 @@ class Twin:
     def changed_in_place(self) -> bool:
         """Whether a forward wrote into the twin (`nn.Embedding(max_norm=...)` does) since it was last written back."""
         return self.parameter._version != self._seen_version
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a forward gave the leaf other memory (`weight.data = ...`)."""
+        return self.parameter.data_ptr() != self.data.data_ptr()
+
+    def take_back(self) -> None:
+        """Put the values that a forward gave the leaf where the weight lies.
+
+        Raises:
+            RuntimeError: They are of another shape.
+        """
+        given, self.parameter.data = self.parameter.data, self.data
+        if given.shape != self.data.shape:
+            raise RuntimeError(
+                f"A forward gave weight {self.weight.name!r} a `.data` of shape {tuple(given.shape)} in place of "
+                f"{tuple(self.data.shape)}. Change the shape of a weight before the training."
+            )
+        self.data.data.copy_(given)  # what was saved since then has memory of its own: no change of version for it
+        self._replacements += 1
 
     def written_back(self) -> None:
         """The master got the change, by one in-place write, which must not count twice."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline._private import storage_key
@@ -197,6 +198,42 @@ def test_a_fast_path_that_casts_nothing(cache: bool, first: str) -> None:
             assert all(map(torch.equal, *results))
     finally:
         pipeline.detach()
+
+
+class AsksForTheDtype(nn.Linear):
+    """As adapters do, and T5: what comes between the cast and the layer depends on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype) * 1.001)
+
+
+class Checkpoints(AsksForTheDtype):
+    """A checkpoint compares what is saved the first time with what is saved the second time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("layer", [AsksForTheDtype, Checkpoints])
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_lowered_weight_says_the_dtype_of_its_master(cache: bool, layer: type[nn.Linear]) -> None:
+    def story(model: nn.Module) -> list[Tensor]:
+        result = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                output = model(x)
+            output.float().square().sum().backward()
+            result.append(output.detach())
+        return [*result, *(parameter.grad for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[layer(8, 8) for _ in range(3)]), torch.randn(4, 8)
+    expected = story(copy.deepcopy(model))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=layer))
+    actual = story(model)
+    assert [weight.lowered for weight in pipeline._plan.weights] == [True] * 6
+    pipeline.detach()
+    assert all(map(torch.equal, expected, actual))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
