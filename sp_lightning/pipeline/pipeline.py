@@ -38,6 +38,7 @@ from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import (
     EngineAtWork,
     Guard,
+    forget_ended_steps,
     guards_resumed,
     guards_suspended,
     resume_all_guards,
@@ -275,6 +276,7 @@ class Pipeline:
         for buffer in self._learned.buffers.values():
             buffer.release()
         move_buffers(self.module, _HOST)
+        forget_ended_steps()
         self._backend.close()
         if failed is not None:
             raise failed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -99,6 +101,33 @@ def test_an_interrupted_optimizer_step_leaves_no_trace(inside: bool) -> None:
     model = layers()
     with attached(model) as pipeline:
         assert all(map(torch.equal, story(model, pipeline.step), expected))
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_interrupted_optimizer_step_holds_no_batch(goes_on: bool) -> None:
+    """The frame that it ran in has the closure, which has the batch, on the device."""
+    model = layers()
+
+    def interrupted(pipeline: Pipeline) -> weakref.ref[Tensor]:
+        batch = torch.ones(1, 8)
+
+        def closure() -> Tensor:
+            with pipeline.step():
+                model(batch)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            SGD(model.parameters(), lr=0.1).step(closure)
+        return weakref.ref(batch)
+
+    with attached(model) as pipeline:
+        batch = interrupted(pipeline)
+        if goes_on:
+            with pipeline.step():
+                gc.collect()
+                assert batch() is None
+    gc.collect()
+    assert batch() is None
 
 
 @pytest.mark.parametrize("where", ["upload", "download"])
