@@ -270,6 +270,7 @@ class Pipeline:
         stop_listening(self.optimizers)
         stop_watching_functions(self)
         self._dismantle()
+        self._plan.give_up_memory()
         for steps in self._known_optimizers.values():
             steps.forget()
         self._offloader.close()
@@ -436,6 +437,7 @@ class Pipeline:
         self._returns.close()
         self._guard.disarm()
         self._backend.drain()
+        self._returns.give_up_memory()
         for group in self._plan.groups:
             group.host.release_copies()
         on_device.move(self._plan.on_device, _HOST, self.optimizers.seen)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -294,3 +295,33 @@ def test_a_choice_that_has_lost_its_effect_is_told_of(activations: Any) -> None:
         with pytest.warns(UserWarning, match=f"`activations='{activations}'` has no effect any more"):
             step()
         assert pipeline.summary().units == 0
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_detach_gives_the_devices_memory_back(graph: bool) -> None:
+    """At once, though the pipeline is still there; unless a graph waits for its backward, which reads weights."""
+    backend = Remembering()
+    model = layers()
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear), backend=backend)
+    model(torch.ones(1, 8)).sum().backward()
+    loss = model(torch.ones(1, 8)).sum() if graph else None
+    before = pipeline.summary()
+    pipeline.detach()
+    assert all(memory.expired() for memory in backend.memory) != graph
+    assert pipeline.summary() == before
+    if loss is not None:
+        loss.backward()
+
+
+class Remembering(RecordingBackend):
+    """Knows what it has given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: list[StorageWeakRef] = []
+
+    def allocate(self, nbytes: int) -> Tensor:
+        memory = super().allocate(nbytes)
+        if nbytes:
+            self.memory.append(StorageWeakRef(memory.untyped_storage()))
+        return memory
