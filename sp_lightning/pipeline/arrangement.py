@@ -181,7 +181,10 @@ class Arrangement:
         return weight.twin
 
     def give_up_memory(self) -> None:
-        """Let go of the device's memory, so that the next arrangement has room; not while a graph holds weights."""
+        """Let go of the device's memory, so that who comes next has room; not while a graph holds weights.
+
+        Else it would be there until Python's collector comes to the reference cycles that this is part of.
+        """
         if any(group.handles for group in self.groups):
             return
         self.arena = self._backend.allocate(0)
@@ -194,7 +197,7 @@ class Arrangement:
 
     def device_bytes(self) -> int:
         """Device memory for weights, and for all that units which live there have."""
-        return self.arena.nbytes + sum(group.nbytes for group in self.groups if group.kept) + self._on_device_bytes()
+        return self._arena_bytes + sum(group.nbytes for group in self.groups if group.kept) + self._on_device_bytes()
 
     def pinnable_bytes(self) -> int | None:
         """How much host memory may be page-locked besides weights and gradients; None for any amount."""
@@ -315,8 +318,8 @@ class Arrangement:
             self.groups[-1].kept = part[0] in self._kept
             progress(sum(group.nbytes for group in self.groups), total)
         streamed = [group for group in self.groups if not group.kept]
-        offsets, arena_bytes = place_in_arena([group.nbytes for group in streamed], self._window)
-        self.arena = self._backend.allocate(arena_bytes)
+        offsets, self._arena_bytes = place_in_arena([group.nbytes for group in streamed], self._window)
+        self.arena = self._backend.allocate(self._arena_bytes)
         for group, offset in zip(streamed, offsets, strict=True):
             group.place = self.arena[offset : offset + group.nbytes]
             group.conflicts = [

@@ -139,6 +139,7 @@ class GradientReturn:
         self._outgrown: list[Home] = []
         self._homes: dict[tuple[Unit, bool], Home] = {}
         self._pieces: list[Piece] = []
+        self._given_up = 0
         self._turn = 0
         together = max((unit.group.units for unit in self._units), default=1)
         self._ring = Ring(backend, pin, slots_in_ring(len(self._units), together))
@@ -396,7 +397,12 @@ class GradientReturn:
 
     def device_bytes(self) -> int:
         """Device memory held for gradients on their way."""
-        return sum(piece.memory.nbytes for piece in self._pieces)
+        return self._given_up + sum(piece.memory.nbytes for piece in self._pieces)
+
+    def give_up_memory(self) -> None:
+        """Let go of the device's memory, when no copy is under way; how much it was is still known."""
+        self._given_up = self.device_bytes()
+        self._pieces.clear()
 
     def host_bytes(self) -> int:
         """Host memory held for gradients."""

@@ -313,11 +313,16 @@ def resume_guards() -> None:
 
 
 def guards_suspended() -> bool:
-    """Whether an optimizer steps now, in this thread; torch does not tell when a step ends with an exception."""
+    """Whether an optimizer steps now, in this thread."""
+    forget_ended_steps()
+    return bool(_stepping) and _stepping[-1][0] == threading.get_ident()
+
+
+def forget_ended_steps() -> None:
+    """Torch does not tell when a step ends with an exception; its frame would hold the closure, and so the batch."""
     thread = threading.get_ident()
     while _stepping and _stepping[-1][0] == thread and not _is_running(_stepping[-1][1]):
         _stepping.pop()
-    return bool(_stepping) and _stepping[-1][0] == thread
 
 
 def _is_running(wanted: FrameType) -> bool:
@@ -335,6 +340,7 @@ def resume_all_guards() -> None:
 @contextmanager
 def guards_resumed() -> Iterator[None]:
     """A closure that an optimizer calls computes again: there masters are guarded as ever."""
+    forget_ended_steps()
     stepping, _stepping[:] = list(_stepping), []
     try:
         yield

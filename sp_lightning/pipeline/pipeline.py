@@ -38,6 +38,7 @@ from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import (
     EngineAtWork,
+    forget_ended_steps,
     guards_resumed,
     guards_suspended,
     resume_all_guards,
@@ -258,12 +259,14 @@ class Pipeline:
         stop_listening(self.optimizers)
         stop_watching_functions(self)
         self._dismantle()
+        self._plan.give_up_memory()
         for steps in self._known_optimizers.values():
             steps.forget()
         self._offloader.close()
         for buffer in self._learned.buffers.values():
             buffer.release()
         move_buffers(self.module, _HOST)
+        forget_ended_steps()
         self._backend.close()
         if failed is not None:
             raise failed
@@ -456,6 +459,7 @@ class Pipeline:
         self._returns.close()
         self._guard.disarm()
         self._backend.drain()
+        self._returns.give_up_memory()
         for group in self._plan.groups:
             group.host.release_copies()
         on_device.move(self._plan.on_device, _HOST, self.optimizers.seen)

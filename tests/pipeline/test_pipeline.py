@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -100,6 +103,33 @@ def test_an_interrupted_optimizer_step_leaves_no_trace(inside: bool) -> None:
     model = layers()
     with attached(model) as pipeline:
         assert all(map(torch.equal, story(model, pipeline.step), expected))
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_interrupted_optimizer_step_holds_no_batch(goes_on: bool) -> None:
+    """The frame that it ran in has the closure, which has the batch, on the device."""
+    model = layers()
+
+    def interrupted(pipeline: Pipeline) -> weakref.ref[Tensor]:
+        batch = torch.ones(1, 8)
+
+        def closure() -> Tensor:
+            with pipeline.step():
+                model(batch)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            SGD(model.parameters(), lr=0.1).step(closure)
+        return weakref.ref(batch)
+
+    with attached(model) as pipeline:
+        batch = interrupted(pipeline)
+        if goes_on:
+            with pipeline.step():
+                gc.collect()
+                assert batch() is None
+    gc.collect()
+    assert batch() is None
 
 
 @pytest.mark.parametrize("where", ["upload", "download"])
@@ -425,3 +455,33 @@ def test_a_choice_that_has_lost_its_effect_is_told_of(activations: Any) -> None:
         with pytest.warns(UserWarning, match=f"`activations='{activations}'` has no effect any more"):
             step()
         assert pipeline.summary().units == 0
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_detach_gives_the_devices_memory_back(graph: bool) -> None:
+    """At once, though the pipeline is still there; unless a graph waits for its backward, which reads weights."""
+    backend = Remembering()
+    model = layers()
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear), backend=backend)
+    model(torch.ones(1, 8)).sum().backward()
+    loss = model(torch.ones(1, 8)).sum() if graph else None
+    before = pipeline.summary()
+    pipeline.detach()
+    assert all(memory.expired() for memory in backend.memory) != graph
+    assert pipeline.summary() == before
+    if loss is not None:
+        loss.backward()
+
+
+class Remembering(RecordingBackend):
+    """Knows what it has given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: list[StorageWeakRef] = []
+
+    def allocate(self, nbytes: int) -> Tensor:
+        memory = super().allocate(nbytes)
+        if nbytes:
+            self.memory.append(StorageWeakRef(memory.untyped_storage()))
+        return memory
