@@ -8,7 +8,7 @@ the rest and nothing else, and is then stepped unit by unit on the thread for wo
 *After backward*, by default: `step()` returns at once, and each unit is sent to the device when it is done. Everything
 that decides about a step (clipping, a loss scaler, a user's hook that looks at gradients) has happened by then.
 *In backward*, where somebody vouches that nothing will (`in_backward`): as soon as all of a group's gradients have
-landed, and no node of the graph holds one of its weights any more.
+landed, and nothing holds one of its weights on the device any more: no node of the graph, no checkpoint.
 Of what can be stepped, that comes first which the next forward will need first. So the units that gave their gradients
 last are stepped first when backward ends, and those that gave them first may still wait while forward has begun.
 
@@ -353,7 +353,7 @@ class Overlap:
         gradients = {w: g for s in shipments for w, g in zip(s.weights, s.arrived, strict=True)}
         if len(gradients) < len(_trainable(group)):
             return
-        if group.handles:
+        if group.handles or any(weight.twin.is_aliased for weight in group.host.weights):
             self._keep(group)
             return
         assert self._now is not None

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from sp_lightning.pipeline.units import Unit
 
 
+_OWN_USERS = 2  # of a twin's memory: its data and its parameter
+
+
 def built_before(name: str) -> RuntimeError:
     """What is raised where backward comes to a weight that lies elsewhere by now."""
     return RuntimeError(
@@ -98,6 +101,11 @@ class Twin:
     def changed_in_place(self) -> bool:
         """Whether a forward wrote into the twin (`nn.Embedding(max_norm=...)` does) since it was last written back."""
         return self.parameter._version != self._seen_version
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether others hold its memory, without a handle: a checkpoint does that until backward has read it."""
+        return users_of_storage(self.data) > _OWN_USERS
 
     @property
     def is_replaced(self) -> bool:

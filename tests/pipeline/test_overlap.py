@@ -951,6 +951,33 @@ def test_what_cannot_be_stepped_in_backward_is_stepped_after_it(why: str, k_prim
         kept_graphs.clear()
 
 
+class Adapted(nn.Module):
+    """A checkpoint inside of a unit, and a weight whose gradient is there before the other weight has been read."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH, requires_grad=not frozen)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: nn.functional.linear(x, self.base) * self.scale, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(("frozen", "steps"), [(True, 3 * 1), (False, 3 * 5)])
+def test_what_a_checkpoint_inside_of_a_unit_still_reads_keeps_its_place(frozen: bool, steps: int, k: int) -> None:
+    """It holds on to weights without a handle: the place of one was free when all trained ones had their gradients."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Adapted(frozen) for _ in range(5)])
+
+    expected = train_in_backward(model := make(), adam(model), None)
+    with attached(model := make(), units=Adapted, k=k) as pipeline:
+        assert same(expected, train_in_backward(model, adam(model), pipeline))
+        assert pipeline.stats.steps_in_backward == steps  # the first unit's frozen weight is not read in backward
+
+
 @pytest.mark.timeout(30)  # slots that are not given back would be waited for, for ever
 @pytest.mark.parametrize("count", [5, 16])
 @pytest.mark.parametrize("why", ["incomplete", "another graph needs weights"])
