@@ -9,8 +9,8 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -288,6 +288,25 @@ def hide_from_dynamo(modules: Iterable[str]) -> None:
 
     for module in modules:
         trace_rules.add(module)
+
+
+def call_before_compiling(action: Callable[[], None]) -> None:
+    """Have something done whenever torch is about to compile, before any code can notice that it does.
+
+    While dynamo compiles, `torch.compiler.is_compiling()` holds in all threads (torch 2.15), and an optimizer that
+    steps in another one then computes in tensors what are numbers else. Dynamo's own callbacks come too late.
+    """
+    session = getattr(torch.compiler, "_compile_session_context", None)
+    if session is None:  # a torch in which it holds only for what is traced
+        return
+
+    @contextmanager
+    def session_after_action() -> Iterator[None]:
+        action()
+        with session():
+            yield
+
+    torch.compiler._compile_session_context = session_after_action
 
 
 def explain_graph_break(function: Callable[..., Any], reason: str) -> None:

@@ -16,15 +16,18 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from sp_lightning.pipeline._private import hide_from_dynamo, without_compile
+from sp_lightning.pipeline._private import call_before_compiling, hide_from_dynamo, without_compile
+from sp_lightning.pipeline.transfer import Backend
 
 _by_kind: dict[Any, Callable[..., Any]] = {}
+_at_work: weakref.WeakSet[Backend] = weakref.WeakSet()
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
@@ -48,6 +51,22 @@ def keep_out_of_graphs() -> None:
     """`torch.compile` of what is around a gate leaves the engine out, but for `_call` below, which is compiled."""
     package = __name__.rpartition(".")[0]
     hide_from_dynamo(name for name in list(sys.modules) if name.startswith(f"{package}.") and name != __name__)
+
+
+def finish_before_compiling(backend: Backend) -> None:
+    """Whatever torch compiles from now on, it does so while nothing is stepped in the backend's thread."""
+    _watch_compiling()
+    _at_work.add(backend)
+
+
+@functools.cache
+def _watch_compiling() -> None:
+    call_before_compiling(_finish_work)
+
+
+def _finish_work() -> None:
+    for backend in list(_at_work):
+        backend.drain()
 
 
 def run_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

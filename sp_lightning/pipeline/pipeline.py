@@ -30,7 +30,7 @@ from sp_lightning.pipeline.auto import AutoPolicy
 from sp_lightning.pipeline.backward import BackwardPass, Graphs
 from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.clipping import Clipping
-from sp_lightning.pipeline.compiled import compiled_call, keep_out_of_graphs
+from sp_lightning.pipeline.compiled import compiled_call, finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.cores import choose_cores
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
@@ -115,6 +115,7 @@ class Pipeline:
         _check_not_attached(module)
         self._backend = backend or _make_backend(self.device, self.options)
         keep_out_of_graphs()
+        finish_before_compiling(self._backend)
         self._learned = Learned()
         self._planner = planner
         self._at_work = EngineAtWork()

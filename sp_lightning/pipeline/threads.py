@@ -169,6 +169,8 @@ class Worker:
 
     def drain(self) -> None:
         """Block until every job is done."""
+        if threading.current_thread() is self._thread:  # a job that compiles: it cannot wait for itself
+            return
         with self._changed:
             unfinished = list(self._unfinished)
         for ticket in unfinished:

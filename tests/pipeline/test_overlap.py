@@ -338,6 +338,29 @@ def test_settling_waits_for_all() -> None:
         assert same(expected, everything(model, optimizer))
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "_compile_session_context"), reason="this torch compiles unnoticed by other threads"
+)
+def test_a_step_is_finished_before_anything_is_compiled() -> None:
+    """Optimizers ask torch whether it compiles, which holds for all threads, and round otherwise if it does."""
+    finished = []
+
+    with attached(model := chain()) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            finished.append(pipeline._overlap.settled)
+            return graph.forward
+
+        with held_up(pipeline) as gate:
+            plain_step(model, optimizer)
+            assert not pipeline._overlap.settled
+            open_soon(gate)
+            torch.compile(lambda x: x.sin(), backend=backend)(X)
+    assert finished == [True]
+
+
 def test_detaching_finishes_the_step() -> None:
     expected = train(adam, autocast_step, steps=2)
     model = chain()

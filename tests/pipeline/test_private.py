@@ -29,6 +29,7 @@ from sp_lightning.pipeline import _private
 from sp_lightning.pipeline._private import (
     StepCode,
     arrives_whole,
+    call_before_compiling,
     explain_graph_break,
     graph_task,
     hide_from_dynamo,
@@ -462,6 +463,23 @@ def test_dynamo_leaves_hidden_code_alone(tmp_path: Path, monkeypatch: pytest.Mon
         assert torch.equal(compiled(torch.zeros(1)), torch.ones(1).sin() * 2)
         assert seen == graphs
     torch._dynamo.reset()
+
+
+def test_something_is_done_before_torch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When nobody can notice yet that it does, as somebody can in the middle of it."""
+    session = getattr(torch.compiler, "_compile_session_context", None)
+    monkeypatch.setattr(torch.compiler, "_compile_session_context", session, raising=False)  # undone at the end
+    seen: list[bool] = []
+    call_before_compiling(lambda: seen.append(torch.compiler.is_compiling()))
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(torch.compiler.is_compiling())
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.zeros(1))
+    torch._dynamo.reset()
+    assert seen == ([False] if session is None else [False, True])
 
 
 def test_a_graph_break_is_explained() -> None:
