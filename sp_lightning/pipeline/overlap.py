@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -160,6 +161,7 @@ class Overlap:
         self._under_way: list[Group] = []
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._to_step: dict[Group, list[_Share]] = {}
+        self._had_state: set[int] = set()
         self._now: _InBackward | None = None
         self._shipped: dict[Group, list[Shipment]] = {}
         self._stepped: set[Weight] = set()
@@ -178,6 +180,7 @@ class Overlap:
             self.settle()
             self._returns.show_all()
             return
+        self._had_state = set(map(id, optimizer.state))
         for group in optimizer.param_groups:
             weights = [self._weights[id(p)] for p in group["params"] if id(p) in self._weights]
             ours = [weight for weight in weights if self._may_step(weight)]
@@ -198,6 +201,7 @@ class Overlap:
         for group in sorted(self._to_step, key=lambda group: (not group.resident, group.index)):
             shares = self._to_step[group]
             self._step(group, shares, [t for share in shares for t in self._returns.on_its_way([*share.gradients])])
+        begun = set()
         for group, shares in self._to_step.items():
             for share in shares:
                 # state that is made in a first step depends on settings of the process, as torch's default dtype
@@ -205,7 +209,17 @@ class Overlap:
                 self._known[share.optimizer].begun.update(id(weight.master) for weight in share.gradients)
                 if begins or not self._overlaps or any(map(self._is_aliased, share.gradients)):
                     self.finish_step(group)
+                if begins:
+                    begun.add(share.optimizer)
         self._to_step.clear()
+        for optimizer in begun:
+            self._put_new_state_in_order(optimizer)
+
+    def _put_new_state_in_order(self, optimizer: Optimizer) -> None:
+        """In that of parameters, as torch's own code makes it, and not in that in which units were stepped."""
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if id(parameter) not in self._had_state and parameter in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(parameter)
 
     def _has_begun(self, optimizer: Optimizer, weights: Iterable[Weight]) -> bool:
         known = self._known.get(optimizer)

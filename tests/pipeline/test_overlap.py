@@ -74,7 +74,8 @@ def everything(model: nn.Module, *optimizers: Optimizer) -> list[Any]:
     seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     for optimizer in optimizers:
         states = copy.deepcopy(optimizer.state_dict())["state"]
-        seen += [states[number][key] for number in sorted(states) for key in sorted(states[number])]
+        seen += list(states)  # in their order
+        seen += [states[number][key] for number in states for key in sorted(states[number])]
     return seen
 
 
@@ -336,6 +337,22 @@ def test_settling_waits_for_all() -> None:
             pipeline.settle()
         assert {type(layer.weight) for layer in model} == {nn.Parameter}
         assert same(expected, everything(model, optimizer))
+
+
+def test_state_is_in_the_order_in_which_torch_makes_it() -> None:
+    """Of parameters, step by step; units are stepped in another one, resident weights first."""
+
+    def story(model: nn.Module) -> list[int]:
+        optimizer = adam(model)
+        for trained in (False, True):
+            model[1].requires_grad_(trained)
+            plain_step(model, optimizer)
+        return list(optimizer.state_dict()["state"])
+
+    expected = story(chain())
+    assert expected[-2:] == [2, 3]
+    with attached(model := chain(), resident=["3"]):
+        assert story(model) == expected
 
 
 @pytest.mark.skipif(
