@@ -31,7 +31,7 @@ def built_before(name: str) -> RuntimeError:
     """What is raised where backward comes to a weight that lies elsewhere by now."""
     return RuntimeError(
         f"backward needs weight {name!r} of a graph that was built before superpipeline arranged its memory anew "
-        "(after a first step, or in `rebuild()`). Call backward in the step of its forward."
+        "(after a first step, in `rebuild()` or in `detach()`). Call backward in the step of its forward."
     )
 
 

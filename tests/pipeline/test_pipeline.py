@@ -459,7 +459,7 @@ def test_a_choice_that_has_lost_its_effect_is_told_of(activations: Any) -> None:
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_detach_gives_the_devices_memory_back(graph: bool) -> None:
-    """At once, though the pipeline is still there; unless a graph waits for its backward, which reads weights."""
+    """At once, though the pipeline is still there; unless a graph waits, whose backward is refused."""
     backend = Remembering()
     model = layers()
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear), backend=backend)
@@ -470,7 +470,8 @@ def test_detach_gives_the_devices_memory_back(graph: bool) -> None:
     assert all(memory.expired() for memory in backend.memory) != graph
     assert pipeline.summary() == before
     if loss is not None:
-        loss.backward()
+        with pytest.raises(RuntimeError, match=r"of a graph that was built before.*`detach\(\)`"):
+            loss.backward()
 
 
 class Remembering(RecordingBackend):
