@@ -456,9 +456,11 @@ def test_units_are_stepped_in_backward(name: str) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_in_backward_with(arguments: dict[str, Any], precision: str) -> None:
     stats = assert_same_fit(precision=precision, **arguments)
-    # the second batch is the first one after weights were arranged for autocast: if it is a whole step that runs out of
-    # memory, it must be able to run again
-    probing = precision == "bf16-mixed" and "accumulate_grad_batches" not in arguments
+    # if weights were arranged once more by what the first batch showed of autocast (which not every torch has to show),
+    # and the second one is a whole step that runs out of memory, then this one must be able to run again
+    arranged_again = stats.arrangements == 3
+    assert arranged_again <= (precision == "bf16-mixed")
+    probing = arranged_again and "accumulate_grad_batches" not in arguments
     assert stats.steps_in_backward == (4 - probing) * BLOCKS
 
 

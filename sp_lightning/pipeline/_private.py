@@ -225,6 +225,14 @@ def users_of_storage(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
+def users_of_tensor(tensor: Tensor) -> int:
+    """How many hold this very tensor: Python, however often, and each Parameter whose `.grad` it is.
+
+    Python's own count knows of the latter in some versions of torch only (not in 2.6).
+    """
+    return int(tensor._use_count())
+
+
 def tensor_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], Tensor | None]]:
     """Hooks of `Tensor.register_hook`. The graph holds the twin, so the master's own hooks are called by hand."""
     return list((parameter._backward_hooks or {}).values())

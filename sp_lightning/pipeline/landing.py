@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import users_of_storage
+from sp_lightning.pipeline._private import users_of_storage, users_of_tensor
 from sp_lightning.pipeline.host import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.transfer import Backend, Ticket
 from sp_lightning.pipeline.weights import Weight
@@ -190,7 +190,8 @@ _OWN_REFERENCES = max(_references(tensor) for tensor in [torch.empty(0)])
 
 def _is_free(tensor: Tensor) -> bool:
     """Whether only its home holds a gradient: not the user, not a view of it, not `.grad`."""
-    return sys.getrefcount(tensor) <= _OWN_REFERENCES and users_of_storage(tensor) <= 1
+    held = sys.getrefcount(tensor) > _OWN_REFERENCES or users_of_tensor(tensor) > 1
+    return not held and users_of_storage(tensor) <= 1
 
 
 def _references_of_a_shown_gradient() -> int:
@@ -208,7 +209,8 @@ def is_only_shown(home: Sequence[Tensor], gradient: Tensor) -> bool:
     for tensor in home:
         if tensor is gradient:
             del gradient
-            return sys.getrefcount(tensor) < _SHOWN_REFERENCES + 1 and users_of_storage(tensor) <= 1
+            held = sys.getrefcount(tensor) > _SHOWN_REFERENCES or users_of_tensor(tensor) > 2
+            return not held and users_of_storage(tensor) <= 1
     return False
 
 

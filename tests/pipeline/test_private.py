@@ -48,6 +48,7 @@ from sp_lightning.pipeline._private import (
     tensor_hooks,
     top_saved_tensor_hooks,
     users_of_storage,
+    users_of_tensor,
     weak_storage,
     when_backward_ends,
     without_compile,
@@ -222,6 +223,16 @@ def test_torch_function_is_switched_off() -> None:
         assert (loud + 1).tolist() == [2, 2]
     with pytest.raises(AssertionError):
         loud + 1
+
+
+def test_parameters_that_have_a_tensor_as_gradient_are_counted() -> None:
+    tensor = torch.ones(3)
+    names = [tensor, tensor]
+    assert users_of_tensor(names[0]) == 1
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = tensor
+    assert users_of_tensor(tensor) == 3
 
 
 def test_whether_torch_functions_are_seen() -> None:
