@@ -306,7 +306,7 @@ class GradientReturn:
         if total is None:
             total = self.gradient_of(weight)
         if total is not None and total.dtype == weight.master.dtype:
-            if not is_only_shown(self._home_for(weight.unit, [weight]).tensors, total):
+            if not is_only_shown(self._home_for(weight.unit, [weight]).tensors, id(total)):
                 self._must_settle = True
             self._landed[weight] = total
             return _Addition(total, None, arrived, onto=True)

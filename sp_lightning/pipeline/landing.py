@@ -170,47 +170,55 @@ class Home:
 
     def vacate(self) -> None:
         """Make sure that nobody else holds any of it."""
-        if not all(_is_free(tensor) for tensor in self.tensors):
+        if not all(_are_free(self.tensors)):
             self.buffer.release()
             self._build()
 
     def room_for(self, weight: Weight) -> Tensor:
         """Memory for one weight's gradient that nobody else holds."""
-        tensor = self.tensors[self.weights.index(weight)]
-        return tensor if _is_free(tensor) else torch.empty_like(weight.host)
+        index = self.weights.index(weight)
+        return self.tensors[index] if _are_free(self.tensors)[index] else torch.empty_like(weight.host)
 
 
-def _references(tensor: Tensor) -> int:
-    return sys.getrefcount(tensor)
+def _references(tensors: Sequence[Tensor]) -> list[int]:
+    """How often Python holds each of them; counted here, as what a call adds depends on whether dynamo is at work."""
+    return [sys.getrefcount(tensor) for tensor in tensors]
 
 
-# what a tensor in a list, in a local variable and in an argument of a function counts
-_OWN_REFERENCES = max(_references(tensor) for tensor in [torch.empty(0)])
+# what counts for a tensor that is in a list and nowhere else
+(_OWN_REFERENCES,) = _references([torch.empty(0)])
 
 
-def _is_free(tensor: Tensor) -> bool:
-    """Whether only its home holds a gradient: not the user, not a view of it, not `.grad`."""
-    held = sys.getrefcount(tensor) > _OWN_REFERENCES or users_of_tensor(tensor) > 1
-    return not held and users_of_storage(tensor) <= 1
+def _are_free(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether only its home holds each gradient: not the user, not a view of it, not a `.grad`."""
+    references = _references(tensors)
+    return [
+        count <= _OWN_REFERENCES and users_of_tensor(tensor) <= 1 and users_of_storage(tensor) <= 1
+        for tensor, count in zip(tensors, references, strict=True)
+    ]
 
 
 def _references_of_a_shown_gradient() -> int:
     parameter, home = torch.nn.Parameter(torch.empty(0)), [torch.empty(0)]
     parameter.grad = home[0]
-    return max(_references(tensor) for tensor in home)
+    gradient = parameter.grad  # noqa: F841 - a name for it counts, as in `is_only_shown`
+    return _references(home)[0]
 
 
-# the same where it is some Parameter's `.grad`, too: whether that counts depends on the version of torch
+# the same where it is some Parameter's `.grad` and has one name, too: what the former counts depends on torch's version
 _SHOWN_REFERENCES = _references_of_a_shown_gradient()
 
 
-def is_only_shown(home: Sequence[Tensor], gradient: Tensor) -> bool:
-    """Whether only its home and `.grad` hold a gradient, so that nobody can tell when exactly it changes."""
-    for tensor in home:
-        if tensor is gradient:
-            del gradient
-            held = sys.getrefcount(tensor) > _SHOWN_REFERENCES or users_of_tensor(tensor) > 2
-            return not held and users_of_storage(tensor) <= 1
+def is_only_shown(home: Sequence[Tensor], gradient: int) -> bool:
+    """Whether only its home and `.grad` hold a gradient, so that nobody can tell when exactly it changes.
+
+    Args:
+        home: Gradients in the home.
+        gradient: The `id` of one of them, for which the caller has one name.
+    """
+    for tensor, count in zip(home, _references(home), strict=True):
+        if id(tensor) == gradient:
+            return count <= _SHOWN_REFERENCES and users_of_tensor(tensor) <= 2 and users_of_storage(tensor) <= 1
     return False
 
 
