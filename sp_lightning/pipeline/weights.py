@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from sp_lightning.pipeline.units import Unit
 
 
+CAN_SAY_OTHER_DTYPE = torch.__version__ >= "2.11"  # compared as versions
+"""Whether torch compiles units that have `LoweredParameter` as others; 2.6 made three times the graphs of them."""
+
 _OWN_USERS = 2  # of a twin's memory: its data and its parameter
 
 
@@ -65,7 +68,7 @@ class Twin:
         self.group = group
         self.data = data
         with torch.inference_mode(False):
-            kind = LoweredParameter if weight.lowered else nn.Parameter
+            kind = LoweredParameter if weight.lowered and CAN_SAY_OTHER_DTYPE else nn.Parameter
             self.parameter = kind(data, requires_grad=False)
         self.key = storage_key(data)
         self.gradient_hook: RemovableHandle | None = None
