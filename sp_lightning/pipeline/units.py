@@ -349,7 +349,7 @@ class _Finder:
             if _is_called(module) and id(module) not in self.split:
                 if self.sizes[id(module)]:
                     atoms.append((name, module))
-                matched |= self._could_move(module)
+                matched = matched or self._could_move(module)
         if not matched and self.total:
             classes = Counter(type(module).__name__ for module in self.root.modules())
             common = ", ".join(name for name, _ in classes.most_common(8))
