@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.device import Group, place_in_arena, travel_together
+from sp_lightning.pipeline.finder import find_units
 from sp_lightning.pipeline.host import (
     GroupHost,
     HostBuffer,
@@ -27,7 +28,7 @@ from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.planned import WindowPlan
 from sp_lightning.pipeline.summary import readable_bytes
 from sp_lightning.pipeline.transfer import Backend
-from sp_lightning.pipeline.units import Unit, find_units
+from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Twin, Weight
 
 _PINNED_SHARE = 0.8  # of the host's memory; the rest of the system must not starve

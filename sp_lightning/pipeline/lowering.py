@@ -26,7 +26,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline._private import arrives_whole, storage_key, take_apart
-from sp_lightning.pipeline.units import Unit, forward_of_class
+from sp_lightning.pipeline.finder import forward_of_class
+from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Twin, Weight
 
 _LOWERED_LAYERS = (

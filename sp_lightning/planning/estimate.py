@@ -18,10 +18,11 @@ from torch import nn
 from sp_lightning.pipeline.arrangement import gradient_bytes, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.auto import Link
 from sp_lightning.pipeline.choice import Way
+from sp_lightning.pipeline.finder import find_units
 from sp_lightning.pipeline.gradients import slots_in_ring
 from sp_lightning.pipeline.lowering import known_to_be_lowered
 from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
-from sp_lightning.pipeline.units import Plan, Unit, find_units
+from sp_lightning.pipeline.units import Plan, Unit
 from sp_lightning.pipeline.weights import Weight
 from sp_lightning.planning.dry_run import Seen, dry_run, shapes_of
 from sp_lightning.planning.workload import Machine, UnitWork, Workload

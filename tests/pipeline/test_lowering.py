@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.compiled import run_uncompiled
+from sp_lightning.pipeline.finder import find_units
 from sp_lightning.pipeline.lowering import LoweringSpy, is_lowered_layer, is_view, known_to_be_lowered, tensors_among
-from sp_lightning.pipeline.units import find_units
 from sp_lightning.pipeline.weights import CAN_SAY_OTHER_DTYPE
 
 from .parts import place

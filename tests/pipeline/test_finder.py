@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import without_compile
 from sp_lightning.pipeline.arrangement import largest_unit_bytes
-from sp_lightning.pipeline.units import Plan, find_units
+from sp_lightning.pipeline.finder import find_units
+from sp_lightning.pipeline.units import Plan
 
 from ..zoo.blocks import Block, Chain, chain
 from ..zoo.language import gpt2, t5
