@@ -691,7 +691,8 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def is_on_host(self, address: int) -> bool:
-        homes = [home.memory for home in self.pipe._returns._homes.values()]
+        found = self.pipe._returns._homes
+        homes = [home.memory for home in [*found._homes.values(), *found._lower.values()]]
         slabs = [slab.buffer.bytes for slab in self.pipe._pool._slabs]
         return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + slabs)
 

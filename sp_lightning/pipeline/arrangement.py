@@ -109,7 +109,8 @@ class Arrangement:
         streamed_members: Members of streamed units, in expected order.
         members: Every module that gets a gate.
         weights: All weights.
-        weights_by_memory: All weights, by the identity of the masters' memory.
+        weights_by_master: All weights, by the identity of their masters.
+        weights_by_memory: The same, by the identity of the masters' memory.
         groups: All groups, resident ones included.
         on_device: Parameters of units that live on the device.
         twins: All twins, by the identity of their memory.
@@ -157,6 +158,7 @@ class Arrangement:
         plan.leave_on_device(self._on_device)
         self.on_device = [weight.master for unit in self._on_device for weight in unit.on_device]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
+        self.weights_by_master = {id(weight.master): weight for weight in self.weights}
         self._check_budget()
         self._check_host_memory()
         self.pin, self.pin_gradients = self._may_pin()

@@ -8,13 +8,13 @@ of units that live on the device are there already: they are clipped and unscale
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients import GradientReturn
+from sp_lightning.pipeline.host_gradients import HostGradients
 from sp_lightning.pipeline.overlap import Overlap
 from sp_lightning.pipeline.stepping import NO_SCALING
 from sp_lightning.pipeline.transfer import Backend
@@ -25,25 +25,25 @@ class Clipping:
     """Clips and unscales the gradients of an arrangement's weights.
 
     Args:
-        weights: All weights.
+        weights: All weights, by the identity of their masters.
         on_device: Parameters that live on the device.
         backend: Has the thread for work on the host.
-        returns: Has the gradients.
+        gradients: Those of the weights.
         overlap: Knows what has been stepped already.
     """
 
     def __init__(
         self,
-        weights: Sequence[Weight],
+        weights: Mapping[int, Weight],
         on_device: Sequence[nn.Parameter],
         backend: Backend,
-        returns: GradientReturn,
+        gradients: HostGradients,
         overlap: Overlap,
     ) -> None:
-        self._weights = {id(weight.master): weight for weight in weights}
+        self._weights = weights
         self._on_device = set(map(id, on_device))
         self._backend = backend
-        self._returns = returns
+        self._gradients = gradients
         self._overlap = overlap
 
     def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> bool:
@@ -55,10 +55,10 @@ class Clipping:
             Whether that is possible: the norms came with the gradients, and nobody has changed these since.
         """
         found = self._with_gradients(parameters)
-        norms = None if found is None else self._returns.norms_of(found.weights)
+        norms = None if found is None else self._gradients.norms_of(found.weights)
         if not found or norms is None or any(parameter.dtype != torch.float32 for parameter in found.parameters):
             return False
-        scalings = {id(scaling): scaling for scaling in map(self._returns.scaling_of, found.weights)}
+        scalings = {id(scaling): scaling for scaling in map(self._gradients.scaling_of, found.weights)}
         scaling = next(iter(scalings.values()), NO_SCALING)
         # the norm of what a power of two was multiplied with is the norm times that, to the last bit
         if len(scalings) > 1 or scaling.clamp is not None or not all(map(_is_power_of_two, scaling.factors)):
@@ -75,9 +75,9 @@ class Clipping:
                 total = torch.linalg.vector_norm(torch.stack(found.in_order(arrived, norms_on_device)))
                 torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
-        ticket = self._backend.work(job, self._returns.on_its_way(found.weights))
-        self._returns.multiply(found.weights, factor)
-        self._returns.wait_also(found.weights, ticket)
+        ticket = self._backend.work(job, self._gradients.on_its_way(found.weights))
+        self._gradients.multiply(found.weights, factor)
+        self._gradients.wait_for(found.weights, ticket)
         if found.on_device:
             self._backend.synchronize(ticket)
             _multiply(found.on_device, factor)
@@ -88,7 +88,7 @@ class Clipping:
         found = self._with_gradients(parameters)
         if found is None:
             return False
-        self._returns.clamp(
+        self._gradients.clamp(
             [weight for weight in found.weights if not self._overlap.has_stepped_in_backward(weight)], limit
         )
         if found.on_device:
@@ -102,11 +102,11 @@ class Clipping:
             Whether one of them is not finite; None if that is not known without reading them all.
         """
         found = self._with_gradients(p for group in optimizer.param_groups for p in group["params"])
-        norms = None if found is None else self._returns.norms_of(found.weights)
+        norms = None if found is None else self._gradients.norms_of(found.weights)
         if found is None or norms is None:
             return None
-        self._returns.settle()
-        gradients = [self._returns.gradient_of(weight) for weight in found.weights]
+        self._gradients.settle()
+        gradients = [self._gradients.get(weight) for weight in found.weights]
         gradients += [parameter.grad for parameter in found.on_device]
         suspects = [  # the square may have been too large
             gradient
@@ -114,7 +114,7 @@ class Clipping:
             if not norm.isfinite()
         ]
         overflow = not all(gradient is None or bool(gradient.isfinite().all()) for gradient in suspects)
-        self._returns.multiply(found.weights, inverse_scale.clone())
+        self._gradients.multiply(found.weights, inverse_scale.clone())
         _multiply(found.on_device, inverse_scale)
         return overflow
 
@@ -123,7 +123,7 @@ class Clipping:
         found = _Found()
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
-            gradient = parameter.grad if weight is None else self._returns.gradient_of(weight)
+            gradient = parameter.grad if weight is None else self._gradients.get(weight)
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided or (weight is None and id(parameter) not in self._on_device):

@@ -1,21 +1,20 @@
-"""Memory through which gradients come home: pieces on the device, homes and a ring of slots on the host.
+"""Memory through which gradients come to the host: pieces on the device, and a ring of slots on the host.
 
-A *home* is where the gradients of a unit stay: one buffer, a tensor per weight. A *slot* of the ring is where they
-only pass through, on their way into a sum or into the optimizer.
+In a *piece* the gradients of a unit are put together, to leave with one copy. A *slot* of the ring is where those land
+that do not stay as they came (homes.py), on their way into a sum or into the optimizer.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import users_of_storage, users_of_tensor
 from sp_lightning.pipeline.host import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.transfer import Backend, Ticket
+from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Weight
 
 PIECES = 2  # of device memory: one is being filled while the other leaves
@@ -69,6 +68,53 @@ class Piece(TensorsIn):
     def __init__(self, nbytes: int, backend: Backend) -> None:
         super().__init__(backend.allocate(nbytes))
         self.ticket: Ticket | None = None
+
+
+class Pieces:
+    """Pieces that take turns, each large enough for any unit's gradients.
+
+    Args:
+        units: The units.
+        backend: Has the memory.
+    """
+
+    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
+        self._units = units
+        self._backend = backend
+        self._pieces: list[Piece] = []
+        self._turn = 0
+        self._given_up = 0
+
+    def take(self, nbytes: int) -> Piece:
+        """The next one, of at least so many bytes; a copy out of it may still be under way."""
+        if len(self._pieces) < PIECES:
+            self._pieces.append(Piece(max(self._largest(), nbytes), self._backend))
+            return self._pieces[-1]
+        self._turn = (self._turn + 1) % PIECES
+        if self._pieces[self._turn].memory.nbytes < nbytes:  # weights that were frozen, or lowered, when it was made
+            ticket = self._pieces[self._turn].ticket
+            if ticket is not None:
+                ticket.join()
+            self._pieces[self._turn] = Piece(nbytes, self._backend)
+        return self._pieces[self._turn]
+
+    def _largest(self) -> int:
+        trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in self._units)
+        return max(lay_out_gradients(weights, [weight.compute_dtype for weight in weights])[1] for weights in trainable)
+
+    def forget_copies(self) -> None:
+        """After an exception: nothing is on its way any more."""
+        for piece in self._pieces:
+            piece.ticket = None
+
+    def nbytes(self) -> int:
+        """Bytes of device memory, or how many they were before they were given up."""
+        return self._given_up + sum(piece.memory.nbytes for piece in self._pieces)
+
+    def give_up_memory(self) -> None:
+        """Let go of the memory, when no copy is under way."""
+        self._given_up = self.nbytes()
+        self._pieces.clear()
 
 
 class Slot(TensorsIn):
@@ -147,79 +193,6 @@ class Ring:
         """Undo page-locks."""
         for slot in self._slots:
             slot.buffer.release()
-
-
-class Home:
-    """Where the gradients of a unit's weights stay on the host: one buffer, a tensor per weight.
-
-    It is used again every step, unless the user kept a gradient (PCGrad and the like do): then that one stays theirs.
-    """
-
-    def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype], backend: Backend, pin: bool) -> None:
-        self.weights = list(weights)
-        self.dtypes = list(dtypes)
-        self._backend = backend
-        self._pin = pin
-        self._build()
-
-    def _build(self) -> None:
-        nbytes = lay_out_gradients(self.weights, self.dtypes)[1]
-        self.buffer = HostBuffer(nbytes, self._backend, self._pin)
-        self.memory = self.buffer.bytes
-        self.tensors, self.norms = TensorsIn(self.memory).tensors(self.weights, self.dtypes)
-
-    def vacate(self) -> None:
-        """Make sure that nobody else holds any of it."""
-        if not all(_are_free(self.tensors)):
-            self.buffer.release()
-            self._build()
-
-    def room_for(self, weight: Weight) -> Tensor:
-        """Memory for one weight's gradient that nobody else holds."""
-        index = self.weights.index(weight)
-        return self.tensors[index] if _are_free(self.tensors)[index] else torch.empty_like(weight.host)
-
-
-def _references(tensors: Sequence[Tensor]) -> list[int]:
-    """How often Python holds each of them; counted here, as what a call adds depends on whether dynamo is at work."""
-    return [sys.getrefcount(tensor) for tensor in tensors]
-
-
-# what counts for a tensor that is in a list and nowhere else
-(_OWN_REFERENCES,) = _references([torch.empty(0)])
-
-
-def _are_free(tensors: Sequence[Tensor]) -> list[bool]:
-    """Whether only its home holds each gradient: not the user, not a view of it, not a `.grad`."""
-    references = _references(tensors)
-    return [
-        count <= _OWN_REFERENCES and users_of_tensor(tensor) <= 1 and users_of_storage(tensor) <= 1
-        for tensor, count in zip(tensors, references, strict=True)
-    ]
-
-
-def _references_of_a_shown_gradient() -> int:
-    parameter, home = torch.nn.Parameter(torch.empty(0)), [torch.empty(0)]
-    parameter.grad = home[0]
-    gradient = parameter.grad  # noqa: F841 - a name for it counts, as in `is_only_shown`
-    return _references(home)[0]
-
-
-# the same where it is some Parameter's `.grad` and has one name, too: what the former counts depends on torch's version
-_SHOWN_REFERENCES = _references_of_a_shown_gradient()
-
-
-def is_only_shown(home: Sequence[Tensor], gradient: int) -> bool:
-    """Whether only its home and `.grad` hold a gradient, so that nobody can tell when exactly it changes.
-
-    Args:
-        home: Gradients in the home.
-        gradient: The `id` of one of them, for which the caller has one name.
-    """
-    for tensor, count in zip(home, _references(home), strict=True):
-        if id(tensor) == gradient:
-            return count <= _SHOWN_REFERENCES and users_of_tensor(tensor) <= 2 and users_of_storage(tensor) <= 1
-    return False
 
 
 def cast_and_add(total: Tensor, arrived: Tensor) -> None:

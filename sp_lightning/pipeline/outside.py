@@ -32,7 +32,7 @@ class OutsideUse:
         plan: The arrangement.
         learned: Is told what the next arrangement should do better.
         window: Brings groups to the device.
-        returns: Has the gradients.
+        returns: Brings the gradients.
         overlap: Has the optimizer's steps that are under way.
         backward: Follows backward passes.
         graphs: The graphs that are built.
@@ -66,6 +66,7 @@ class OutsideUse:
         self._learned = learned
         self._window = window
         self._returns = returns
+        self._gradients = returns.gradients
         self._overlap = overlap
         self._backward = backward
         self._graphs = graphs
@@ -124,12 +125,12 @@ class OutsideUse:
             )
         with self._at_work:
             self._overlap.finish_step(weight.unit.group)
-            self._returns.settle()
-            self._returns.show(weight)
+            self._gradients.settle()
+            self._gradients.show(weight)
 
     def gradient_is_dropped(self, weight: Weight) -> None:
         """Somebody gives a master another `.grad`, or none."""
-        self._returns.drop(weight)
+        self._gradients.drop(weight)
         self._overlap.forget_spent(weight)
 
     def note_write(self, weight: Weight) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -117,10 +117,10 @@ class Overlap:
     """Decides what is stepped when, and gives it to the thread for work on the host.
 
     Args:
-        weights: All weights.
+        weights: All weights, by the identity of their masters.
         window: Is told that what is on the device is outdated.
         backend: Has the thread.
-        returns: Has the gradients.
+        returns: Brings the gradients, and hands them over.
         stats: Counters.
         known: Optimizers, kept from one arrangement to the next.
         spent: Weights whose gradients were not kept, by identity, kept as well.
@@ -133,7 +133,7 @@ class Overlap:
 
     def __init__(
         self,
-        weights: Sequence[Weight],
+        weights: Mapping[int, Weight],
         window: Window,
         backend: Backend,
         returns: GradientReturn,
@@ -146,10 +146,11 @@ class Overlap:
         is_nested: Callable[[], bool],
         settle: Callable[[], None],
     ) -> None:
-        self._weights = {id(weight.master): weight for weight in weights}
+        self._weights = weights
         self._window = window
         self._backend = backend
         self._returns = returns
+        self._gradients = returns.gradients
         self._stats = stats
         self._known = known
         self._on_device = set(map(id, on_device))
@@ -178,7 +179,7 @@ class Overlap:
             return
         if self.why_not(optimizer) is not None:
             self.settle()
-            self._returns.show_all()
+            self._gradients.show_all()
             return
         self._had_state = set(map(id, optimizer.state))
         for group in optimizer.param_groups:
@@ -200,7 +201,7 @@ class Overlap:
         self.put_back()
         for group in sorted(self._to_step, key=lambda group: (not group.resident, group.index)):
             shares = self._to_step[group]
-            self._step(group, shares, [t for share in shares for t in self._returns.on_its_way([*share.gradients])])
+            self._step(group, shares, [t for share in shares for t in self._gradients.on_its_way([*share.gradients])])
         begun = set()
         for group, shares in self._to_step.items():
             for share in shares:
@@ -267,7 +268,7 @@ class Overlap:
         if weight in self._stepped:
             return True
         weight.readopt()
-        gradient = self._returns.gradient_of(weight)
+        gradient = self._gradients.get(weight)
         return gradient is not None and gradient.layout is torch.strided
 
     def _is_aliased(self, weight: Weight) -> bool:
@@ -289,14 +290,14 @@ class Overlap:
 
     def _let_plain_code_step(self, weight: Weight) -> None:
         self.finish_step(weight.unit.group)
-        for ticket in self._returns.on_its_way([weight]):
+        for ticket in self._gradients.on_its_way([weight]):
             self._backend.synchronize(ticket)
-        self._returns.show(weight)
+        self._gradients.show(weight)
 
     def _share_out(self, optimizer: Optimizer, settings: dict[str, Any], weights: list[Weight]) -> None:
         shares: dict[tuple[Group, int], _Share] = {}
         for weight in weights:
-            gradient, scaling = self._returns.take(weight)
+            gradient, scaling = self._gradients.take(weight)
             key = (weight.unit.group, id(scaling))
             if key not in shares:
                 shares[key] = _Share(optimizer, settings, scaling, {})

@@ -171,13 +171,13 @@ class Pipeline:
         """Wait until gradients have landed and optimizer steps are done, as reading any weight does by itself."""
         with self._at_work:
             self._overlap.settle()
-            self._returns.settle()
+            self._gradients.settle()
             self._close()
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What `backward(inputs=...)` needs in place of these tensors: for a master, the leaf that is in the graph."""
         with without_torch_function():
-            weights = {id(weight.master): weight for weight in self._plan.weights}
+            weights = self._plan.weights_by_master
             return [weights[id(t)].twin.parameter if id(t) in weights else t for t in tensors]
 
     def reset(self) -> None:
@@ -201,7 +201,7 @@ class Pipeline:
     def has_gradients(self) -> bool:
         """Whether a gradient is there that the next backward pass would add to."""
         elsewhere = any(parameter.grad is not None for parameter in self._parameters_elsewhere())
-        return elsewhere or any(self._returns.gradient_of(weight) is not None for weight in self._plan.weights)
+        return elsewhere or any(self._gradients.get(weight) is not None for weight in self._plan.weights)
 
     def drop_gradients(self) -> None:
         """Nothing is left of a backward pass that failed, where there was no gradient before it."""
@@ -362,10 +362,11 @@ class Pipeline:
         self._returns = GradientReturn(
             plan.all_units, self._backend, self.stats, plan.pin_gradients, self._sign_of_backward
         )
+        self._gradients = self._returns.gradients
         groups = [member.unit.group for member in plan.streamed_members if member.unit is not None]
         self._window = Window(plan.groups, groups, self._schedule, self._backend, self.stats, self._evict)
         self._overlap = Overlap(
-            plan.weights,
+            plan.weights_by_master,
             self._window,
             self._backend,
             self._returns,
@@ -378,7 +379,7 @@ class Pipeline:
             is_nested=lambda: self._backward.is_nested(),
             settle=self.settle,
         )
-        clipping = Clipping(plan.weights, plan.on_device, self._backend, self._returns, self._overlap)
+        clipping = Clipping(plan.weights_by_master, plan.on_device, self._backend, self._gradients, self._overlap)
         self.optimizers.work_with(self._overlap, clipping, self._returns, self._window, plan.on_device)
         self._backward = BackwardPass(
             window=self._window,
@@ -604,7 +605,7 @@ class Pipeline:
     def _close(self) -> None:
         if self._depth or self._backward.running:
             return
-        if self._overlap.settled and self._returns.settled:
+        if self._overlap.settled and self._gradients.settled:
             self._guard.disarm()
         else:
             self._guard.watch()

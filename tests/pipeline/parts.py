@@ -297,12 +297,12 @@ class GradientScene:
     def clear(self) -> None:
         """What `zero_grad` does."""
         for weight in self.weights:
-            self.returns.drop(weight)
+            self.returns.gradients.drop(weight)
             weight.master.grad = None
 
     def gradients(self) -> list[list[float] | None]:
         """The values in each `.grad`, for somebody who asks for all of them."""
-        self.returns.show_all()
+        self.returns.gradients.show_all()
         return [None if master.grad is None else sorted(set(master.grad.flatten().tolist())) for master in self.masters]
 
 

@@ -48,7 +48,7 @@ def test_gradients_have_the_strides_and_dtype_of_their_masters() -> None:
     returns = way_home(made, backend=made.backend)
     sum(twin.parameter.square().sum() for twin in made.twins).backward()
     returns.finish()
-    returns.settle()
+    returns.gradients.settle()
     for weight in made.weights:
         assert weight.master.grad.stride() == weight.master.stride()
         assert weight.master.grad.dtype == weight.master.dtype
@@ -73,20 +73,20 @@ def test_whoever_reads_waits_for_what_has_not_landed(accumulates: bool) -> None:
     with host_backend(poison=True) as backend, gradient_scene((3,), backend=backend) as s:
         if accumulates:
             s.backward(10)
-            s.returns.settle()
+            s.returns.gradients.settle()
         gate = threading.Event()
         backend._down.submit(lambda: (gate.wait(10), None)[1])
         s.arrive(1)
         if not accumulates:
             assert s.masters[0].grad is None, "before backward ends nobody knows of it"
         s.returns.finish()
-        (ticket,) = s.returns.on_its_way(s.weights)
+        (ticket,) = s.returns.gradients.on_its_way(s.weights)
         assert not ticket.done
-        assert not s.returns.settled
+        assert not s.returns.gradients.settled
         threading.Timer(0.05, gate.set).start()
         assert s.gradients() == [[11 if accumulates else 1]]
-        assert s.returns.settled
-        assert s.returns.on_its_way(s.weights) == []
+        assert s.returns.gradients.settled
+        assert s.returns.gradients.on_its_way(s.weights) == []
 
 
 def test_what_is_on_its_way_to_one_weight() -> None:
@@ -97,10 +97,10 @@ def test_what_is_on_its_way_to_one_weight() -> None:
         for made in (first, second):
             made.twins[0].parameter.sum().backward()
         returns.finish()
-        tickets = [returns.on_its_way(made.weights) for made in (first, second)]
+        tickets = [returns.gradients.on_its_way(made.weights) for made in (first, second)]
         assert [len(some) for some in tickets] == [1, 1]
         assert tickets[0] != tickets[1]
-        assert returns.on_its_way([*first.weights, *second.weights]) == [*tickets[0], *tickets[1]]
+        assert returns.gradients.on_its_way([*first.weights, *second.weights]) == [*tickets[0], *tickets[1]]
         returns.close()
 
 
@@ -109,7 +109,7 @@ def test_a_kept_gradient_is_not_overwritten(keep: Callable[[Tensor], Tensor]) ->
     """PCGrad and the like keep old gradients, or views of them."""
     with gradient_scene((2, 2), (3,)) as s:
         s.backward(1, 2)
-        s.returns.settle()
+        s.returns.gradients.settle()
         kept = keep(s.masters[0].grad)
         s.clear()
         s.backward(5, 6)
@@ -275,7 +275,7 @@ def test_many_units_share_a_ring_of_two_pieces() -> None:
             for index, made in enumerate(units):
                 sum((twin.parameter * (index + 1)).sum() for twin in made.twins).backward()
             returns.finish()
-            returns.settle()
+            returns.gradients.settle()
             for index, made in enumerate(units):
                 assert all(weight.master.grad.eq(step * (index + 1)).all() for weight in made.weights)
         norms = 256
@@ -295,7 +295,7 @@ def test_a_slot_is_not_filled_before_it_was_added() -> None:
         for index, made in enumerate(units):
             (made.twins[0].parameter * index).sum().backward()
         returns.finish()
-        returns.settle()
+        returns.gradients.settle()
         assert returns.host_bytes() == 5 * 512 + 2 * 512, "two slots, whatever the number of units"
         assert all(made.weights[0].master.grad.eq(index + 1).all() for index, made in enumerate(units))
         returns.close()

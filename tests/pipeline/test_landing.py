@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +10,11 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline import landing
 from sp_lightning.pipeline.landing import (
-    Home,
     Piece,
     Ring,
     Slot,
     TensorsIn,
     cast_and_add,
-    is_only_shown,
     lay_out_gradients,
     norms_in,
 )
@@ -31,11 +27,6 @@ FLOAT, BF16 = torch.float32, torch.bfloat16
 
 def weights_of(*tensors: Tensor) -> list[Weight]:
     return [Weight(str(index), nn.Parameter(tensor)) for index, tensor in enumerate(tensors)]
-
-
-def home_of(*tensors: Tensor, dtype: torch.dtype = FLOAT, backend: RecordingBackend | None = None) -> Home:
-    weights = weights_of(*tensors)
-    return Home(weights, [dtype] * len(weights), backend or RecordingBackend(can_pin=True), pin=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- tensors in
@@ -190,113 +181,6 @@ def test_closing_a_ring_undoes_page_locks() -> None:
     assert len(backend.pinned) == 2
     ring.close()
     assert not backend.pinned
-
-
-# ---------------------------------------------------------------------------------------------------------------- homes
-
-
-def test_gradients_lie_at_home_as_they_travel() -> None:
-    """One copy fills them and their norms."""
-    home = home_of(torch.ones(5), torch.ones(3, 2).t(), dtype=BF16)
-    assert [tensor.dtype for tensor in home.tensors] == [BF16, BF16]
-    assert home.tensors[1].stride() == (1, 2)
-    assert home.memory.nbytes == 3 * 256
-    home.memory.copy_(torch.arange(3 * 256) // 256)
-    assert [set(t.flatten().view(torch.uint8).tolist()) for t in [*home.tensors, home.norms]] == [{0}, {1}, {2}]
-
-
-HOLD: dict[str, Callable[[Tensor], Any]] = {
-    "itself": lambda tensor: tensor,
-    "a view": lambda tensor: tensor[1:],
-    "detached": lambda tensor: tensor.detach(),
-    "in a list": lambda tensor: [tensor],
-    "as .grad": lambda tensor: shown(nn.Parameter(torch.ones_like(tensor)), tensor),
-    "as numpy": lambda tensor: tensor.numpy(),
-}
-
-
-def shown(parameter: nn.Parameter, gradient: Tensor) -> nn.Parameter:
-    parameter.grad = gradient
-    return parameter
-
-
-@pytest.mark.parametrize("hold", HOLD.values(), ids=HOLD)
-@pytest.mark.parametrize("which", [0, 1])
-def test_what_somebody_holds_stays_theirs(hold: Callable[[Tensor], Any], which: int) -> None:
-    """A home whose gradients the user keeps moves out."""
-    backend = RecordingBackend(can_pin=True)
-    home = home_of(torch.ones(4), torch.ones(6), backend=backend)
-    before = home.memory.data_ptr()
-    for tensor in home.tensors:
-        tensor.fill_(3)
-    del tensor
-    held = hold(home.tensors[which])
-    home.vacate()
-    assert home.memory.data_ptr() != before
-    assert backend.pinned == {home.memory.data_ptr()}
-    home.memory.zero_()
-    if isinstance(held, nn.Parameter):
-        held = held.grad
-    assert set(torch.as_tensor(held[0] if isinstance(held, list) else held).tolist()) == {3}
-
-
-def test_what_nobody_holds_is_used_again() -> None:
-    home = home_of(torch.ones(4), torch.ones(6))
-    before, tensors = home.memory.data_ptr(), list(map(id, home.tensors))
-    parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])
-    parameter.grad = None
-    home.vacate()
-    assert (home.memory.data_ptr(), list(map(id, home.tensors))) == (before, tensors)
-
-
-def test_room_for_one_gradient() -> None:
-    """At home if nobody holds what is there; otherwise elsewhere, in the same form."""
-    home = home_of(torch.ones(4), torch.ones(6, 2).t())
-    first, second = home.weights
-    assert home.room_for(second).data_ptr() == home.tensors[1].data_ptr()
-    kept = home.tensors[1]
-    other = home.room_for(second)
-    assert other.data_ptr() != kept.data_ptr()
-    assert (other.shape, other.stride(), other.dtype) == (kept.shape, kept.stride(), kept.dtype)
-    assert home.room_for(first).data_ptr() == home.tensors[0].data_ptr()
-
-
-def test_a_gradient_that_is_only_shown() -> None:
-    """`.grad` and its home hold it: who looks at `.grad` is noticed, so it may change until then."""
-    home = home_of(torch.ones(4), torch.ones(6))
-    parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])
-    total = parameter.grad  # as the engine holds it while it asks
-    assert is_only_shown(home.tensors, id(total))
-
-
-def test_nothing_is_taken_for_held_when_dynamo_has_failed() -> None:
-    """It leaves its way of calling functions behind, which counts arguments twice: memory was made anew each step."""
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(lambda x: torch._dynamo.graph_break(), backend="eager", fullgraph=True)(torch.ones(1))
-    torch._dynamo.reset()
-    home = home_of(torch.ones(4), torch.ones(6))
-    before = home.memory.data_ptr()
-    home.vacate()
-    assert home.memory.data_ptr() == before
-
-
-@pytest.mark.parametrize("way", HOLD)
-def test_a_gradient_that_somebody_holds_is_not_only_shown(way: str) -> None:
-    """They would see it change."""
-    home = home_of(torch.ones(4), torch.ones(6))
-    parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])
-    total = parameter.grad
-    held = HOLD[way](total)
-    assert not is_only_shown(home.tensors, id(total))
-    del held
-    assert is_only_shown(home.tensors, id(total))
-
-
-def test_a_users_own_gradient_is_not_only_shown() -> None:
-    """It is nobody's home: who made it may hold it."""
-    home = home_of(torch.ones(4))
-    total = torch.ones(4)
-    assert not is_only_shown(home.tensors, id(total))
 
 
 # ------------------------------------------------------------------------------------------------------------- addition

@@ -31,14 +31,14 @@ def test_lower_gradients_stay_as_they_came() -> None:
     """Half the memory, and half the traffic for the optimizer that reads them."""
     with gradient_scene((1024,), (512,), lowered=BF16) as s:
         s.backward(3, 4)
-        assert [s.returns.gradient_of(weight).dtype for weight in s.weights] == [BF16, BF16]
+        assert [s.returns.gradients.get(weight).dtype for weight in s.weights] == [BF16, BF16]
         assert [master.grad for master in s.masters] == [None, None]
         gradients, norms = (1024 + 512) * 2, 256
         assert s.returns.host_bytes() == gradients + norms
-        s.returns.settle()
-        assert not s.returns.settled, "`.grad` is not yet what plain training would have there"
+        s.returns.gradients.settle()
+        assert not s.returns.gradients.settled, "`.grad` is not yet what plain training would have there"
         assert s.gradients() == [[3], [4]]
-        assert s.returns.settled
+        assert s.returns.gradients.settled
         assert [master.grad.dtype for master in s.masters] == [torch.float32, torch.float32]
 
 
@@ -47,7 +47,7 @@ def test_memory_of_lower_gradients_is_used_again() -> None:
         seen = set()
         for _ in range(3):
             s.backward(1)
-            seen.add(s.returns.gradient_of(s.weights[0]).data_ptr())
+            seen.add(s.returns.gradients.get(s.weights[0]).data_ptr())
             s.clear()
         assert len(seen) == 1
 
@@ -55,11 +55,11 @@ def test_memory_of_lower_gradients_is_used_again() -> None:
 def test_one_gradient_is_shown_at_a_time() -> None:
     with gradient_scene((3,), (4,), lowered=BF16) as s:
         s.backward(1, 2)
-        s.returns.settle()
-        s.returns.show(s.weights[1])
+        s.returns.gradients.settle()
+        s.returns.gradients.show(s.weights[1])
         assert s.masters[0].grad is None
         assert s.masters[1].grad.tolist() == [2] * 4
-        assert s.returns.gradient_of(s.weights[1]) is s.masters[1].grad
+        assert s.returns.gradients.get(s.weights[1]) is s.masters[1].grad
 
 
 @pytest.mark.parametrize("shown_after", [None, 0, 1])
@@ -78,8 +78,8 @@ def test_sums_of_lower_gradients_are_those_of_plain_training(shown_after: int | 
                     total = expected[index]
                     expected[index] = gradient.float() if total is None else total + gradient.float()
             if batch == shown_after:
-                s.returns.show_all()
-        s.returns.show_all()
+                s.returns.gradients.show_all()
+        s.returns.gradients.show_all()
         assert all(map(torch.equal, [master.grad for master in s.masters], expected))
 
 
@@ -90,7 +90,7 @@ def test_lower_gradients_that_arrive_several_times_in_one_backward() -> None:
         s.arrive(1, None)
         s.arrive(1, 1)
         s.returns.finish()
-        assert s.returns.gradient_of(s.weights[0]).dtype is torch.float32
+        assert s.returns.gradients.get(s.weights[0]).dtype is torch.float32
         assert s.gradients() == [[258], [2]]
 
 
@@ -128,28 +128,28 @@ def test_what_is_to_be_done_is_done_once_in_order(lowered: torch.dtype | None, r
         (gradient,) = random_gradients(s)
         inverse, factor = torch.tensor(0.125), torch.tensor(0.7)
         s.backward(gradient)
-        s.returns.multiply(s.weights, inverse)
-        s.returns.multiply(s.weights, factor)
-        s.returns.clamp(s.weights, 0.05)
+        s.returns.gradients.multiply(s.weights, inverse)
+        s.returns.gradients.multiply(s.weights, factor)
+        s.returns.gradients.clamp(s.weights, 0.05)
         expected = gradient.float().mul_(inverse).mul_(factor).clamp_(-0.05, 0.05)
-        assert not s.returns.settled
+        assert not s.returns.gradients.settled
         if read == "taken":
-            taken, scaling = s.returns.take(s.weights[0])
+            taken, scaling = s.returns.gradients.take(s.weights[0])
             assert taken.dtype is gradient.dtype
             stepped_with = taken.float() if lowered else taken  # as the optimizer does, which writes it back
             scaling.apply_(stepped_with)
             assert torch.equal(stepped_with, expected)
         for _ in range(2):
-            s.returns.show_all()
+            s.returns.gradients.show_all()
             assert torch.equal(s.masters[0].grad, expected)
-        assert not s.returns.take(s.weights[0])[1]
+        assert not s.returns.gradients.take(s.weights[0])[1]
 
 
 def test_only_what_was_named_is_scaled() -> None:
     with gradient_scene((3,), (4,)) as s:
         s.backward(8, 8)
-        s.returns.multiply(s.weights[:1], torch.tensor(0.5))
-        s.returns.multiply(s.weights, torch.tensor(0.5))
+        s.returns.gradients.multiply(s.weights[:1], torch.tensor(0.5))
+        s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
         assert s.gradients() == [[2], [4]]
 
 
@@ -157,16 +157,16 @@ def test_weights_that_are_treated_alike_share_what_is_done() -> None:
     """So they can be stepped as one."""
     with gradient_scene((3,), (4,), (5,)) as s:
         s.backward(1, 1, 1)
-        s.returns.multiply(s.weights, torch.tensor(0.5))
-        s.returns.clamp(s.weights[:2], 0.1)
-        scalings = [s.returns.take(weight)[1] for weight in s.weights]
+        s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
+        s.returns.gradients.clamp(s.weights[:2], 0.1)
+        scalings = [s.returns.gradients.take(weight)[1] for weight in s.weights]
         assert scalings[0] is scalings[1] is not scalings[2]
 
 
 def test_without_anything_to_do_gradients_are_shared_as_they_are() -> None:
     with gradient_scene((3,), (4,)) as s:
         s.backward(1, 2)
-        taken = [s.returns.take(weight) for weight in s.weights]
+        taken = [s.returns.gradients.take(weight) for weight in s.weights]
         assert [gradient is master.grad for (gradient, _), master in zip(taken, s.masters, strict=True)] == [True, True]
         assert not any(scaling for _, scaling in taken)
 
@@ -177,12 +177,12 @@ def test_a_dropped_gradient_takes_what_is_to_be_done_with_it(lowered: torch.dtyp
     with gradient_scene((3,), lowered=lowered) as s:
         s.returns.measures_norms = True
         s.backward(8)
-        s.returns.multiply(s.weights, torch.tensor(0.5))
+        s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
         s.clear()
-        assert s.returns.gradient_of(s.weights[0]) is None
-        assert s.returns.norms_of(s.weights) is None
-        s.returns.settle()
-        assert s.returns.settled
+        assert s.returns.gradients.get(s.weights[0]) is None
+        assert s.returns.gradients.norms_of(s.weights) is None
+        s.returns.gradients.settle()
+        assert s.returns.gradients.settled
         s.backward(8)
         assert s.gradients() == [[8]]
 
@@ -206,9 +206,9 @@ def test_a_gradient_that_is_added_to_is_not_scaled_again(lowered: torch.dtype | 
     with gradient_scene((3,), lowered=lowered) as s:
         s.backward(8)
         if what == "multiplied":
-            s.returns.multiply(s.weights, torch.tensor(0.5))
+            s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
         else:
-            s.returns.clamp(s.weights, 4.0)
+            s.returns.gradients.clamp(s.weights, 4.0)
         s.backward(8)
         assert s.gradients() == [[12]]
 
@@ -217,16 +217,16 @@ def test_clipping_comes_where_it_was_asked_for() -> None:
     """Clipped by value, then multiplied, is not multiplied, then clipped."""
     with gradient_scene((3,)) as s:
         s.backward(8)
-        s.returns.clamp(s.weights, 4.0)
-        s.returns.multiply(s.weights, torch.tensor(0.5))
+        s.returns.gradients.clamp(s.weights, 4.0)
+        s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
         assert s.gradients() == [[2]]
 
 
 def test_clipping_twice_is_clipping_by_the_least() -> None:
     with gradient_scene((3,)) as s:
         s.backward(8)
-        s.returns.clamp(s.weights, 1.0)
-        s.returns.clamp(s.weights, 4.0)
+        s.returns.gradients.clamp(s.weights, 1.0)
+        s.returns.gradients.clamp(s.weights, 4.0)
         assert s.gradients() == [[1]]
 
 
@@ -265,8 +265,8 @@ def test_norms_are_those_of_plain_training(lowered: torch.dtype | None, count: i
             returns.finish()
             for total, gradient in zip(totals, gradients, strict=True):
                 total += gradient.float()
-        norms = returns.norms_of(made.weights)
-        returns.settle()
+        norms = returns.gradients.norms_of(made.weights)
+        returns.gradients.settle()
         assert norms is not None
         for norm, total, weight in zip(norms, totals, made.weights, strict=True):
             assert torch.equal(norm, plain_norm(total, weight.master)), weight.name
@@ -280,10 +280,10 @@ def test_norms_are_read_when_they_have_landed() -> None:
         gate = threading.Event()
         backend._down.submit(lambda: (gate.wait(10), None)[1])
         s.backward(2)
-        (norm,) = s.returns.norms_of(s.weights)
+        (norm,) = s.returns.gradients.norms_of(s.weights)
         assert norm.isnan()
         gate.set()
-        s.returns.settle()
+        s.returns.gradients.settle()
         assert norm == 4
 
 
@@ -291,14 +291,14 @@ def test_norms_of_what_was_not_measured_are_not_known() -> None:
     """Neither of weights without gradients, nor of gradients from before it was asked for."""
     with gradient_scene((4,), (9,)) as s:
         s.backward(1, 1)
-        assert s.returns.norms_of(s.weights) is None
+        assert s.returns.gradients.norms_of(s.weights) is None
         s.returns.measures_norms = True
         s.backward(1, None)
-        assert s.returns.norms_of(s.weights) is None
-        assert s.returns.norms_of(s.weights[:1])[0] == 4
+        assert s.returns.gradients.norms_of(s.weights) is None
+        assert s.returns.gradients.norms_of(s.weights[:1])[0] == 4
         s.backward(None, 1)
-        assert [norm.item() for norm in s.returns.norms_of(s.weights)] == [4, 6]
-        assert s.returns.norms_of([]) == []
+        assert [norm.item() for norm in s.returns.gradients.norms_of(s.weights)] == [4, 6]
+        assert s.returns.gradients.norms_of([]) == []
 
 
 def test_a_norm_is_forgotten_when_its_gradient_goes_on_without_it() -> None:
@@ -308,13 +308,13 @@ def test_a_norm_is_forgotten_when_its_gradient_goes_on_without_it() -> None:
         s.backward(1)
         s.returns.measures_norms = False
         s.backward(1)
-        assert s.returns.norms_of(s.weights) is None
+        assert s.returns.gradients.norms_of(s.weights) is None
 
 
 FORGETS: dict[str, Callable[[GradientReturn, GradientScene], object]] = {
-    "shown": lambda returns, s: returns.show(s.weights[0]),
-    "taken": lambda returns, s: returns.take(s.weights[0]),
-    "dropped": lambda returns, s: returns.drop(s.weights[0]),
+    "shown": lambda returns, s: returns.gradients.show(s.weights[0]),
+    "taken": lambda returns, s: returns.gradients.take(s.weights[0]),
+    "dropped": lambda returns, s: returns.gradients.drop(s.weights[0]),
 }
 
 
@@ -327,10 +327,10 @@ def test_a_norm_is_forgotten_when_its_gradient_may_change(
     with gradient_scene((4,), (9,), lowered=lowered) as s:
         s.returns.measures_norms = True
         s.backward(1, 1)
-        assert s.returns.norms_of(s.weights) is not None
+        assert s.returns.gradients.norms_of(s.weights) is not None
         forget(s.returns, s)
-        assert s.returns.norms_of(s.weights) is None
-        assert s.returns.norms_of(s.weights[1:])[0] == 3
+        assert s.returns.gradients.norms_of(s.weights) is None
+        assert s.returns.gradients.norms_of(s.weights[1:])[0] == 3
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -340,8 +340,8 @@ def test_what_a_users_hook_makes_of_a_gradient_was_not_measured(batches: int) ->
         s.masters[0].register_hook(lambda gradient: 10 * gradient)
         for _ in range(batches):
             s.backward(1, 1)
-        assert s.returns.norms_of(s.weights) is None
-        assert s.returns.norms_of(s.weights[1:])[0] == 3 * batches
+        assert s.returns.gradients.norms_of(s.weights) is None
+        assert s.returns.gradients.norms_of(s.weights[1:])[0] == 3 * batches
         assert s.gradients() == [[10 * batches], [batches]]
 
 
@@ -359,7 +359,7 @@ def test_norms_of_other_masters_are_not_measured(dtype: torch.dtype, batches: in
         for _ in range(batches):
             sum(twin.parameter.sum() for twin in made.twins).backward()
             returns.finish()
-        assert returns.norms_of(made.weights[:1]) is None
+        assert returns.gradients.norms_of(made.weights[:1]) is None
         returns.close()
 
 
@@ -369,7 +369,7 @@ def test_sparse_gradients_have_no_norm() -> None:
         s.backward(1)
         nn.functional.embedding(torch.tensor([1]), s.placed.twins[0].parameter, sparse=True).sum().backward()
         s.returns.finish()
-        assert s.returns.norms_of(s.weights) is None
+        assert s.returns.gradients.norms_of(s.weights) is None
 
 
 # -------------------------------------------------------------------------------------------------- who holds gradients
@@ -380,12 +380,12 @@ def test_who_holds_a_gradient_sees_the_sum_when_backward_ends(holds: str | None)
     """Nobody can tell when `.grad` changes, as looking at it is noticed; but whoever kept the tensor can."""
     with host_backend(poison=True) as backend, gradient_scene((4,), backend=backend) as s:
         s.backward(1)
-        s.returns.settle()
+        s.returns.gradients.settle()
         held = {None: None, "the gradient": s.masters[0].grad, "a view": s.masters[0].grad[1:]}[holds]
         gate = threading.Event()
         backend._down.submit(lambda: (gate.wait(0.05), None)[1])
         s.backward(10)
-        assert s.returns.settled is (held is not None)
+        assert s.returns.gradients.settled is (held is not None)
         if held is not None:
             assert set(held.tolist()) == {11}
         gate.set()
@@ -518,9 +518,9 @@ def test_a_copy_that_failed_is_told_of_once(lowered: torch.dtype | None, threads
         fail_next_download(s.backend)
         s.backward(1, 1)
         with pytest.raises(OSError, match="the bus is gone"):
-            s.returns.settle()
+            s.returns.gradients.settle()
         s.returns.abandon()
-        assert s.returns.on_its_way(s.weights) == []
+        assert s.returns.gradients.on_its_way(s.weights) == []
         s.clear()
         for _ in range(5):
             s.backward(1, 2)
@@ -546,7 +546,7 @@ def test_a_failure_does_not_make_backward_wait_for_ever(what: str) -> None:
                     for made in units:
                         made.twins[0].parameter.sum().backward()
                     returns.finish()
-                returns.settle()
+                returns.gradients.settle()
             except OSError as error:
                 errors.append(error)
 
@@ -615,5 +615,5 @@ def test_closing_shows_everything() -> None:
     """After `detach` the user's masters have plain gradients."""
     with gradient_scene((4,), (3,), lowered=BF16, delay=0.01) as s:
         s.backward(1, 2)
-        s.returns.multiply(s.weights, torch.tensor(0.5))
+        s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
     assert [master.grad.tolist() for master in s.masters] == [[0.5] * 4, [1] * 3]
