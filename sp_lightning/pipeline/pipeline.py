@@ -23,18 +23,16 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline import on_device
 from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
-from sp_lightning.pipeline.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.activations import Activations
 from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
 from sp_lightning.pipeline.auto import AutoPolicy
+from sp_lightning.pipeline.backends import full_device, make_backend
 from sp_lightning.pipeline.backward import BackwardPass, Graphs
 from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.clipping import Clipping
 from sp_lightning.pipeline.compiled import compiled_call, finish_before_compiling, keep_out_of_graphs
-from sp_lightning.pipeline.cores import choose_cores
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
-from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import (
     EngineAtWork,
@@ -109,11 +107,11 @@ class Pipeline:
     ) -> None:
         self.module = module
         self._progress = progress
-        self.device = _full_device(device)
+        self.device = full_device(device)
         self.options = options or PipelineOptions()
         self.stats = Stats()
         _check_not_attached(module)
-        self._backend = backend or _make_backend(self.device, self.options)
+        self._backend = backend or make_backend(self.device, self.options)
         keep_out_of_graphs()
         finish_before_compiling(self._backend)
         self._learned = Learned()
@@ -686,27 +684,3 @@ def _check_not_attached(module: nn.Module) -> None:
             raise ValueError(
                 f"Parameter {name!r} already belongs to a pipeline, which streams it. Call its `detach()` first."
             )
-
-
-def _best_device() -> torch.device:
-    """The current accelerator, if torch has streams for it."""
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-        if device is not None and hasattr(torch.get_device_module(device), "Stream"):
-            return device
-    return torch.device("cpu")
-
-
-def _full_device(device: torch.device | str | None) -> torch.device:
-    device = _best_device() if device is None else torch.device(device)
-    if device.type != "cpu" and ":" not in str(device):  # no index given
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
-    return device
-
-
-def _make_backend(device: torch.device, options: PipelineOptions) -> Backend:
-    """The backend for a device; `debug` adds poison, and delays where copies run on threads."""
-    cores = choose_cores(device, options.host_threads)
-    if device.type == "cpu":
-        return HostBackend(device, poison=options.debug, max_delay=0.002 if options.debug else 0.0, cores=cores)
-    return AcceleratorBackend(device, poison=options.debug, cores=cores)
