@@ -99,6 +99,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.output.suffix not in (".png", ".svg"):
         parser.error(f"--output {arguments.output} must end in .png or .svg")
+    for path in arguments.results:
+        if not path.is_file():
+            parser.error(f"{path} is not a file")
     if len(arguments.results) > len(COLORS):
         parser.error(f"{len(arguments.results)} results are more than the {len(COLORS)} that one picture shows")
     drawing = plot([json.loads(path.read_text(encoding="utf-8")) for path in arguments.results])
