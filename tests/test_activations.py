@@ -673,7 +673,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, pipe: Pipeline) -> None:
         super().__init__()
-        self.known = {twin.data.untyped_storage()._cdata for twin in pipe._plan.twins.values()}
+        self.known = {twin.data.untyped_storage()._cdata for twin in pipe._arrangement.twins.values()}
         self.pipe = pipe
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0

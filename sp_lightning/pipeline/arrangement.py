@@ -141,21 +141,21 @@ class Arrangement:
         device_bytes = backend.total_memory()
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
         largest = largest_unit_bytes(self.budget or device_bytes)
-        plan = find_units(module, options.units, [*options.resident, *learned.resident], largest, learned.split)
+        division = find_units(module, options.units, [*options.resident, *learned.resident], largest, learned.split)
         if learned.order:
-            plan.put_in_order(learned.order)
-        self.units = plan.units
-        self.resident = plan.resident
-        self.callers = plan.callers
-        self.unmanaged = plan.unmanaged
-        self.all_units = plan.all_units()
-        self.streamed_members = [member for unit in plan.units for member in unit.members]
-        self.members = [*self.streamed_members, *plan.resident.members, *plan.callers]
-        for weight in [weight for unit in plan.units for weight in unit.weights]:  # resident ones do not travel
+            division.put_in_order(learned.order)
+        self.units = division.units
+        self.resident = division.resident
+        self.callers = division.callers
+        self.unmanaged = division.unmanaged
+        self.all_units = division.all_units()
+        self.streamed_members = [member for unit in division.units for member in unit.members]
+        self.members = [*self.streamed_members, *division.resident.members, *division.callers]
+        for weight in [weight for unit in division.units for weight in unit.weights]:  # resident ones do not travel
             if autocast is not None and id(weight.master) in learned.lowered - learned.used_as_is:
                 weight.compute_dtype = autocast
         self._choose_window(learned.plan)
-        plan.leave_on_device(self._on_device)
+        division.leave_on_device(self._on_device)
         self.on_device = [weight.master for unit in self._on_device for weight in unit.on_device]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}

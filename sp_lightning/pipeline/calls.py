@@ -42,7 +42,7 @@ class Calls:
     """Runs the calls of an arrangement's members, inside of a step.
 
     Args:
-        plan: The arrangement.
+        arrangement: The arrangement.
         learned: Is told what calls show.
         window: Brings groups to the device.
         schedule: Is told what is used.
@@ -61,7 +61,7 @@ class Calls:
 
     def __init__(
         self,
-        plan: Arrangement,
+        arrangement: Arrangement,
         learned: Learned,
         *,
         window: Window,
@@ -78,7 +78,7 @@ class Calls:
         at_work: EngineAtWork,
         in_step: Callable[[], bool],
     ) -> None:
-        self._plan = plan
+        self._arrangement = arrangement
         self._learned = learned
         self._window = window
         self._schedule = schedule
@@ -133,7 +133,7 @@ class Calls:
 
     def abandon(self) -> None:
         """An exception has ended all calls."""
-        for member in self._plan.members:
+        for member in self._arrangement.members:
             member.held.clear()
             swap_out(member)
         self._inside.clear()
@@ -144,7 +144,7 @@ class Calls:
         """A call begins; returns its number."""
         with self._at_work:
             number = self._graphs.number_call()
-            self._plan.untouched = False
+            self._arrangement.untouched = False
             member.entered += 1
             direction = _direction()
             if self._backward.running and direction is not Pass.BACKWARD:
@@ -211,7 +211,7 @@ class Calls:
                     self._outside.keep_as_is(place.weight)
                     place.parameters[place.key] = self._outside.serve(place.weight)
 
-        spy = LoweringSpy(self._plan.twins, self._learned.assumed, self._backend.device.type, keep_as_is)
+        spy = LoweringSpy(self._arrangement.twins, self._learned.assumed, self._backend.device.type, keep_as_is)
         with spy:  # which does not see into compiled code
             output = run_uncompiled(forward, *args, **kwargs)
         member.observed.add(spy.builds_graph)
@@ -230,7 +230,7 @@ class Calls:
 
     def _keep_apart_uses(self, member: Member) -> None:
         """Autocast without its cache casts for each use: a weight that is used twice for one graph is sent as it is."""
-        if self._plan.autocast is None or torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
+        if self._arrangement.autocast is None or torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
             return
         if in_backward():  # a checkpoint's recomputation is the same use once more
             return
@@ -260,8 +260,8 @@ class Calls:
     def _units_ahead(self, member: Member) -> int:
         """How many other units forward is expected to use before backward begins, as far as the offloader asks."""
         ahead = [member.unit]
-        for index in islice(self._schedule.upcoming_before_the_turn(), len(self._plan.streamed_members)):
-            following = self._plan.streamed_members[index].unit
+        for index in islice(self._schedule.upcoming_before_the_turn(), len(self._arrangement.streamed_members)):
+            following = self._arrangement.streamed_members[index].unit
             if following is not ahead[-1]:
                 ahead.append(following)
             if len(ahead) > STAYING:
@@ -273,8 +273,8 @@ class Calls:
     def _announce(self, member: Member, output: Any, number: int) -> Any:
         """Have backward announce itself, and let nothing that leaves a unit lie in its slot."""
         tensors = tensors_in(output)
-        if any(storage_key(tensor) in self._plan.twins for tensor in tensors):
-            output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._plan.twins else t)
+        if any(storage_key(tensor) in self._arrangement.twins for tensor in tensors):
+            output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._arrangement.twins else t)
             tensors = tensors_in(output)
         if member.index < 0:
             self._outside.used({place.weight for place in member.places})

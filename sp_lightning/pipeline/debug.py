@@ -23,15 +23,15 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises when an operation reads a twin that is not there, or computes with a master.
 
     Args:
-        plan: The arrangement of now.
+        arrangement: The arrangement of now.
         is_paused: Whether the engine itself or an optimizer is at work, which may do both.
     """
 
     supports_higher_order_operators = True  # `flex_attention` is one operation here
 
-    def __init__(self, plan: Callable[[], Arrangement], is_paused: Callable[[], bool]) -> None:
+    def __init__(self, arrangement: Callable[[], Arrangement], is_paused: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._plan = plan
+        self._arrangement = arrangement
         self._is_paused = is_paused
 
     @classmethod
@@ -50,14 +50,14 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _check_twin(self, operand: Tensor, func: Any) -> None:
-        twin = self._plan().twins.get(storage_key(operand))
+        twin = self._arrangement().twins.get(storage_key(operand))
         if twin is not None and not twin.group.readable:
             raise AssertionError(
                 f"{func} reads weight {twin.weight.name!r}, whose copy to the device was not waited for."
             )
 
     def _check_masters(self, operands: list[Tensor], func: Any) -> None:
-        by_memory = self._plan().weights_by_memory
+        by_memory = self._arrangement().weights_by_memory
         masters = [by_memory[key] for key in map(storage_key, operands) if key in by_memory]
         others = [operand for operand in operands if storage_key(operand) not in by_memory and operand.dim() > 0]
         if masters and others:

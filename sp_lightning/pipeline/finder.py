@@ -24,7 +24,7 @@ from torch import nn
 from sp_lightning.pipeline._private import without_compile
 from sp_lightning.pipeline.options import UnitPolicy
 from sp_lightning.pipeline.parameters import check_parameter, is_manageable, named_own_parameters, tied_by_memory
-from sp_lightning.pipeline.units import Member, Place, Plan, Unit
+from sp_lightning.pipeline.units import Division, Member, Place, Unit
 from sp_lightning.pipeline.weights import Weight
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -41,7 +41,7 @@ def find_units(
     max_unit_bytes: int | None = None,
     split: Sequence[nn.Module] = (),
     on_meta: bool = False,
-) -> Plan:
+) -> Division:
     """Find the units of a module tree.
 
     Args:
@@ -55,7 +55,7 @@ def find_units(
     Raises:
         ValueError: If there is nothing to stream, a name or policy matches nothing, or a parameter is not on the CPU.
     """
-    return _Finder(root, policy, resident, max_unit_bytes, split, on_meta).plan()
+    return _Finder(root, policy, resident, max_unit_bytes, split, on_meta).find()
 
 
 class _Finder:
@@ -80,7 +80,7 @@ class _Finder:
         self.sizes = {id(module): self._subtree_bytes(module) for module in root.modules()}
         self.total = self.sizes[id(root)]
 
-    def plan(self) -> Plan:
+    def find(self) -> Division:
         atoms = self._atoms()
         shared_atoms, shared_weights = self._sort_out_sharing(atoms)
         self.resident_weights |= shared_weights
@@ -105,9 +105,9 @@ class _Finder:
             encoder = without_compile(member.module)
             if isinstance(encoder, nn.TransformerEncoder) and len(encoder.layers):
                 member.looks_into = by_module.get(id(encoder.layers[0]))
-        plan = Plan(units, resident, callers, self.unmanaged)
-        plan.put_in_order([unit.name for unit in units])
-        return plan
+        division = Division(units, resident, callers, self.unmanaged)
+        division.put_in_order([unit.name for unit in units])
+        return division
 
     # ---------------------------------------------------------------------------------------------- what there is
 

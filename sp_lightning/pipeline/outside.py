@@ -29,7 +29,7 @@ class OutsideUse:
     """Answers the guard of an arrangement's masters.
 
     Args:
-        plan: The arrangement.
+        arrangement: The arrangement.
         learned: Is told what the next arrangement should do better.
         window: Brings groups to the device.
         returns: Brings the gradients.
@@ -48,7 +48,7 @@ class OutsideUse:
 
     def __init__(
         self,
-        plan: Arrangement,
+        arrangement: Arrangement,
         learned: Learned,
         *,
         window: Window,
@@ -62,7 +62,7 @@ class OutsideUse:
         settle: Callable[[], None],
     ) -> None:
         self.device = backend.device
-        self._plan = plan
+        self._arrangement = arrangement
         self._learned = learned
         self._window = window
         self._returns = returns
@@ -73,7 +73,7 @@ class OutsideUse:
         self._stats = stats
         self._at_work = at_work
         self._settle = settle
-        self.guard = Guard(self, plan.weights)
+        self.guard = Guard(self, arrangement.weights)
 
     # -------------------------------------------------------------------------------------------- what the guard asks
 
@@ -81,7 +81,7 @@ class OutsideUse:
         """The weight on the device, for an operation outside of its unit."""
         with self._at_work:
             self._overlap.finish_step(weight.unit.group)
-            self._plan.untouched = False
+            self._arrangement.untouched = False
             if weight.lowered:  # who uses it here may not want it cast
                 self.keep_as_is(weight)
             twin = weight.twin
@@ -153,7 +153,7 @@ class OutsideUse:
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device until the next arrangement, which is made soon."""
         self._stats.promotions += 1
-        twin = self._plan.make_resident(weight)
+        twin = self._arrangement.make_resident(weight)
         self._window.groups.append(twin.group)
         self._learned.outdated = True
         return twin

@@ -175,7 +175,7 @@ class Pipeline:
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What `backward(inputs=...)` needs in place of these tensors: for a master, the leaf that is in the graph."""
         with without_torch_function():
-            weights = self._plan.weights_by_master
+            weights = self._arrangement.weights_by_master
             return [weights[id(t)].twin.parameter if id(t) in weights else t for t in tensors]
 
     def reset(self) -> None:
@@ -199,7 +199,7 @@ class Pipeline:
     def has_gradients(self) -> bool:
         """Whether a gradient is there that the next backward pass would add to."""
         elsewhere = any(parameter.grad is not None for parameter in self._parameters_elsewhere())
-        return elsewhere or any(self._gradients.get(weight) is not None for weight in self._plan.weights)
+        return elsewhere or any(self._gradients.get(weight) is not None for weight in self._arrangement.weights)
 
     def drop_gradients(self) -> None:
         """Nothing is left of a backward pass that failed, where there was no gradient before it."""
@@ -208,7 +208,7 @@ class Pipeline:
 
     def _parameters_elsewhere(self) -> list[nn.Parameter]:
         """Those that autograd itself collects gradients of."""
-        return [*self._plan.unmanaged.values(), *self._plan.on_device]
+        return [*self._arrangement.unmanaged.values(), *self._arrangement.on_device]
 
     def shrink(self) -> str | None:
         """Take less device memory from the next step on, of what `"auto"` leaves open.
@@ -220,12 +220,16 @@ class Pipeline:
         self._planner = None  # or the window would grow again
         if self._learned.plan is not None:
             self._learned.plan, self._learned.outdated = None, True
-            return f"the window that was planned, with `k={self._plan.k}`, gives way to the usual one"
+            return f"the window that was planned, with `k={self._arrangement.k}`, gives way to the usual one"
         if self.options.activations == "auto" and self._activations.recompute_from_now_on():
             return "units compute their activations a second time in backward from now on"
-        if self.options.k == "auto" and self._plan.k > self._plan.k_prime and not self._learned.short_of_memory:
+        if (
+            self.options.k == "auto"
+            and self._arrangement.k > self._arrangement.k_prime
+            and not self._learned.short_of_memory
+        ):
             self._learned.short_of_memory = self._learned.outdated = True
-            return f"`k` is {self._plan.k_prime} from now on, and was {self._plan.k}"
+            return f"`k` is {self._arrangement.k_prime} from now on, and was {self._arrangement.k}"
         return None
 
     def rebuild(self) -> None:
@@ -237,7 +241,7 @@ class Pipeline:
         if self._depth or self._backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
         _attached_masters.difference_update(map(id, self._masters))
-        self._rearrange_for(self._plan.autocast)
+        self._rearrange_for(self._arrangement.autocast)
         self._masters = list(self.module.parameters())
         _attached_masters.update(map(id, self._masters))
 
@@ -258,7 +262,7 @@ class Pipeline:
         stop_listening(self.optimizers)
         stop_watching_functions(self)
         self._dismantle()
-        self._plan.give_up_memory()
+        self._arrangement.give_up_memory()
         for steps in self._known_optimizers.values():
             steps.forget()
         self._offloader.close()
@@ -272,28 +276,28 @@ class Pipeline:
 
     def summary(self) -> Summary:
         """What was planned, in numbers; `str()` of it is a table."""
-        plan = self._plan
-        every_weight = [weight for unit in plan.all_units for weight in unit.every_weight]
+        arrangement = self._arrangement
+        every_weight = [weight for unit in arrangement.all_units for weight in unit.every_weight]
         return Summary(
             device=str(self.device),
-            units=len(plan.units),
-            k=plan.k,
-            k_prime=plan.k_prime,
+            units=len(arrangement.units),
+            k=arrangement.k,
+            k_prime=arrangement.k_prime,
             model_bytes=sum(weight.master.nbytes for weight in every_weight),
-            device_bytes=plan.device_bytes(),
+            device_bytes=arrangement.device_bytes(),
             gradient_bytes=self._returns.device_bytes(),
-            resident=tuple(weight.name for weight in plan.resident.weights),
-            resident_bytes=sum(weight.compute_bytes for weight in plan.resident.weights),
-            host_bytes=sum(group.host.host_bytes() for group in plan.groups if group.units),
+            resident=tuple(weight.name for weight in arrangement.resident.weights),
+            resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
+            host_bytes=sum(group.host.host_bytes() for group in arrangement.groups if group.units),
             host_gradient_bytes=self._returns.host_bytes(),
             optimizer_bytes=self._overlap.optimizer_bytes(),
             host_activation_bytes=self._pool.held,
             parameters=sum(weight.master.numel() for weight in every_weight),
-            unit_names=tuple(unit.name for unit in plan.units),
-            unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in plan.units),
+            unit_names=tuple(unit.name for unit in arrangement.units),
+            unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in arrangement.units),
             lowered=sum(weight.lowered for weight in every_weight),
-            pinned=all(group.host.source.pinned for group in plan.groups),
-            plan=plan.plan,
+            pinned=all(group.host.source.pinned for group in arrangement.groups),
+            plan=arrangement.plan,
         )
 
     # ---------------------------------------------------------------------------------------------- for a planner
@@ -301,7 +305,7 @@ class Pipeline:
     @property
     def arrangement(self) -> Arrangement:
         """Units, and where their weights lie at the moment."""
-        return self._plan
+        return self._arrangement
 
     @property
     def activations(self) -> AutoPolicy | None:
@@ -335,55 +339,57 @@ class Pipeline:
     @property
     def budget(self) -> int | None:
         """Device memory for weights, gradients on their way and activations; None if no limit is known."""
-        if self._plan.budget is not None:
-            return self._plan.budget
+        if self._arrangement.budget is not None:
+            return self._arrangement.budget
         free = self._backend.free_memory()
         if free is None:
             return None
-        return self._plan.streaming_bytes() + int(_SHARE_OF_FREE_MEMORY * free)
+        return self._arrangement.streaming_bytes() + int(_SHARE_OF_FREE_MEMORY * free)
 
     # ------------------------------------------------------------------------------------------ attach and take off
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
-        plan = Arrangement(self.module, self.options, self._learned, self._backend, autocast, self._progress)
-        self._settle_on_device(plan)
-        self._plan = plan
+        arrangement = Arrangement(self.module, self.options, self._learned, self._backend, autocast, self._progress)
+        self._settle_on_device(arrangement)
+        self._arrangement = arrangement
         self.stats.arrangements += 1
-        if not plan.units and self.options.activations in ("recompute", "offload"):
+        if not arrangement.units and self.options.activations in ("recompute", "offload"):
             warnings.warn(
                 f"`activations={self.options.activations!r}` has no effect any more: every weight is used outside of "
                 "its module's forward (a penalty over all of them, say), so all stay on the device, no unit is left.",
                 stacklevel=2,
             )
-        self._schedule = Schedule(len(plan.streamed_members))
-        self._saved.twins = plan.twins
+        self._schedule = Schedule(len(arrangement.streamed_members))
+        self._saved.twins = arrangement.twins
         self._returns = GradientReturn(
-            plan.all_units, self._backend, self.stats, plan.pin_gradients, self._sign_of_backward
+            arrangement.all_units, self._backend, self.stats, arrangement.pin_gradients, self._sign_of_backward
         )
         self._gradients = self._returns.gradients
-        groups = [member.unit.group for member in plan.streamed_members if member.unit is not None]
-        self._window = Window(plan.groups, groups, self._schedule, self._backend, self.stats, self._evict)
+        groups = [member.unit.group for member in arrangement.streamed_members if member.unit is not None]
+        self._window = Window(arrangement.groups, groups, self._schedule, self._backend, self.stats, self._evict)
         self._overlap = Overlap(
-            plan.weights_by_master,
+            arrangement.weights_by_master,
             self._window,
             self._backend,
             self._returns,
             self.stats,
             self._known_optimizers,
             self._spent,
-            on_device=plan.on_device,
+            on_device=arrangement.on_device,
             overlaps=self.options.overlap_optimizer is not False,
             fused=self.device.type != "cpu",  # on the CPU the user's choice stands: the same numbers as plain training
             is_nested=lambda: self._backward.is_nested(),
             settle=self.settle,
         )
-        clipping = Clipping(plan.weights_by_master, plan.on_device, self._backend, self._gradients, self._overlap)
-        self.optimizers.work_with(self._overlap, clipping, self._returns, self._window, plan.on_device)
+        clipping = Clipping(
+            arrangement.weights_by_master, arrangement.on_device, self._backend, self._gradients, self._overlap
+        )
+        self.optimizers.work_with(self._overlap, clipping, self._returns, self._window, arrangement.on_device)
         self._backward = BackwardPass(
             window=self._window,
             schedule=self._schedule,
             returns=self._returns,
-            resident=plan.resident,
+            resident=arrangement.resident,
             stats=self.stats,
             at_work=self._at_work,
             prepare=self._returns.follow_requires_grad,
@@ -391,7 +397,7 @@ class Pipeline:
             on_end=self._end_backward,
         )
         outside = OutsideUse(
-            plan,
+            arrangement,
             self._learned,
             window=self._window,
             returns=self._returns,
@@ -405,7 +411,7 @@ class Pipeline:
         )
         self._outside, self._guard = outside, outside.guard
         self._calls = Calls(
-            plan,
+            arrangement,
             self._learned,
             window=self._window,
             schedule=self._schedule,
@@ -422,37 +428,37 @@ class Pipeline:
             in_step=lambda: self._depth > 0,
         )
         move_buffers(self.module, self.device)
-        move_unmanaged(plan.unmanaged.values(), self.device)
-        self._pool.pinnable = plan.pinnable_bytes()
-        stay = (*self.module.buffers(), *plan.unmanaged.values(), *plan.on_device)
+        move_unmanaged(arrangement.unmanaged.values(), self.device)
+        self._pool.pinnable = arrangement.pinnable_bytes()
+        stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.on_device)
         self._meter.uncounted = set(map(storage_key, stay))
-        for twin in plan.twins.values():  # now, because torch.func forbids it inside of its transforms
+        for twin in arrangement.twins.values():  # now, because torch.func forbids it inside of its transforms
             self._returns.follow_requires_grad(twin)
         if self.options.compile:
-            for member in plan.streamed_members:
+            for member in arrangement.streamed_members:
                 member.compiled = compiled_call(member.module)
         self._activations.auto = self._auto_policy()  # units have changed: measured anew
-        for member in plan.members:
+        for member in arrangement.members:
             install_gate(member, self)
 
-    def _settle_on_device(self, plan: Arrangement) -> None:
+    def _settle_on_device(self, arrangement: Arrangement) -> None:
         """Let units live on the device, if there is really room for all of them."""
         try:
-            on_device.move(plan.on_device, self.device, self.optimizers.seen)
+            on_device.move(arrangement.on_device, self.device, self.optimizers.seen)
         except torch.OutOfMemoryError:
-            on_device.move(plan.on_device, _HOST, self.optimizers.seen)
+            on_device.move(arrangement.on_device, _HOST, self.optimizers.seen)
             raise
         for known in self._known_optimizers.values():
-            known.forget_units(plan.on_device)
+            known.forget_units(arrangement.on_device)
 
     def _dismantle(self) -> None:
         """Take the arrangement off the module; masters keep their identity, their values and their memory."""
         self._backward.closed = True
         self._overlap.put_back()
         self._overlap.settle()
-        for member in self._plan.members:
+        for member in self._arrangement.members:
             remove_gate(member)
-        for twin in self._plan.twins.values():
+        for twin in self._arrangement.twins.values():
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
                 twin.gradient_hook.remove()
             twin.refuse_gradients()
@@ -460,10 +466,10 @@ class Pipeline:
         self._guard.disarm()
         self._backend.drain()
         self._returns.give_up_memory()
-        for group in self._plan.groups:
+        for group in self._arrangement.groups:
             group.host.release_copies()
-        on_device.move(self._plan.on_device, _HOST, self.optimizers.seen)
-        move_unmanaged(self._plan.unmanaged.values(), _HOST)  # all is checked as if for the first time
+        on_device.move(self._arrangement.on_device, _HOST, self.optimizers.seen)
+        move_unmanaged(self._arrangement.unmanaged.values(), _HOST)  # all is checked as if for the first time
 
     def _take_in_what_was_learned(self) -> None:
         """Between steps, when no graph holds on to the old arrangement."""
@@ -474,7 +480,7 @@ class Pipeline:
             return
         self._learned.outdated = False
         for weight in self._learned.touched_outside:
-            users = [m for m in self._plan.streamed_members if any(place.weight is weight for place in m.places)]
+            users = [m for m in self._arrangement.streamed_members if any(place.weight is weight for place in m.places)]
             never_called = [m.module for m in users if m.entered == 0 and any(m.module.children())]
             if never_called:  # a mere container: its children are called by its parent
                 self._learned.split += never_called
@@ -493,10 +499,10 @@ class Pipeline:
             return
         policies = self._activations.auto
         self._learned.plan = plan
-        self._rearrange_for(self._plan.autocast)
+        self._rearrange_for(self._arrangement.autocast)
         self._activations.auto = policies  # units are the same, and so is what was measured of them
         if policies is not None and plan is not None and plan.policies:
-            units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self._plan.units]
+            units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self._arrangement.units]
             policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
         elif policies is not None:
             policies.prescribe(None)
@@ -513,7 +519,7 @@ class Pipeline:
         learned = self._learned
         if learned.order is None and learned.called:
             learned.order = list(learned.called)
-            expected = [unit.name for unit in self._plan.units if unit.name in learned.called]
+            expected = [unit.name for unit in self._arrangement.units if unit.name in learned.called]
             learned.outdated |= learned.order != expected
 
     def _auto_policy(self) -> AutoPolicy | None:
@@ -525,7 +531,7 @@ class Pipeline:
     def _room_for_activations(self) -> int | None:
         """Bytes of device memory for activations; None if no limit is known."""
         budget = self.budget
-        return None if budget is None else max(0, budget - self._plan.streaming_bytes())
+        return None if budget is None else max(0, budget - self._arrangement.streaming_bytes())
 
     # -------------------------------------------------------------------------------------------------- the scope
 
@@ -554,14 +560,14 @@ class Pipeline:
     def _checked(self) -> AbstractContextManager[Any]:
         # not in inference: torch's fused fast paths look for dispatch modes, and without them other numbers come out
         if self.options.debug and self._depth == 1 and torch.is_grad_enabled():
-            return AccessCheck(lambda: self._plan, lambda: bool(self._at_work) or guards_suspended())
+            return AccessCheck(lambda: self._arrangement, lambda: bool(self._at_work) or guards_suspended())
         return nullcontext()
 
     def _open(self, look_for_new_parameters: bool) -> None:
         if in_backward():
             self._backward.note()
             return
-        if self._backward.running or any(member.active for member in self._plan.members):
+        if self._backward.running or any(member.active for member in self._arrangement.members):
             self.reset()  # an exception came out of a backward that nothing surrounded
         if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
             self.rebuild()
@@ -573,7 +579,7 @@ class Pipeline:
             self._backend.trace.begin_step()
             self._activations.begin_step()
         self._offloader.begin()
-        self._plan.untouched = True
+        self._arrangement.untouched = True
         self._activate()
         with self._at_work:
             self._window.begin_step()
@@ -586,13 +592,13 @@ class Pipeline:
         return not self._graphs.waiting() and any(
             type(found := place.parameters.get(place.key)) in (nn.Parameter, type(None))
             and found is not place.weight.master
-            for member in self._plan.members
+            for member in self._arrangement.members
             for place in member.places
         )
 
     def _has_replaced_weights(self) -> bool:
         with self._at_work:
-            return not self._graphs.waiting() and any(weight.is_replaced for weight in self._plan.weights)
+            return not self._graphs.waiting() and any(weight.is_replaced for weight in self._arrangement.weights)
 
     def _activate(self) -> None:
         if not self._guard.redirects:
@@ -626,7 +632,11 @@ class Pipeline:
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled
         autocast = self._autocast_dtype()
-        if member.unit is not None and autocast != self._plan.autocast and self._adapt_to_autocast(member, autocast):
+        if (
+            member.unit is not None
+            and autocast != self._arrangement.autocast
+            and self._adapt_to_autocast(member, autocast)
+        ):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
         return self._calls.run(member, forward, args, kwargs, autocast)
 
@@ -641,10 +651,10 @@ class Pipeline:
         learned = self._learned
         # without its cache, whether a weight is used once for a graph is to be seen first: nothing can be assumed
         if autocast is not None and not learned.lowered and torch.is_autocast_cache_enabled():
-            known = {id(weight.master) for weight in known_to_be_lowered(self.module, self._plan.units)}
+            known = {id(weight.master) for weight in known_to_be_lowered(self.module, self._arrangement.units)}
             learned.lowered |= known
             learned.assumed |= known
-        if self._plan.untouched and not self._graphs.waiting():
+        if self._arrangement.untouched and not self._graphs.waiting():
             self._guard.disarm()
             self._rearrange_for(autocast)
             self._activate()
@@ -655,12 +665,12 @@ class Pipeline:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._dismantle()
-        for weight in self._plan.weights:
+        for weight in self._arrangement.weights:
             if weight.is_replaced:  # who keeps our memory keeps the values in it
                 self._learned.leave_memory_of(weight)
             else:  # or what `p.data = ...` has given it stays out of the memory that is sent
                 weight.readopt()
-        self._plan.give_up_memory()
+        self._arrangement.give_up_memory()
         self._arrange(autocast)
 
     # --------------------------------------------------------------------------------------------------- backward

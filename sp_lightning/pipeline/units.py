@@ -98,8 +98,8 @@ class Unit:
 
 
 @dataclass
-class Plan:
-    """What `find_units` found.
+class Division:
+    """How a module is divided into units: what `find_units` found.
 
     Attributes:
         units: Streamed units in expected order.

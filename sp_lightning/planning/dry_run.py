@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sp_lightning.pipeline._private import storage_key, without_values
 from sp_lightning.pipeline.offload import SMALLEST
-from sp_lightning.pipeline.units import Plan
+from sp_lightning.pipeline.units import Division
 
 
 @dataclass
@@ -45,7 +45,7 @@ class DryRun:
     """What was seen of one forward.
 
     Attributes:
-        units: For each unit, in the order of the plan.
+        units: For each unit, in the order of the division.
         outside: All that is outside of units.
     """
 
@@ -71,12 +71,12 @@ def shapes_of(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     return _copy_with(module, on_meta)
 
 
-def dry_run(module: nn.Module, plan: Plan, inputs: Any, autocast: torch.dtype | None) -> DryRun:
+def dry_run(module: nn.Module, division: Division, inputs: Any, autocast: torch.dtype | None) -> DryRun:
     """Follow one forward of a module that builds a graph.
 
     Args:
         module: On the meta device. It is not called: a copy is.
-        plan: Its units. Weights whose `compute_dtype` is not their own are taken in that one.
+        division: Its units. Weights whose `compute_dtype` is not their own are taken in that one.
         inputs: What to call it with: a tuple is unpacked, and so is a dictionary with names of arguments. Of tensors
             only shapes and dtypes matter, so they may be on the meta device.
         autocast: The dtype of autocast, if it is on.
@@ -84,7 +84,7 @@ def dry_run(module: nn.Module, plan: Plan, inputs: Any, autocast: torch.dtype | 
     Raises:
         CannotFollow: The forward raises, because it needs values or does not take these inputs.
     """
-    dtypes = {id(weight.master): weight.compute_dtype for unit in plan.units for weight in unit.weights}
+    dtypes = {id(weight.master): weight.compute_dtype for unit in division.units for weight in unit.weights}
     mode = without_values()
 
     def imagined(tensor: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ def dry_run(module: nn.Module, plan: Plan, inputs: Any, autocast: torch.dtype | 
 
     twin = _copy_with(module, imagined).train()
     arguments = tree_map(lambda leaf: imagined(leaf) if isinstance(leaf, Tensor) else leaf, _as_arguments(inputs))
-    unit_of = {twin.get_submodule(m.name): index for index, unit in enumerate(plan.units) for m in unit.members}
-    watch = _Watch(twin, len(plan.units))
+    unit_of = {twin.get_submodule(m.name): index for index, unit in enumerate(division.units) for m in unit.members}
+    watch = _Watch(twin, len(division.units))
     context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
     with mode, watch.flops, context, watch.calls(unit_of), saved_tensors_hooks(watch.save, lambda tensor: tensor):
         args, kwargs = arguments

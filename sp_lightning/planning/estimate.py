@@ -22,7 +22,7 @@ from sp_lightning.pipeline.finder import find_units
 from sp_lightning.pipeline.gradients import slots_in_ring
 from sp_lightning.pipeline.lowering import known_to_be_lowered
 from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
-from sp_lightning.pipeline.units import Plan, Unit
+from sp_lightning.pipeline.units import Division, Unit
 from sp_lightning.pipeline.weights import Weight
 from sp_lightning.planning.dry_run import Seen, dry_run, shapes_of
 from sp_lightning.planning.workload import Machine, UnitWork, Workload
@@ -154,22 +154,22 @@ def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
     dtype = _HALF.get(given.precision)
     autocast = dtype if given.precision.endswith("mixed") else None
     module = shapes_of(module, None if autocast else dtype)
-    plan = find_units(module, given.units, given.resident, largest_unit_bytes(given.device_bytes), on_meta=True)
+    division = find_units(module, given.units, given.resident, largest_unit_bytes(given.device_bytes), on_meta=True)
     if autocast is not None:
-        for weight in known_to_be_lowered(module, plan.units):
+        for weight in known_to_be_lowered(module, division.units):
             weight.compute_dtype = autocast
-    seen, outside = _look(module, plan, inputs, autocast, given)
-    work = tuple(_work(unit, calls, given) for unit, calls in zip(plan.units, seen, strict=True))
-    resident = _work(plan.resident, Seen(), given)
+    seen, outside = _look(module, division, inputs, autocast, given)
+    work = tuple(_work(unit, calls, given) for unit, calls in zip(division.units, seen, strict=True))
+    resident = _work(division.resident, Seen(), given)
     workload = Workload(
         units=work,
-        resident=replace(resident, host_bytes=resident.host_bytes + _ring_bytes(plan)),
+        resident=replace(resident, host_bytes=resident.host_bytes + _ring_bytes(division)),
         stepping="in backward" if any(unit.gradient_bytes for unit in (*work, resident)) else None,
         turn_seconds=3 * outside.flops / (given.compute * TERA),
         outside_bytes=outside.saved,
         reserve_bytes=max([outside.saved, *(calls.inputs + calls.saved for calls in seen)]),
     )
-    weights = [weight for unit in plan.all_units() for weight in unit.weights]
+    weights = [weight for unit in division.all_units() for weight in unit.weights]
     computing = sum(unit.forward_seconds + unit.backward_seconds for unit in work) + workload.turn_seconds
     machine = Machine(
         to_device=given.to_device * GIGA,
@@ -181,11 +181,11 @@ def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
 
 
 def _look(
-    module: nn.Module, plan: Plan, inputs: Any, autocast: torch.dtype | None, given: Assumptions
+    module: nn.Module, division: Division, inputs: Any, autocast: torch.dtype | None, given: Assumptions
 ) -> tuple[list[Seen], Seen]:
     """What units compute and save, and what is computed and saved outside of them."""
     if inputs is not None:
-        run = dry_run(module, plan, inputs, autocast)
+        run = dry_run(module, division, inputs, autocast)
         return run.units, run.outside
     tables = [child for child in module.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)]
     looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
@@ -194,7 +194,7 @@ def _look(
         masters = [weight.master for weight in unit.weights]
         return sum(master.numel() for master in masters if master.dim() > 1 and id(master) not in looked_up)
 
-    return [Seen(flops=2 * given.tokens * multiplied(unit)) for unit in plan.units], Seen()
+    return [Seen(flops=2 * given.tokens * multiplied(unit)) for unit in division.units], Seen()
 
 
 def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
@@ -248,10 +248,10 @@ def _bytes_on_device(weight: Weight, given: Assumptions) -> int:
     return weight.master.nbytes + trained + weight.lowered * weight.compute_bytes
 
 
-def _ring_bytes(plan: Plan) -> int:
+def _ring_bytes(division: Division) -> int:
     """Host memory through which gradients pass that have none of their own."""
-    passing = [unit for unit in plan.units if any(w.lowered and w.master.requires_grad for w in unit.weights)]
-    return slots_in_ring(len(plan.all_units()), 1) * max((gradient_bytes([unit]) for unit in passing), default=0)
+    passing = [unit for unit in division.units if any(w.lowered and w.master.requires_grad for w in unit.weights)]
+    return slots_in_ring(len(division.all_units()), 1) * max((gradient_bytes([unit]) for unit in passing), default=0)
 
 
 def _state_bytes(parameter: nn.Parameter, given: Assumptions) -> int:

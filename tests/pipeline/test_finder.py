@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline._private import without_compile
 from sp_lightning.pipeline.arrangement import largest_unit_bytes
 from sp_lightning.pipeline.finder import find_units
-from sp_lightning.pipeline.units import Plan
+from sp_lightning.pipeline.units import Division
 
 from ..zoo.blocks import Block, Chain, chain
 from ..zoo.language import gpt2, t5
@@ -61,69 +61,69 @@ REAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 
 @functools.cache
-def real(name: str) -> tuple[nn.Module, Plan]:
+def real(name: str) -> tuple[nn.Module, Division]:
     model = in_full_size(REAL[name][0])
     return model, find_units(model)
 
 
-def size(plan: Plan) -> list[int]:
+def size(division: Division) -> list[int]:
     """Bytes of each unit."""
-    return [sum(weight.master.nbytes for weight in unit.weights) for unit in plan.units]
+    return [sum(weight.master.nbytes for weight in unit.weights) for unit in division.units]
 
 
-def names(plan: Plan) -> list[str]:
-    return [unit.name for unit in plan.units]
+def names(division: Division) -> list[str]:
+    return [unit.name for unit in division.units]
 
 
-def unit_of(plan: Plan, parameter: nn.Parameter) -> str:
+def unit_of(division: Division, parameter: nn.Parameter) -> str:
     """The one unit that has a weight."""
-    (name,) = [unit.name for unit in plan.all_units() for weight in unit.weights if weight.master is parameter]
+    (name,) = [unit.name for unit in division.all_units() for weight in unit.weights if weight.master is parameter]
     return name
 
 
-def check_plan(model: nn.Module, plan: Plan) -> None:
+def check_division(model: nn.Module, division: Division) -> None:
     """What must hold for every tree."""
-    held = [id(weight.master) for unit in plan.all_units() for weight in unit.weights]
-    held += [id(parameter) for parameter in plan.unmanaged.values()]
+    held = [id(weight.master) for unit in division.all_units() for weight in unit.weights]
+    held += [id(parameter) for parameter in division.unmanaged.values()]
     assert Counter(held) == Counter(id(p) for p in model.parameters()), "every weight is in exactly one place"
-    assert all(weight.unit is unit for unit in plan.all_units() for weight in unit.weights)
-    assert all(unit.weights for unit in plan.units)
+    assert all(weight.unit is unit for unit in division.all_units() for weight in unit.weights)
+    assert all(unit.weights for unit in division.units)
 
-    members = [member for unit in plan.units for member in unit.members]
+    members = [member for unit in division.units for member in unit.members]
     assert [member.index for member in members] == list(range(len(members)))
     inside = [id(inner) for member in members for inner in member.module.modules()]
     assert len(inside) == len(set(inside)), "a module is entered through one member"
     order = {id(module): number for number, module in enumerate(model.modules())}
-    first = [order[id(unit.members[0].module)] for unit in plan.units]
+    first = [order[id(unit.members[0].module)] for unit in division.units]
     assert first == sorted(first), "units are expected in the order of the tree"
 
     modules = dict(model.named_modules(remove_duplicate=False))
-    for member in [*members, *plan.resident.members, *plan.callers]:
+    for member in [*members, *division.resident.members, *division.callers]:
         assert modules[member.name] is member.module
         assert all(place.parameters[place.key] is place.weight.master for place in member.places)
-    reached = {id(place.weight) for member in [*members, *plan.resident.members] for place in member.places}
-    streamed = {id(weight) for unit in plan.units for weight in unit.weights}
+    reached = {id(place.weight) for member in [*members, *division.resident.members] for place in member.places}
+    streamed = {id(weight) for unit in division.units for weight in unit.weights}
     assert streamed <= reached, "a streamed weight that no call brings"
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_models(name: str) -> None:
     """The number of units, that no weight is lost, and that nearly everything streams in pieces of like size."""
-    model, plan = real(name)
-    check_plan(model, plan)
-    assert len(plan.units) == REAL[name][1], names(plan)
-    assert not plan.unmanaged
+    model, division = real(name)
+    check_division(model, division)
+    assert len(division.units) == REAL[name][1], names(division)
+    assert not division.unmanaged
     total = sum(p.nbytes for p in model.parameters())
-    resident = sum(weight.master.nbytes for weight in plan.resident.weights)
+    resident = sum(weight.master.nbytes for weight in division.resident.weights)
     assert resident < 0.025 * total
     largest_layer = max(sum(p.nbytes for p in m.parameters()) for m in model.modules() if not any(m.children()))
-    assert max(size(plan)) <= max(0.26 * total, largest_layer)
+    assert max(size(division)) <= max(0.26 * total, largest_layer)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vgg16", "unet"])
 def test_models_on_the_meta_device(name: str) -> None:
     """The same units, for whoever asks before there are values."""
-    _, plan = real(name)
+    _, division = real(name)
     with torch.device("meta"):
         model = REAL[name][0]()
     if hasattr(model, "tie_weights"):
@@ -131,17 +131,16 @@ def test_models_on_the_meta_device(name: str) -> None:
     with pytest.raises(ValueError, match="is on the meta device"):
         find_units(model)
     on_meta = find_units(model, on_meta=True)
-    check_plan(model, on_meta)
-    assert (names(on_meta), size(on_meta)) == (names(plan), size(plan))
+    check_division(model, on_meta)
+    assert (names(on_meta), size(on_meta)) == (names(division), size(division))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral", "vit"])
 def test_blocks_of_transformers_stay_whole(name: str) -> None:
     """One unit per block, all blocks of a stack of the same size."""
-    _, plan = real(name)
-    blocks = [
-        bytes_ for unit, bytes_ in zip(plan.units, size(plan), strict=True) if unit.name.split("_")[-1][-1].isdigit()
-    ]
+    _, division = real(name)
+    numbered = zip(division.units, size(division), strict=True)
+    blocks = [nbytes for unit, nbytes in numbered if unit.name.split("_")[-1][-1].isdigit()]
     assert len(blocks) == {"gpt2": 12, "llama": 8, "t5": 12, "mixtral": 6, "vit": 12}[name]
     sizes = {round(nbytes / 2**20) for nbytes in blocks}
     assert len(sizes) == (2 if name == "t5" else 1)  # T5's decoder blocks attend twice
@@ -150,12 +149,12 @@ def test_blocks_of_transformers_stay_whole(name: str) -> None:
 @pytest.mark.parametrize("name", ["vgg16", "resnet50", "efficientnet", "unet", "convnext"])
 def test_small_convolutions_are_joined(name: str) -> None:
     """Neighbours below the size of a typical unit travel together, and never above it."""
-    _, plan = real(name)
-    joined = [(unit, nbytes) for unit, nbytes in zip(plan.units, size(plan), strict=True) if ".." in unit.name]
+    _, division = real(name)
+    joined = [(unit, nbytes) for unit, nbytes in zip(division.units, size(division), strict=True) if ".." in unit.name]
     assert joined
-    single = [nbytes for unit, nbytes in zip(plan.units, size(plan), strict=True) if ".." not in unit.name]
+    single = [nbytes for unit, nbytes in zip(division.units, size(division), strict=True) if ".." not in unit.name]
     assert all(len(unit.members) > 1 and nbytes <= max(single) for unit, nbytes in joined)
-    assert len(plan.units) < sum(len(unit.members) for unit in plan.units)
+    assert len(division.units) < sum(len(unit.members) for unit in division.units)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +167,10 @@ def test_small_convolutions_are_joined(name: str) -> None:
 )
 def test_tied_weights_are_in_one_place(name: str, first: str, second: str) -> None:
     """Embedding and head share one unit, and both of their calls enter it."""
-    model, plan = real(name)
+    model, division = real(name)
     weights = dict(model.named_parameters(remove_duplicate=False))
     assert weights[first] is weights[second]
-    unit = next(unit for unit in plan.units if unit.name == unit_of(plan, weights[first]))
+    unit = next(unit for unit in division.units if unit.name == unit_of(division, weights[first]))
     modules = dict(model.named_modules(remove_duplicate=False))
     members = [member.module for member in unit.members]
     assert modules[first.removesuffix(".weight")] in members
@@ -183,36 +182,36 @@ def test_a_weight_shared_by_a_block_and_a_leaf_is_resident() -> None:
     model = chain(8)
     model.head = nn.Linear(12, 24)
     model.head.weight = model.blocks[0].up.weight
-    plan = find_units(model)
-    check_plan(model, plan)
-    assert unit_of(plan, model.head.weight) == "resident"
+    division = find_units(model)
+    check_division(model, division)
+    assert unit_of(division, model.head.weight) == "resident"
 
 
 def test_a_weight_that_a_parent_owns_too_is_resident() -> None:
     """The parent may read it outside of every unit."""
     model = chain(8)
     model.register_parameter("alias", model.blocks[3].down.weight)
-    plan = find_units(model)
-    assert unit_of(plan, model.alias) == "resident"
-    check_plan(model, plan)
+    division = find_units(model)
+    assert unit_of(division, model.alias) == "resident"
+    check_division(model, division)
 
 
 def test_one_block_called_many_times_is_one_unit() -> None:
     """ALBERT's way: the same module object several times in a list."""
     block = Block()
     model = Chain([block, Block(), block, Block(), Block(), Block()])
-    plan = find_units(model, Block)
-    check_plan(model, plan)
-    assert len(plan.units) == 5
+    division = find_units(model, Block)
+    check_division(model, division)
+    assert len(division.units) == 5
 
 
 def test_attention_stays_whole() -> None:
     """nn.MultiheadAttention reads `out_proj.weight` without calling `out_proj`."""
     model = nn.Sequential(*[nn.MultiheadAttention(32, 2) for _ in range(3)])
     for limit in (None, 1):
-        plan = find_units(model, max_unit_bytes=limit)
-        check_plan(model, plan)
-        assert names(plan) == ["0", "1", "2"]
+        division = find_units(model, max_unit_bytes=limit)
+        check_division(model, division)
+        assert names(division) == ["0", "1", "2"]
 
 
 def test_containers_without_a_forward_are_descended() -> None:
@@ -231,9 +230,9 @@ def test_containers_without_a_forward_are_descended() -> None:
             return x
 
     model = Model()
-    plan = find_units(model)
-    check_plan(model, plan)
-    assert names(plan) == ["parts.0.0", "parts.0.1", "parts.1.inner.layer", "by_name.a"]
+    division = find_units(model)
+    check_division(model, division)
+    assert names(division) == ["parts.0.0", "parts.0.1", "parts.1.inner.layer", "by_name.a"]
 
 
 def test_parameter_lists_are_resident() -> None:
@@ -245,16 +244,16 @@ def test_parameter_lists_are_resident() -> None:
             self.scales = nn.ParameterList([nn.Parameter(torch.ones(12)) for _ in range(2)])
 
     model = Model()
-    plan = find_units(model)
-    check_plan(model, plan)
-    assert {unit_of(plan, scale) for scale in model.scales} == {"resident"}
+    division = find_units(model)
+    check_division(model, division)
+    assert {unit_of(division, scale) for scale in model.scales} == {"resident"}
 
 
 def test_parameters_at_the_root_are_resident() -> None:
     """Class tokens and position embeddings are used between the units."""
-    model, plan = real("vit")
-    assert unit_of(plan, model.class_token) == "resident"
-    assert unit_of(plan, model.encoder.pos_embedding) == "resident"
+    model, division = real("vit")
+    assert unit_of(division, model.class_token) == "resident"
+    assert unit_of(division, model.encoder.pos_embedding) == "resident"
 
 
 def test_a_block_that_is_too_large_is_descended() -> None:
@@ -272,19 +271,19 @@ def test_a_block_that_is_too_large_is_descended() -> None:
     model = nn.Sequential(*[Mixture() for _ in range(8)])
     assert len(find_units(model).units) == 8
     block = sum(p.nbytes for p in model[0].parameters())
-    plan = find_units(model, max_unit_bytes=block // 2)
-    check_plan(model, plan)
-    assert [name for name in names(plan) if name.startswith("0.experts")] == [f"0.experts.{i}" for i in range(4)]
-    assert max(size(plan)) <= block // 2
+    division = find_units(model, max_unit_bytes=block // 2)
+    check_division(model, division)
+    assert [name for name in names(division) if name.startswith("0.experts")] == [f"0.experts.{i}" for i in range(4)]
+    assert max(size(division)) <= block // 2
 
 
 def test_modules_that_are_never_called_are_split() -> None:
     """Learned while running: a parent that calls the children of a child."""
     model = chain(4)
-    plan = find_units(model, split=[model.blocks[1]])
-    check_plan(model, plan)
-    assert "blocks.1" not in names(plan)
-    assert {"blocks.0", "blocks.2", "blocks.3"} <= set(names(plan))
+    division = find_units(model, split=[model.blocks[1]])
+    check_division(model, division)
+    assert "blocks.1" not in names(division)
+    assert {"blocks.0", "blocks.2", "blocks.3"} <= set(names(division))
 
 
 def test_a_flat_model_of_many_small_layers_streams() -> None:
@@ -299,9 +298,9 @@ def test_a_flat_model_of_many_small_layers_streams() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    plan = find_units(Model())
-    assert not plan.resident.weights
-    assert len(plan.units) > 8
+    division = find_units(Model())
+    assert not division.resident.weights
+    assert len(division.units) > 8
 
 
 # ------------------------------------------------------------------------------------------------------------- policies
@@ -323,10 +322,10 @@ def test_policies(policy: Any) -> None:
     """Exactly the modules that match, whatever their size; the rest is resident."""
     model = Chain([Block(12, 200), Block(12, 24), Block(12, 3)])
     model.head = nn.Linear(12, 500)
-    plan = find_units(model, policy)
-    check_plan(model, plan)
-    assert names(plan) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert unit_of(plan, model.head.weight) == "resident"
+    division = find_units(model, policy)
+    check_division(model, division)
+    assert names(division) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert unit_of(division, model.head.weight) == "resident"
 
 
 def test_a_policy_matches_subclasses_too() -> None:
@@ -364,8 +363,8 @@ def test_a_policy_whose_matches_have_become_resident() -> None:
     model = chain(3)
     model.head = nn.Linear(4, 4)
     used_outside = [name for name, _ in model.named_parameters() if name.startswith("blocks")]
-    plan = find_units(model, Block, used_outside)
-    assert plan.units == []
+    division = find_units(model, Block, used_outside)
+    assert division.units == []
     with pytest.raises(ValueError, match="`units="):
         find_units(model, Block, ["blocks"])
 
@@ -386,12 +385,12 @@ def test_a_policy_whose_matches_have_become_resident() -> None:
 def test_resident_names(policy: Any, resident: list[str], expected: list[str]) -> None:
     """Modules and parameters, alone and together; the others go on streaming."""
     model = chain(4)
-    plan = find_units(model, policy, resident)
-    check_plan(model, plan)
-    held = {weight.name for weight in plan.resident.weights}
+    division = find_units(model, policy, resident)
+    check_division(model, division)
+    held = {weight.name for weight in division.resident.weights}
     assert set(expected) <= held
     assert all(name.startswith(tuple(resident)) for name in held)
-    assert unit_of(plan, model.blocks[0].up.weight) == "blocks.0"
+    assert unit_of(division, model.blocks[0].up.weight) == "blocks.0"
 
 
 def test_a_tied_weight_is_resident_under_either_name() -> None:
@@ -409,9 +408,9 @@ def test_an_unknown_resident_name() -> None:
 def test_everything_resident() -> None:
     """Then nothing streams, and that is what was asked for."""
     model = chain(2)
-    plan = find_units(model, None, ["blocks"])
-    check_plan(model, plan)
-    assert plan.units == []
+    division = find_units(model, None, ["blocks"])
+    check_division(model, division)
+    assert division.units == []
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be streamed
@@ -435,11 +434,11 @@ def test_what_cannot_be_repointed_is_unmanaged(replace: Callable[[Block], None])
     """It lives on the device; the rest of its block streams."""
     model = chain(3)
     replace(model.blocks[1])
-    plan = find_units(model, Block)
-    check_plan(model, plan)
-    assert "blocks.1.up.weight" in plan.unmanaged
-    assert set(plan.unmanaged) <= {"blocks.1.up.weight", "blocks.1.up.bias"}
-    assert unit_of(plan, model.blocks[1].down.weight) == "blocks.1"
+    division = find_units(model, Block)
+    check_division(model, division)
+    assert "blocks.1.up.weight" in division.unmanaged
+    assert set(division.unmanaged) <= {"blocks.1.up.weight", "blocks.1.up.bias"}
+    assert unit_of(division, model.blocks[1].down.weight) == "blocks.1"
 
 
 # -------------------------------------------------------------------------------------------------------------- members
@@ -448,8 +447,8 @@ def test_what_cannot_be_repointed_is_unmanaged(replace: Callable[[Block], None])
 def test_recurrent_modules_keep_a_second_list() -> None:
     """cuDNN's flat list, in nn.LSTM's own order."""
     model = nn.Sequential(nn.LSTM(4, 4, num_layers=2, bidirectional=True), nn.GRU(8, 4))
-    plan = find_units(model, nn.RNNBase)
-    for unit, module in zip(plan.units, model, strict=True):
+    division = find_units(model, nn.RNNBase)
+    for unit, module in zip(division.units, model, strict=True):
         ((found, weights),) = unit.members[0].recurrent
         assert found is module
         assert all(weight.master is flat for weight, flat in zip(weights, module._flat_weights, strict=True))
@@ -458,19 +457,19 @@ def test_recurrent_modules_keep_a_second_list() -> None:
 def test_the_root_is_always_a_gate() -> None:
     """Its call opens a step, so that masters are guarded in all of a forward."""
     for model in (chain(3), gpt2(), t5(), nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))):
-        plan = find_units(model)
-        check_plan(model, plan)
-        gates = [member.module for member in [*plan.callers, *plan.resident.members]]
-        assert model in gates or model in [member.module for unit in plan.units for member in unit.members]
+        division = find_units(model)
+        check_division(model, division)
+        gates = [member.module for member in [*division.callers, *division.resident.members]]
+        assert model in gates or model in [member.module for unit in division.units for member in unit.members]
 
 
 def test_an_encoder_looks_into_its_first_layer() -> None:
     """nn.TransformerEncoder chooses its fast path by that layer's weights."""
     layer = nn.TransformerEncoderLayer(8, 2, 16)
     model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
-    plan = find_units(model, nn.TransformerEncoderLayer)
-    (encoder,) = [member for member in plan.callers if isinstance(member.module, nn.TransformerEncoder)]
-    assert encoder.looks_into is plan.units[0].members[0]
+    division = find_units(model, nn.TransformerEncoderLayer)
+    (encoder,) = [member for member in division.callers if isinstance(member.module, nn.TransformerEncoder)]
+    assert encoder.looks_into is division.units[0].members[0]
 
 
 @pytest.mark.parametrize("policy", [None, "Block", Block, lambda name, module: isinstance(module, Block)])
@@ -478,10 +477,10 @@ def test_compiled_blocks_are_units(policy: Any) -> None:
     """What `torch.compile(block)` returned is the member: it is what is called."""
     model = chain(12)
     model.blocks = nn.ModuleList(torch.compile(block) for block in model.blocks)
-    plan = find_units(model, policy)
-    check_plan(model, plan)
-    assert [member.module for unit in plan.units for member in unit.members] == list(model.blocks)
-    assert names(plan) == [f"blocks.{index}" for index in range(12)]
+    division = find_units(model, policy)
+    check_division(model, division)
+    assert [member.module for unit in division.units for member in unit.members] == list(model.blocks)
+    assert names(division) == [f"blocks.{index}" for index in range(12)]
 
 
 @pytest.mark.parametrize("around", [lambda model: model, lambda model: nn.Sequential(model)])
@@ -491,18 +490,18 @@ def test_compiled_models_are_looked_through(around: Callable[[nn.Module], nn.Mod
     inner.blocks[3] = torch.compile(inner.blocks[3])
     inner.scale = nn.Parameter(torch.ones(1))
     model = around(torch.compile(inner))
-    plan = find_units(model)
-    check_plan(model, plan)
-    assert [member.module for unit in plan.units for member in unit.members] == list(inner.blocks)
-    owners = [member.module for member in plan.resident.members]
+    division = find_units(model)
+    check_division(model, division)
+    assert [member.module for unit in division.units for member in unit.members] == list(inner.blocks)
+    owners = [member.module for member in division.resident.members]
     assert owners == [module for module in model.modules() if without_compile(module) is inner]
 
 
 def test_a_compiled_list_is_divided() -> None:
     model = nn.Sequential(torch.compile(nn.Sequential(*[nn.Linear(16, 16) for _ in range(12)])), nn.Linear(16, 16))
-    plan = find_units(model)
-    check_plan(model, plan)
-    assert names(plan) == [*(f"0._orig_mod.{index}" for index in range(12)), "1"]
+    division = find_units(model)
+    check_division(model, division)
+    assert names(division) == [*(f"0._orig_mod.{index}" for index in range(12)), "1"]
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])
@@ -512,10 +511,10 @@ def test_a_block_and_its_compiled_self_are_one_unit(compiled_first: bool) -> Non
     parts = {"compiled": nn.ModuleList(torch.compile(block) for block in plain.blocks), "plain": plain}
     model = nn.ModuleDict(parts if compiled_first else dict(reversed(parts.items())))
     for policy in (None, Block):
-        plan = find_units(model, policy)
-        members = [{id(member.module) for member in unit.members} for unit in plan.units]
+        division = find_units(model, policy)
+        members = [{id(member.module) for member in unit.members} for unit in division.units]
         assert members == [{id(a), id(b)} for a, b in zip(*(parts["compiled"], plain.blocks), strict=True)]
-        assert not plan.resident.weights
+        assert not division.resident.weights
 
 
 def test_what_holds_parts_of_units_is_no_place_for_them() -> None:
@@ -531,9 +530,9 @@ def test_what_holds_parts_of_units_is_no_place_for_them() -> None:
 
     model = chain(12)
     model.again = Again([block.up for block in model.blocks])
-    plan = find_units(model)
-    assert [member.name for member in plan.callers] == ["", "again"]
-    assert all(len({place.weight.unit.name for place in member.places}) <= 1 for member in plan.resident.members)
+    division = find_units(model)
+    assert [member.name for member in division.callers] == ["", "again"]
+    assert all(len({place.weight.unit.name for place in member.places}) <= 1 for member in division.resident.members)
 
 
 def test_a_very_large_model_keeps_its_blocks_and_no_large_leaf() -> None:
@@ -541,7 +540,7 @@ def test_a_very_large_model_keeps_its_blocks_and_no_large_leaf() -> None:
     size = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=128256, num_hidden_layers=80, **size))
-    plan = find_units(model, max_unit_bytes=largest_unit_bytes(24 << 30), on_meta=True)
+    division = find_units(model, max_unit_bytes=largest_unit_bytes(24 << 30), on_meta=True)
     blocks = [f"model.layers.{number}" for number in range(80)]
-    assert names(plan) == ["model.embed_tokens", *blocks, "lm_head"]
-    assert [weight.name for weight in plan.resident.weights] == ["model.norm.weight"]
+    assert names(division) == ["model.embed_tokens", *blocks, "lm_head"]
+    assert [weight.name for weight in division.resident.weights] == ["model.norm.weight"]

@@ -257,13 +257,13 @@ def test_nothing_is_rearranged_under_a_graph_that_waits() -> None:
     with attached(model) as pipeline:
         output = model(torch.ones(2, 8))
         pipeline._learned.outdated = True
-        before = pipeline._plan
+        before = pipeline._arrangement
         with torch.no_grad():
             model(torch.ones(2, 8))
-        assert pipeline._plan is before
+        assert pipeline._arrangement is before
         output.sum().backward()
         model(torch.ones(2, 8))
-        assert pipeline._plan is not before
+        assert pipeline._arrangement is not before
 
 
 class Probe(nn.Module):
