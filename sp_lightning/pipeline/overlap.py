@@ -21,85 +21,27 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline._private import others_hook_steps, users_of_storage, without_torch_function
+from sp_lightning.pipeline._private import others_hook_steps, users_of_storage
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.gradients import GradientReturn, Shipment
+from sp_lightning.pipeline.host_steps import HostSteps, Share
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.stepping import (
-    HAVE_FUSED_KERNELS,
-    Scaling,
-    UnitStep,
-    fused_kernel_works,
-    why_not_by_unit,
-)
-from sp_lightning.pipeline.trace import Kind
-from sp_lightning.pipeline.transfer import Backend, Ticket
+from sp_lightning.pipeline.stepping import HAVE_FUSED_KERNELS, Scaling, fused_kernel_works, why_not_by_unit
+from sp_lightning.pipeline.transfer import Ticket
 from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Weight
-from sp_lightning.pipeline.window import Window
 
 _OWN_USERS = 2  # of a master's memory: the master, and the tensor that its weight holds it by
-
-
-class OptimizerSteps:
-    """What is known of an optimizer; outlives an arrangement, as the optimizer's state does.
-
-    Args:
-        optimizer: The optimizer.
-        settle: Finishes all steps; called before the optimizer's state is read or replaced as a whole.
-
-    Attributes:
-        units: How it steps the weights of a group, by their identities.
-        begun: Weights that it has stepped, by identity.
-    """
-
-    def __init__(self, optimizer: Optimizer, settle: Callable[[], None]) -> None:
-        self.units: dict[tuple[int, ...], UnitStep] = {}
-        self.begun: set[int] = set()
-        self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: settle()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: settle()),
-        ]
-
-    def forget_units(self, masters: Sequence[nn.Parameter]) -> None:
-        """These are not stepped here from now on: give back the memory in which their state lay."""
-        gone = set(map(id, masters))
-        self.units = {key: unit for key, unit in self.units.items() if gone.isdisjoint(key)}
-
-    def forget(self) -> None:
-        """Leave no trace on the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-KnownOptimizers = weakref.WeakKeyDictionary[Optimizer, OptimizerSteps]
-
-
-@dataclass(eq=False)
-class _Share:
-    """What one param group has of the weights of one group.
-
-    Attributes:
-        settings: The param group as it was when the step was decided, without its parameters.
-        scaling: What is to be done to the gradients first.
-        gradients: The weights, with the gradients that they are stepped by.
-    """
-
-    optimizer: Optimizer
-    settings: dict[str, Any]
-    scaling: Scaling
-    gradients: dict[Weight, Tensor]
 
 
 @dataclass(eq=False)
@@ -118,50 +60,37 @@ class Overlap:
 
     Args:
         weights: All weights, by the identity of their masters.
-        window: Is told that what is on the device is outdated.
-        backend: Has the thread.
+        steps: Has them done.
         returns: Brings the gradients, and hands them over.
         stats: Counters.
-        known: Optimizers, kept from one arrangement to the next.
-        spent: Weights whose gradients were not kept, by identity, kept as well.
-        on_device: Parameters that live on the device, and that the optimizer's own code steps there.
+        spent: Weights whose gradients were not kept, by identity; kept from one arrangement to the next.
         overlaps: Whether anything is to be overlapped; else steps are done when `step()` returns.
         fused: Whether to take torch's fused CPU kernels where the user left the choice to torch.
         is_nested: Whether the gradient that autograd has just finished may not be the last one for its weight.
-        settle: Finishes all that is under way.
     """
 
     def __init__(
         self,
         weights: Mapping[int, Weight],
-        window: Window,
-        backend: Backend,
+        steps: HostSteps,
         returns: GradientReturn,
         stats: Stats,
-        known: KnownOptimizers,
         spent: set[int],
-        on_device: Sequence[nn.Parameter],
         overlaps: bool,
         fused: bool,
         is_nested: Callable[[], bool],
-        settle: Callable[[], None],
     ) -> None:
         self._weights = weights
-        self._window = window
-        self._backend = backend
+        self._steps = steps
         self._returns = returns
         self._gradients = returns.gradients
         self._stats = stats
-        self._known = known
-        self._on_device = set(map(id, on_device))
         self._overlaps = overlaps
         self._fused = fused
         self._is_nested = is_nested
-        self._settle_all = settle
         self._checked: set[int] = set()
-        self._under_way: list[Group] = []
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
-        self._to_step: dict[Group, list[_Share]] = {}
+        self._to_step: dict[Group, list[Share]] = {}
         self._had_state: set[int] = set()
         self._now: _InBackward | None = None
         self._shipped: dict[Group, list[Shipment]] = {}
@@ -178,7 +107,7 @@ class Overlap:
         if not any(id(p) in self._weights for group in optimizer.param_groups for p in group["params"]):
             return
         if self.why_not(optimizer) is not None:
-            self.settle()
+            self._steps.settle()
             self._gradients.show_all()
             return
         self._had_state = set(map(id, optimizer.state))
@@ -201,15 +130,16 @@ class Overlap:
         self.put_back()
         for group in sorted(self._to_step, key=lambda group: (not group.resident, group.index)):
             shares = self._to_step[group]
-            self._step(group, shares, [t for share in shares for t in self._gradients.on_its_way([*share.gradients])])
+            after = [ticket for share in shares for ticket in self._gradients.on_its_way(share.gradients)]
+            self._begin(group, shares, after)
         begun = set()
         for group, shares in self._to_step.items():
             for share in shares:
                 # state that is made in a first step depends on settings of the process, as torch's default dtype
-                begins = not self._has_begun(share.optimizer, share.gradients)
-                self._known[share.optimizer].begun.update(id(weight.master) for weight in share.gradients)
+                begins = not self._steps.has_begun(share.optimizer, share.gradients)
+                self._steps.note_begun(share.optimizer, share.gradients)
                 if begins or not self._overlaps or any(map(self._is_aliased, share.gradients)):
-                    self.finish_step(group)
+                    self._steps.finish(group)
                 if begins:
                     begun.add(share.optimizer)
         self._to_step.clear()
@@ -222,15 +152,11 @@ class Overlap:
             if id(parameter) not in self._had_state and parameter in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(parameter)
 
-    def _has_begun(self, optimizer: Optimizer, weights: Iterable[Weight]) -> bool:
-        known = self._known.get(optimizer)
-        return known is not None and all(id(weight.master) in known.begun for weight in weights)
-
     def abandon(self) -> None:
         """After an exception in the middle of a step: what was given to the thread is finished, nothing else is."""
         self.put_back()
         with contextlib.suppress(Exception):  # it has been told of, or belongs to what failed
-            self.settle()
+            self._steps.settle()
         left = sum(weight.master.requires_grad for weight in self._weights.values()) - len(self._stepped)
         if self._stepped and left > 0:
             warnings.warn(
@@ -289,18 +215,23 @@ class Overlap:
         return None
 
     def _let_plain_code_step(self, weight: Weight) -> None:
-        self.finish_step(weight.unit.group)
-        for ticket in self._gradients.on_its_way([weight]):
-            self._backend.synchronize(ticket)
+        self._steps.finish(weight.unit.group)
+        self._gradients.let_land([weight])
         self._gradients.show(weight)
 
+    def _begin(
+        self, group: Group, shares: list[Share], after: Sequence[Ticket], shipments: Sequence[Shipment] = ()
+    ) -> None:
+        self._steps.begin(group, shares, after, shipments)
+        self._stats.overlapped_steps += group.units * self._overlaps
+
     def _share_out(self, optimizer: Optimizer, settings: dict[str, Any], weights: list[Weight]) -> None:
-        shares: dict[tuple[Group, int], _Share] = {}
+        shares: dict[tuple[Group, int], Share] = {}
         for weight in weights:
             gradient, scaling = self._gradients.take(weight)
             key = (weight.unit.group, id(scaling))
             if key not in shares:
-                shares[key] = _Share(optimizer, settings, scaling, {})
+                shares[key] = Share(optimizer, settings, scaling, {})
                 self._to_step.setdefault(weight.unit.group, []).append(shares[key])
             shares[key].gradients[weight] = gradient
 
@@ -338,7 +269,7 @@ class Overlap:
         if self._now is None or unit.resident or self._is_nested():
             return False
         trainable = _trainable(unit.group)
-        return self._has_begun(self._now.optimizer, trainable) and all(
+        return self._steps.has_begun(self._now.optimizer, trainable) and all(
             weight in self._now.param_group_of and not self._is_aliased(weight) for weight in trainable
         )
 
@@ -379,8 +310,8 @@ class Overlap:
         for index, settings in enumerate(self._now.settings):
             own = {w: gradient for w, gradient in gradients.items() if self._now.param_group_of[w] == index}
             if own:
-                shares.append(_Share(self._now.optimizer, settings, scaling, own))
-        self._step(group, shares, [s.ticket for s in shipments], shipments)
+                shares.append(Share(self._now.optimizer, settings, scaling, own))
+        self._begin(group, shares, [s.ticket for s in shipments], shipments)
         self._spent.update(id(w.master) for s in shipments if s.slot is not None for w in s.weights)
         self._stats.steps_in_backward += group.units
 
@@ -393,83 +324,14 @@ class Overlap:
         for shipment in self._shipped.pop(group):
             self._returns.keep(shipment)
 
-    # ------------------------------------------------------------------------------------------------------ stepping
-
-    def _step(
-        self, group: Group, shares: list[_Share], after: Sequence[Ticket], shipments: Sequence[Shipment] = ()
-    ) -> None:
-        """Have the thread for work on the host step what is in a group."""
-        before, weights = group.state, group.host.weights
-        calls = [(self._unit_step(share.optimizer, group), share) for share in shares]
-        written = [weight for share in shares for weight in share.gradients]
-
-        def job() -> None:
-            with without_torch_function(), torch.no_grad():
-                current = group.host.copies_are_those_of(before)
-                for unit_step, share in calls:
-                    gradients = [share.gradients.get(weight) for weight in weights]
-                    unit_step.step(share.settings, gradients, share.scaling, group.host.copies())
-                group.state = group.host.stepped(weights if current else written)
-
-        def release_slots() -> None:
-            for shipment in shipments:
-                if shipment.slot is not None:
-                    shipment.slot.release()
-
-        self._window.finish_step(group)
-        self._window.outdate(group)
-        moved = sum(2 * w.master.nbytes + gradient.nbytes for s in shares for w, gradient in s.gradients.items())
-        group.being_stepped = self._backend.work(
-            job, after, moved, release_slots, rank=group.index + 1 if not group.resident else 0
-        )
-        self._backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
-        self._under_way.append(group)
-        self._stats.overlapped_steps += group.units * self._overlaps
-
-    def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:
-        if optimizer not in self._known:
-            self._known[optimizer] = OptimizerSteps(optimizer, self._settle_all)
-        units = self._known[optimizer].units
-        key = tuple(id(weight.master) for weight in group.host.weights)
-        if key not in units:
-            units[key] = UnitStep(optimizer, [weight.master for weight in group.host.weights])
-        return units[key]
-
     def finish_step(self, group: Group) -> None:
         """Wait until no step reads or writes what belongs to a group any more."""
-        self._window.finish_step(group)
-
-    def settle(self) -> None:
-        """Wait until every step is done.
-
-        Raises:
-            Exception: The first error of a step.
-        """
-        errors = []
-        while self._under_way:
-            try:
-                self._window.finish_step(self._under_way.pop(0))
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    def optimizer_bytes(self) -> int:
-        """Host memory for what optimizers keep about weights."""
-        with without_torch_function():
-            # lists, because the thread that steps may put in more at this moment
-            states = [item for optimizer in self._known for item in list(optimizer.state.items())]
-            kept = [state for parameter, state in states if id(parameter) not in self._on_device]
-        return sum(value.nbytes for state in kept for value in list(state.values()) if isinstance(value, Tensor))
+        self._steps.finish(group)
 
     @property
     def settled(self) -> bool:
         """Whether all masters are what plain training would have there."""
-        for group in self._under_way:
-            if group.being_stepped is not None and group.being_stepped.done:
-                self._window.finish_step(group)
-        self._under_way = [group for group in self._under_way if group.being_stepped is not None]
-        return not (self._under_way or self._spent)
+        return self._steps.done and not self._spent
 
 
 def _trainable(group: Group) -> list[Weight]:

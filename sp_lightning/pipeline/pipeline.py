@@ -44,13 +44,14 @@ from sp_lightning.pipeline.guard import (
     watch_functions,
 )
 from sp_lightning.pipeline.hooks import install_gate, remove_gate
+from sp_lightning.pipeline.host_steps import HostSteps, KnownOptimizers
 from sp_lightning.pipeline.lowering import known_to_be_lowered
 from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.offload import Offloader
 from sp_lightning.pipeline.optimizer import Optimizers, listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.outside import OutsideUse
-from sp_lightning.pipeline.overlap import KnownOptimizers, Overlap
+from sp_lightning.pipeline.overlap import Overlap
 from sp_lightning.pipeline.planned import Planner
 from sp_lightning.pipeline.pool import HostPool
 from sp_lightning.pipeline.saved import SavedTensors
@@ -168,7 +169,7 @@ class Pipeline:
     def settle(self) -> None:
         """Wait until gradients have landed and optimizer steps are done, as reading any weight does by itself."""
         with self._at_work:
-            self._overlap.settle()
+            self._steps.settle()
             self._gradients.settle()
             self._close()
 
@@ -290,7 +291,7 @@ class Pipeline:
             resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
             host_bytes=sum(group.host.host_bytes() for group in arrangement.groups if group.units),
             host_gradient_bytes=self._returns.host_bytes(),
-            optimizer_bytes=self._overlap.optimizer_bytes(),
+            optimizer_bytes=self._steps.optimizer_bytes(arrangement.on_device),
             host_activation_bytes=self._pool.held,
             parameters=sum(weight.master.numel() for weight in every_weight),
             unit_names=tuple(unit.name for unit in arrangement.units),
@@ -367,19 +368,16 @@ class Pipeline:
         self._gradients = self._returns.gradients
         groups = [member.unit.group for member in arrangement.streamed_members if member.unit is not None]
         self._window = Window(arrangement.groups, groups, self._schedule, self._backend, self.stats, self._evict)
+        self._steps = HostSteps(self._window, self._backend, self._known_optimizers, self.settle)
         self._overlap = Overlap(
             arrangement.weights_by_master,
-            self._window,
-            self._backend,
+            self._steps,
             self._returns,
             self.stats,
-            self._known_optimizers,
             self._spent,
-            on_device=arrangement.on_device,
             overlaps=self.options.overlap_optimizer is not False,
             fused=self.device.type != "cpu",  # on the CPU the user's choice stands: the same numbers as plain training
             is_nested=lambda: self._backward.is_nested(),
-            settle=self.settle,
         )
         clipping = Clipping(
             arrangement.weights_by_master, arrangement.on_device, self._backend, self._gradients, self._overlap
@@ -455,7 +453,7 @@ class Pipeline:
         """Take the arrangement off the module; masters keep their identity, their values and their memory."""
         self._backward.closed = True
         self._overlap.put_back()
-        self._overlap.settle()
+        self._steps.settle()
         for member in self._arrangement.members:
             remove_gate(member)
         for twin in self._arrangement.twins.values():
