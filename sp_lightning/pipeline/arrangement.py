@@ -24,6 +24,7 @@ from sp_lightning.pipeline.host import (
     total_host_memory,
 )
 from sp_lightning.pipeline.landing import PIECES, lay_out_gradients
+from sp_lightning.pipeline.learned import Learned
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
 from sp_lightning.pipeline.planned import WindowPlan
 from sp_lightning.pipeline.summary import readable_bytes
@@ -35,61 +36,6 @@ _PINNED_SHARE = 0.8  # of the host's memory; the rest of the system must not sta
 _DEFAULT_SLOTS = 2  # one computes, one arrives
 _LARGEST_UNIT = 4 << 30  # see `largest_unit_bytes`
 _SHARE_OF_DEVICE = 6
-
-
-class Learned:
-    """What a pipeline finds out while it runs, for the next arrangement.
-
-    Attributes:
-        resident: Names of weights that are used outside of their unit.
-        order: Names of units in the order in which the first step called them; None before that.
-        called: The same, while the first step is not over.
-        split: Modules that are not called themselves, only their children are.
-        lowered: Masters that autocast lowers, by identity.
-        used_as_is: Masters that are used in their own dtype, by identity.
-        assumed: Masters taken for lowered because of the layer they are in, until that layer has been watched.
-        observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
-        short_of_memory: Whether the window has to be as small as it can be.
-        buffers: Host memory of earlier arrangements, by the identities of the masters in it.
-        plan: What a planner has chosen for the window.
-        touched_outside: Weights that were used outside of their unit since the arrangement was made.
-        outdated: Whether something was learned that asks for another arrangement.
-    """
-
-    def __init__(self) -> None:
-        self.resident: list[str] = []
-        self.order: list[str] | None = None
-        self.called: dict[str, None] = {}
-        self.split: list[nn.Module] = []
-        self.lowered: set[int] = set()
-        self.used_as_is: set[int] = set()
-        self.assumed: set[int] = set()
-        self.observed: dict[tuple[int, ...], set[bool]] = {}
-        self.short_of_memory = False
-        self.buffers: dict[tuple[int, ...], HostBuffer] = {}
-        self.plan: WindowPlan | None = None
-        self.touched_outside: list[Weight] = []
-        self.outdated = False
-
-    def note_call(self, unit: str) -> None:
-        """A unit is called: in the first step, that tells the order."""
-        if self.order is None:
-            self.called.setdefault(unit)
-
-    def leave_memory_of(self, weight: Weight) -> None:
-        """The next arrangement makes other memory for a weight, and for those that travel with it."""
-        for key in [key for key in self.buffers if id(weight.master) in key]:
-            self.buffers.pop(key).release()
-
-    def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> None:
-        """Note what was seen of weights under autocast; it may be that they should be sent in another dtype."""
-        self.assumed -= {id(weight.master) for weight in watched}
-        self.lowered |= {id(weight.master) for weight in lowered}
-        self.used_as_is |= {id(weight.master) for weight in used_as_is}
-        to_lower = any(
-            not (weight.lowered or weight.unit.resident or id(weight.master) in self.used_as_is) for weight in lowered
-        )
-        self.outdated |= to_lower or any(weight.lowered for weight in used_as_is)
 
 
 class Arrangement:

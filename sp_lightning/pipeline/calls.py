@@ -16,7 +16,7 @@ import torch
 
 from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.activations import Activations
-from sp_lightning.pipeline.arrangement import Arrangement, Learned
+from sp_lightning.pipeline.arrangement import Arrangement
 from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
 from sp_lightning.pipeline.compiled import run_uncompiled
 from sp_lightning.pipeline.device import Group
@@ -24,6 +24,7 @@ from sp_lightning.pipeline.gradients import GradientReturn
 from sp_lightning.pipeline.guard import EngineAtWork
 from sp_lightning.pipeline.hooks import before_backward, replace_tensors, tensors_in
 from sp_lightning.pipeline.host import as_bytes
+from sp_lightning.pipeline.learned import Learned
 from sp_lightning.pipeline.lowering import LoweringSpy
 from sp_lightning.pipeline.offload import STAYING, Bundle, Offloader
 from sp_lightning.pipeline.outside import OutsideUse

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline import on_device
 from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
 from sp_lightning.pipeline.activations import Activations
-from sp_lightning.pipeline.arrangement import Arrangement, Learned, move_buffers, move_unmanaged
+from sp_lightning.pipeline.arrangement import Arrangement, move_buffers, move_unmanaged
 from sp_lightning.pipeline.auto import AutoPolicy
 from sp_lightning.pipeline.backends import full_device, make_backend
 from sp_lightning.pipeline.backward import BackwardPass, Graphs
@@ -45,6 +45,7 @@ from sp_lightning.pipeline.guard import (
 )
 from sp_lightning.pipeline.hooks import install_gate, remove_gate
 from sp_lightning.pipeline.host_steps import HostSteps, KnownOptimizers
+from sp_lightning.pipeline.learned import Learned
 from sp_lightning.pipeline.lowering import known_to_be_lowered
 from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.offload import Offloader
@@ -471,22 +472,8 @@ class Pipeline:
 
     def _take_in_what_was_learned(self) -> None:
         """Between steps, when no graph holds on to the old arrangement."""
-        if self._graphs.waiting():
-            return
-        self._look_at_the_order()
-        if not self._learned.outdated:
-            return
-        self._learned.outdated = False
-        for weight in self._learned.touched_outside:
-            users = [m for m in self._arrangement.streamed_members if any(place.weight is weight for place in m.places)]
-            never_called = [m.module for m in users if m.entered == 0 and any(m.module.children())]
-            if never_called:  # a mere container: its children are called by its parent
-                self._learned.split += never_called
-            else:
-                self._learned.resident.append(weight.name)
-        self._learned.touched_outside.clear()
-        self._learned.plan = None  # it was made for other units
-        self.rebuild()
+        if not self._graphs.waiting() and self._learned.conclude(self._arrangement.units):
+            self.rebuild()
 
     def _follow_plan(self) -> None:
         """Between steps, when no graph holds on to the old arrangement: have the window that the planner wants."""
@@ -508,17 +495,6 @@ class Pipeline:
     def _stop_planning(self) -> None:
         if self._planner is not None:
             self._planner.abandon()
-
-    def _look_at_the_order(self) -> None:
-        """Lay units out anew if the first step did not call them in the order of the modules.
-
-        Units that follow each other must not share a place, or the later one cannot be fetched ahead.
-        """
-        learned = self._learned
-        if learned.order is None and learned.called:
-            learned.order = list(learned.called)
-            expected = [unit.name for unit in self._arrangement.units if unit.name in learned.called]
-            learned.outdated |= learned.order != expected
 
     def _auto_policy(self) -> AutoPolicy | None:
         """What chooses for each unit, where there is a limit to what activations may take."""
@@ -649,9 +625,7 @@ class Pipeline:
         learned = self._learned
         # without its cache, whether a weight is used once for a graph is to be seen first: nothing can be assumed
         if autocast is not None and not learned.lowered and torch.is_autocast_cache_enabled():
-            known = {id(weight.master) for weight in known_to_be_lowered(self.module, self._arrangement.units)}
-            learned.lowered |= known
-            learned.assumed |= known
+            learned.assume_lowered(known_to_be_lowered(self.module, self._arrangement.units))
         if self._arrangement.untouched and not self._graphs.waiting():
             self._guard.disarm()
             self._rearrange_for(autocast)
