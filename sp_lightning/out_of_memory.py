@@ -23,7 +23,7 @@ from torch import Tensor
 from sp_lightning._namespace import Namespace
 from sp_lightning.pipeline import Pipeline, readable_bytes
 from sp_lightning.pipeline.effects import SideEffects
-from sp_lightning.pipeline.recompute import RandomStates
+from sp_lightning.pipeline.surroundings import RandomStates
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

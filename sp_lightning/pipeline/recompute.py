@@ -20,11 +20,10 @@ graph of the second forward is thrown away; gradients flow through the first.
 
 from __future__ import annotations
 
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -39,6 +38,7 @@ from sp_lightning.pipeline.guard import HostParameter
 from sp_lightning.pipeline.hooks import tensors_in
 from sp_lightning.pipeline.offload import SMALLEST
 from sp_lightning.pipeline.saved import Kept, SavedTensors
+from sp_lightning.pipeline.surroundings import Surroundings
 from sp_lightning.pipeline.units import Member
 
 
@@ -109,7 +109,7 @@ class UnitCall:
         self._checkpoints_itself = False
         self._inputs = _Inputs(saved, args, kwargs)
         self._held = self._meter.bytes - self._bytes_before
-        self._surroundings = _Surroundings(device)
+        self._surroundings = Surroundings(device)
         self._effects = SideEffects(member.module, self._inputs.objects)
         self._weights = [(twin, twin.version()) for twin in {place.weight.twin for place in member.places}]
         self._on_device = [(parameter, parameter._version) for parameter in member.on_device]
@@ -306,57 +306,6 @@ class _Input:
 
     def again(self) -> Tensor:
         return self._saved.unpack(self._packed).detach().requires_grad_(self._requires_grad)
-
-
-class RandomStates:
-    """Random generators as they are now: torch's, the device's, Python's, numpy's.
-
-    Args:
-        device: The device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._api: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
-        self._on_device = None if self._api is None else self._api.get_rng_state(device)
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._device = device
-
-    def restore(self) -> None:
-        """Make them so again."""
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        if self._on_device is not None:
-            self._api.set_rng_state(self._on_device, self._device)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-
-class _Surroundings:
-    """What a forward depends on besides its inputs and its module: random generators, autocast, the default device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._random = RandomStates(device)
-        kinds = {device.type, "cpu"}
-        self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-        self._has_cache = torch.is_autocast_cache_enabled()
-        self._default_device = torch.get_default_device()
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Everything as it was when this was made; random generators are afterwards as they are now."""
-        now = RandomStates(self._device)
-        try:
-            self._random.restore()
-            with ExitStack() as stack:
-                for kind, (enabled, dtype) in self._autocast.items():
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._has_cache))
-                if self._default_device != torch.get_default_device():
-                    stack.enter_context(self._default_device)
-                yield
-        finally:
-            now.restore()
 
 
 def _checksum(tensor: Tensor) -> int:

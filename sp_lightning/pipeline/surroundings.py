@@ -1,0 +1,69 @@
+"""What a forward depends on besides its inputs and its module: random generators, autocast, the default device.
+
+A forward that runs again in backward (recompute.py) begins with all of it as it was the first time.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+
+class RandomStates:
+    """Random generators as they are now: torch's, the device's, Python's, numpy's.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._api: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._on_device = None if self._api is None else self._api.get_rng_state(device)
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._device = device
+
+    def restore(self) -> None:
+        """Make them so again."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._on_device is not None:
+            self._api.set_rng_state(self._on_device, self._device)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+class Surroundings:
+    """What a forward depends on besides its inputs and its module, as it is now.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._random = RandomStates(device)
+        kinds = {device.type, "cpu"}
+        self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+        self._has_cache = torch.is_autocast_cache_enabled()
+        self._default_device = torch.get_default_device()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Everything as it was when this was made; random generators are afterwards as they are now."""
+        now = RandomStates(self._device)
+        try:
+            self._random.restore()
+            with ExitStack() as stack:
+                for kind, (enabled, dtype) in self._autocast.items():
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._has_cache))
+                if self._default_device != torch.get_default_device():
+                    stack.enter_context(self._default_device)
+                yield
+        finally:
+            now.restore()
