@@ -157,11 +157,14 @@ def arrives_whole(func: Any, device_type: str) -> bool:
         and isinstance(func, OpOverload)
         and not func._schema.is_mutable
         and _has_kernel(func, "CompositeImplicitAutograd")
-        and not _has_kernel(func, _AUTOCAST.get(device_type, f"Autocast{device_type.upper()}"))
+        and not _has_kernel(func, _autocast_key(device_type))
     )
 
 
-_AUTOCAST = {torch._C._get_privateuse1_backend_name(): "AutocastPrivateUse1"}
+def _autocast_key(device_type: str) -> str:
+    if device_type == torch._C._get_privateuse1_backend_name():
+        return "AutocastPrivateUse1"
+    return f"Autocast{device_type.upper()}"
 
 
 def _has_kernel(func: OpOverload, key: str) -> bool:
@@ -180,6 +183,25 @@ def take_apart(func: OpOverload, args: Any, kwargs: Any, mode: TorchDispatchMode
             return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         finally:
             TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+
+
+def run_as_without_mode(func: Any, args: Any, kwargs: Any, device_type: str) -> Any:
+    """Run an operation that a `TorchDispatchMode` got, with the numbers that it has without the mode.
+
+    Torch switches autocast off for as long as a mode handles an operation. One that autocast has no rule for may be
+    made of others that it casts for: `_transformer_encoder_layer_fwd` on the CPU, `einsum` in inference mode.
+    """
+    name = _autocast_key(device_type)
+    if not isinstance(func, OpOverload) or _has_kernel(func, name):
+        return func(*args, **kwargs)
+    key = torch._C._dispatch_key_parse(name)
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        was_off = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    if was_off:
+        return func(*args, **kwargs)
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded.remove(key)):
+        return func(*args, **kwargs)
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

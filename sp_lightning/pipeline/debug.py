@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline._private import run_as_without_mode, storage_key
 from sp_lightning.pipeline.arrangement import Arrangement
 from sp_lightning.pipeline.lowering import is_view, tensors_among
 
@@ -25,14 +25,16 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         arrangement: The arrangement of now.
         is_paused: Whether the engine itself or an optimizer is at work, which may do both.
+        device_type: The device whose autocast computes as if nothing was checked.
     """
 
     supports_higher_order_operators = True  # `flex_attention` is one operation here
 
-    def __init__(self, arrangement: Callable[[], Arrangement], is_paused: Callable[[], bool]) -> None:
+    def __init__(self, arrangement: Callable[[], Arrangement], is_paused: Callable[[], bool], device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._arrangement = arrangement
         self._is_paused = is_paused
+        self._device_type = device_type
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -47,7 +49,7 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._check_twin(operand, func)
             if isinstance(func, HigherOrderOperator) or not func._schema.is_mutable:
                 self._check_masters(operands, func)
-        return func(*args, **(kwargs or {}))
+        return run_as_without_mode(func, args, kwargs or {}, self._device_type)
 
     def _check_twin(self, operand: Tensor, func: Any) -> None:
         twin = self._arrangement().twins.get(storage_key(operand))

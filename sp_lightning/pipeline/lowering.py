@@ -25,7 +25,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_lightning.pipeline._private import arrives_whole, storage_key, take_apart
+from sp_lightning.pipeline._private import arrives_whole, run_as_without_mode, storage_key, take_apart
 from sp_lightning.pipeline.finder import forward_of_class
 from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Twin, Weight
@@ -127,7 +127,8 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, nn.TransformerEncoderLayer) and not torch.is_autocast_enabled():
-            # torch asks about CUDA's autocast alone before it takes the fast path of evaluation, which casts nothing
+            # torch asks about CUDA's autocast alone before it takes the fast path of evaluation, one operation that is
+            # given the weights as they are
             keys = map(storage_key, module.parameters())
             self.used_as_is |= {self._twins[key].weight for key in keys if key in self._twins}
             for part in module.modules():
@@ -152,7 +153,7 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is self._dtype
         for weight in weights:
             self._note(weight, is_cast)
-        output = func(*args, **kwargs)
+        output = run_as_without_mode(func, args, kwargs, self._device_type)
         if is_cast and weights and weights[0] in self.lowered:
             self._casts[storage_key(output)] = (weights[0], output)
         return output

@@ -59,6 +59,7 @@ from sp_lightning.pipeline.saved import SavedTensors
 from sp_lightning.pipeline.schedule import Schedule
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary
+from sp_lightning.pipeline.swap import swap_out
 from sp_lightning.pipeline.trace import Recording
 from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Member, Unit
@@ -456,6 +457,7 @@ class Pipeline:
         self._overlap.put_back()
         self._steps.settle()
         for member in self._arrangement.members:
+            swap_out(member)  # a caller that looks into a unit may be running
             remove_gate(member)
         for twin in self._arrangement.twins.values():
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
@@ -534,7 +536,9 @@ class Pipeline:
     def _checked(self) -> AbstractContextManager[Any]:
         # not in inference: torch's fused fast paths look for dispatch modes, and without them other numbers come out
         if self.options.debug and self._depth == 1 and torch.is_grad_enabled():
-            return AccessCheck(lambda: self._arrangement, lambda: bool(self._at_work) or guards_suspended())
+            return AccessCheck(
+                lambda: self._arrangement, lambda: bool(self._at_work) or guards_suspended(), self.device.type
+            )
         return nullcontext()
 
     def _open(self, look_for_new_parameters: bool) -> None:

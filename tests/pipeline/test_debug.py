@@ -29,7 +29,7 @@ class Scene:
         self.paused = False
         masters = {storage_key(weight.host): weight for weight in self.placed.weights}
         plan: Any = SimpleNamespace(twins=self.placed.by_memory, weights_by_memory=masters)
-        self.check = AccessCheck(lambda: plan, lambda: self.paused)
+        self.check = AccessCheck(lambda: plan, lambda: self.paused, "cpu")
 
     @property
     def twin(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -177,8 +178,8 @@ def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("first", ["training", "evaluation"])
-def test_a_fast_path_that_casts_nothing(cache: bool, first: str) -> None:
-    """In evaluation under a CPU's autocast, `nn.TransformerEncoderLayer` computes with its weights as they are."""
+def test_a_fast_path_that_wants_weights_as_they_are(cache: bool, first: str) -> None:
+    """In evaluation under a CPU's autocast, `nn.TransformerEncoderLayer` is one operation."""
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)])
     model = copy.deepcopy(plain)
@@ -191,7 +192,7 @@ def test_a_fast_path_that_casts_nothing(cache: bool, first: str) -> None:
             for runner in (plain, model):
                 runner.train(training).zero_grad()
                 cast = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache)
-                with pipeline.step(), cast, torch.set_grad_enabled(training):
+                with nullcontext() if runner is plain else pipeline.step(), cast, torch.set_grad_enabled(training):
                     loss = runner(x).float().square().mean()
                 if training:
                     loss.backward()
@@ -199,6 +200,26 @@ def test_a_fast_path_that_casts_nothing(cache: bool, first: str) -> None:
             assert all(map(torch.equal, *results))
     finally:
         pipeline.detach()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_encoder_is_evaluated_before_anything_else(mode: Callable[[], Any], debug: bool) -> None:
+    """`nn.TransformerEncoder` looks at its first layer's weights; then that layer's call arranges all for autocast."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3).eval()
+    x = torch.randn(2, 3, 8)
+    with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        expected = model(x)
+        pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, debug=debug))
+        try:
+            for _ in range(2):
+                with pipeline.step():
+                    actual = model(x)
+                assert actual.dtype is expected.dtype
+                assert torch.equal(actual, expected)
+        finally:
+            pipeline.detach()
 
 
 class AsksForTheDtype(nn.Linear):

@@ -39,6 +39,7 @@ from sp_lightning.pipeline._private import (
     pop_saved_tensor_hooks,
     post_accumulate_hooks,
     push_saved_tensor_hooks,
+    run_as_without_mode,
     saved_tensor_hooks_allowed,
     scope_that_ends_before_backward,
     sees_torch_functions,
@@ -561,3 +562,26 @@ def test_operations_are_taken_apart_as_without_a_mode(name: str, enabled: bool) 
         assert parts.seen[0] == "aten.einsum.default"
         assert ("aten._to_copy.default" in parts.seen) == enabled
         assert "aten.bmm.default" in parts.seen
+
+
+class Whole(TorchDispatchMode):
+    """Leaves operations whole."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run_as_without_mode(func, args, kwargs or {}, "cpu")
+
+
+WHOLE = {**OPERATIONS, "encoder layer": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_autocast_sees_what_operations_are_made_of(name: str, enabled: bool, mode: Callable[[], Any]) -> None:
+    x = torch.randn(8, 8)
+    with mode(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        expected = WHOLE[name](x)
+        with Whole(), Whole():
+            actual = WHOLE[name](x)
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual, expected)
