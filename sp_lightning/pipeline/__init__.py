@@ -5,8 +5,9 @@ from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.planned import Planner, WindowPlan
+from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.summary import Summary, as_table, readable_bytes
+from sp_lightning.pipeline.summary import Summary, as_table
 from sp_lightning.pipeline.trace import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.transfer import Backend
 

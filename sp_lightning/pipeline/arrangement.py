@@ -25,9 +25,9 @@ from sp_lightning.pipeline.host import (
 )
 from sp_lightning.pipeline.landing import PIECES, lay_out_gradients
 from sp_lightning.pipeline.learned import Learned
-from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
+from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.planned import WindowPlan
-from sp_lightning.pipeline.summary import readable_bytes
+from sp_lightning.pipeline.sizes import parse_bytes, readable_bytes
 from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Twin, Weight

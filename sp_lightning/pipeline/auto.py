@@ -16,7 +16,7 @@ from sp_lightning.pipeline.choice import Policy, Way, choose, peak
 from sp_lightning.pipeline.host import HostBuffer, available_host_memory
 from sp_lightning.pipeline.meter import Meter
 from sp_lightning.pipeline.recompute import Footprint
-from sp_lightning.pipeline.summary import readable_bytes
+from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.units import Member
 

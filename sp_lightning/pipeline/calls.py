@@ -17,10 +17,11 @@ import torch
 from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.activations import Activations
 from sp_lightning.pipeline.arrangement import Arrangement
-from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
+from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.compiled import run_uncompiled
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.gradients import GradientReturn
+from sp_lightning.pipeline.graphs import Graph, Graphs
 from sp_lightning.pipeline.guard import EngineAtWork
 from sp_lightning.pipeline.hooks import before_backward, replace_tensors, tensors_in
 from sp_lightning.pipeline.host import as_bytes

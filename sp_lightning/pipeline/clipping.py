@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.host_gradients import HostGradients
 from sp_lightning.pipeline.overlap import Overlap
-from sp_lightning.pipeline.stepping import NO_SCALING
+from sp_lightning.pipeline.scaling import NO_SCALING
 from sp_lightning.pipeline.transfer import Backend
 from sp_lightning.pipeline.weights import Weight
 

@@ -30,7 +30,7 @@ from sp_lightning.pipeline._private import explain_graph_break
 from sp_lightning.pipeline.units import Member
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.backward import Graph
+    from sp_lightning.pipeline.graphs import Graph
 
 
 class Gatekeeper(Protocol):

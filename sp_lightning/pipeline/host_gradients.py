@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.homes import Homes
+from sp_lightning.pipeline.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.stepping import NO_SCALING, Scaling
 from sp_lightning.pipeline.transfer import Backend, Ticket
 from sp_lightning.pipeline.weights import Weight
 

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.gradients import Shipment
-from sp_lightning.pipeline.stepping import Scaling, UnitStep
+from sp_lightning.pipeline.scaling import Scaling
+from sp_lightning.pipeline.stepping import UnitStep
 from sp_lightning.pipeline.trace import Kind
 from sp_lightning.pipeline.transfer import Backend, Ticket
 from sp_lightning.pipeline.weights import Weight

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from torch import nn
 
+from sp_lightning.pipeline.sizes import parse_bytes
+
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
 
 ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "auto"]
-
-_UNITS_OF_BYTES = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
 
 
 @dataclass(frozen=True)
@@ -97,29 +85,6 @@ class PipelineOptions:
             if not (isinstance(value, bool) or (has_auto and value == "auto")):
                 allowed = "True, False or 'auto'" if has_auto else "True or False"
                 raise ValueError(f"`{name}={value!r}` must be {allowed}.")
-
-
-def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | None:
-    """Turn a budget as users write it into bytes; `None` for a fraction of a device whose memory is not known.
-
-    Raises:
-        ValueError: If the budget is not positive, not a size, or a fraction above 1.
-    """
-    advice = "Give bytes (an int), a fraction of the device's memory (a float up to 1.0) or text such as '12GB'."
-    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
-        raise ValueError(f"`memory_budget={budget!r}` is not an amount of memory. {advice}")
-    if isinstance(budget, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
-        if match is None or match[2].lower() not in _UNITS_OF_BYTES:
-            raise ValueError(f"`memory_budget={budget!r}` is not an amount of memory. {advice}")
-        budget = int(float(match[1]) * _UNITS_OF_BYTES[match[2].lower()])
-    if not budget > 0:
-        raise ValueError(f"`memory_budget={budget!r}` must be above zero. {advice}")
-    if isinstance(budget, float):
-        if budget > 1:
-            raise ValueError(f"`memory_budget={budget!r}` is a float above 1, which is no fraction. {advice}")
-        return None if device_bytes is None else int(budget * device_bytes)
-    return budget
 
 
 def _check_count(name: str, value: object) -> None:

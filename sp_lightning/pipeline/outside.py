@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.arrangement import Arrangement
-from sp_lightning.pipeline.backward import BackwardPass, Graph, Graphs
+from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients import GradientReturn
+from sp_lightning.pipeline.graphs import Graph, Graphs
 from sp_lightning.pipeline.guard import EngineAtWork, Guard
 from sp_lightning.pipeline.hooks import hold_while_needed
 from sp_lightning.pipeline.learned import Learned

@@ -35,8 +35,9 @@ from sp_lightning.pipeline._private import others_hook_steps, users_of_storage
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.gradients import GradientReturn, Shipment
 from sp_lightning.pipeline.host_steps import HostSteps, Share
+from sp_lightning.pipeline.scaling import Scaling
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.stepping import HAVE_FUSED_KERNELS, Scaling, fused_kernel_works, why_not_by_unit
+from sp_lightning.pipeline.stepping import HAVE_FUSED_KERNELS, fused_kernel_works, why_not_by_unit
 from sp_lightning.pipeline.transfer import Ticket
 from sp_lightning.pipeline.units import Unit
 from sp_lightning.pipeline.weights import Weight

@@ -27,13 +27,14 @@ from sp_lightning.pipeline.activations import Activations
 from sp_lightning.pipeline.arrangement import Arrangement, move_buffers, move_unmanaged
 from sp_lightning.pipeline.auto import AutoPolicy
 from sp_lightning.pipeline.backends import full_device, make_backend
-from sp_lightning.pipeline.backward import BackwardPass, Graphs
+from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.clipping import Clipping
 from sp_lightning.pipeline.compiled import compiled_call, finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.device import Group
 from sp_lightning.pipeline.gradients import GradientReturn
+from sp_lightning.pipeline.graphs import Graphs
 from sp_lightning.pipeline.guard import (
     EngineAtWork,
     forget_ended_steps,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sp_lightning.pipeline.host import ALIGNMENT, HostBuffer, available_host_memory
-from sp_lightning.pipeline.summary import readable_bytes
+from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.transfer import Backend
 
 _LEAST_SLAB = 32 << 20

@@ -14,7 +14,6 @@ one operation to the next. Every bit is as after `optimizer.step()`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -29,6 +28,7 @@ from sp_lightning.pipeline.flat import WHOLE, FlatState
 from sp_lightning.pipeline.guard import HostParameter
 from sp_lightning.pipeline.host import is_dense
 from sp_lightning.pipeline.runs import Member, Piece, Run, Single, group_neighbours
+from sp_lightning.pipeline.scaling import Scaling
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)
 """Optimizers that treat each element by itself. Exactly these classes: what a subclass does is not known."""
@@ -81,44 +81,6 @@ def fused_kernel_works(name: str, dtype: torch.dtype) -> bool:
         optimizer: Optimizer = getattr(torch.optim, name)([weight], lr=1.0, fused=True)
         StepCode(optimizer, optimizer.param_groups[0]).run({weight: optimizer.state[weight]})
         return bool((weight != 0).all())
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What happens to gradients between backward and update.
-
-    Attributes:
-        factors: What they are multiplied with, one after the other: the inverse of a loss scale, a clipping factor.
-        clamp: The largest absolute value that is left.
-    """
-
-    factors: tuple[float | Tensor, ...] = ()
-    clamp: float | None = None
-
-    def without_ones(self) -> Scaling:
-        """The same in fewer operations."""
-        return Scaling(tuple(factor for factor in self.factors if factor != 1), self.clamp)
-
-    def times(self, factor: float | Tensor) -> Scaling:
-        """The same, and then a multiplication."""
-        return Scaling((*self.factors, factor), self.clamp)
-
-    def clamped(self, limit: float) -> Scaling:
-        """The same, and then clipped by value."""
-        return Scaling(self.factors, limit)
-
-    def __bool__(self) -> bool:
-        return bool(self.factors) or self.clamp is not None
-
-    def apply_(self, gradient: Tensor) -> None:
-        """Scale in place, bit by bit as `GradScaler.unscale_`, `clip_grad_norm_` and `clip_grad_value_` do."""
-        for factor in self.factors:
-            gradient.mul_(factor)
-        if self.clamp is not None:
-            gradient.clamp_(-self.clamp, self.clamp)
-
-
-NO_SCALING = Scaling()
 
 
 class UnitStep:

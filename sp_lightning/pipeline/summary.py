@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sp_lightning.pipeline.planned import WindowPlan
+from sp_lightning.pipeline.sizes import readable_bytes
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,3 @@ def as_table(rows: Sequence[tuple[str, str]]) -> str:
     """Names and values as lines of text, one below the other."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-def readable_bytes(count: int) -> str:
-    """A number of bytes as people write it."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.pipeline._private import storage_key, users_of_storage
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.backward import Graph
     from sp_lightning.pipeline.device import Group
+    from sp_lightning.pipeline.graphs import Graph
     from sp_lightning.pipeline.units import Unit
 
 

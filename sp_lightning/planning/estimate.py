@@ -21,7 +21,8 @@ from sp_lightning.pipeline.choice import Way
 from sp_lightning.pipeline.finder import find_units
 from sp_lightning.pipeline.gradients import slots_in_ring
 from sp_lightning.pipeline.lowering import known_to_be_lowered
-from sp_lightning.pipeline.options import ActivationPolicy, parse_bytes
+from sp_lightning.pipeline.options import ActivationPolicy
+from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.units import Division, Unit
 from sp_lightning.pipeline.weights import Weight
 from sp_lightning.planning.dry_run import Seen, dry_run, shapes_of

@@ -39,7 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sp_lightning.pipeline import stepping
 from sp_lightning.pipeline._private import users_of_storage
 from sp_lightning.pipeline.host import lay_out, tensor_in
-from sp_lightning.pipeline.stepping import BY_WEIGHT, Scaling, UnitStep, fused_kernel_works, host_bytes, why_not_by_unit
+from sp_lightning.pipeline.scaling import Scaling
+from sp_lightning.pipeline.stepping import BY_WEIGHT, UnitStep, fused_kernel_works, host_bytes, why_not_by_unit
 
 # Some fill whole vectors and lie side by side, some do not, some are no rows of numbers at all.
 SHAPES = [(128,), (16, 32), (8, 16), (256,), (5,), (128,), (33, 7), (), (0, 3), (1,), (2, 64), (64, 9), (64,), (64, 2)]

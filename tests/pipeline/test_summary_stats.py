@@ -10,7 +10,7 @@ from torch import nn
 
 from sp_lightning import superpipeline
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Stats, Summary
-from sp_lightning.pipeline.summary import readable_bytes
+from sp_lightning.pipeline.sizes import readable_bytes
 
 from ..zoo.blocks import Block, chain
 

@@ -1,0 +1,51 @@
+"""Amounts of memory as users write and read them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS_OF_BYTES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | None:
+    """Turn a budget as users write it into bytes; `None` for a fraction of a device whose memory is not known.
+
+    Raises:
+        ValueError: If the budget is not positive, not a size, or a fraction above 1.
+    """
+    advice = "Give bytes (an int), a fraction of the device's memory (a float up to 1.0) or text such as '12GB'."
+    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
+        raise ValueError(f"`memory_budget={budget!r}` is not an amount of memory. {advice}")
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
+        if match is None or match[2].lower() not in _UNITS_OF_BYTES:
+            raise ValueError(f"`memory_budget={budget!r}` is not an amount of memory. {advice}")
+        budget = int(float(match[1]) * _UNITS_OF_BYTES[match[2].lower()])
+    if not budget > 0:
+        raise ValueError(f"`memory_budget={budget!r}` must be above zero. {advice}")
+    if isinstance(budget, float):
+        if budget > 1:
+            raise ValueError(f"`memory_budget={budget!r}` is a float above 1, which is no fraction. {advice}")
+        return None if device_bytes is None else int(budget * device_bytes)
+    return budget
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes as people write it."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
