@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sp_lightning.pipeline.cores import allowed_cores, user_chose_threads
+from sp_lightning.pipeline.transfer.cores import allowed_cores, user_chose_threads
 
 
 def use_all_cores() -> int | None:

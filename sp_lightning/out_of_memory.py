@@ -22,8 +22,8 @@ from torch import Tensor
 
 from sp_lightning._namespace import Namespace
 from sp_lightning.pipeline import Pipeline, readable_bytes
-from sp_lightning.pipeline.effects import SideEffects
-from sp_lightning.pipeline.surroundings import RandomStates
+from sp_lightning.pipeline.activations.effects import SideEffects
+from sp_lightning.pipeline.activations.surroundings import RandomStates
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

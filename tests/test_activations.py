@@ -27,9 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, offload
-from sp_lightning.pipeline.auto import AutoPolicy
-from sp_lightning.pipeline.choice import Policy
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.activations import offload
+from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.activations.choice import Policy
 
 from .helpers import (
     Plan,

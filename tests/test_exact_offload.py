@@ -17,7 +17,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.pipeline import offload as offload_module
 from sp_lightning.pipeline._private import storage_key
-from sp_lightning.pipeline.pool import HostPool
+from sp_lightning.pipeline.activations.pool import HostPool
 
 from .helpers import (
     Plan,

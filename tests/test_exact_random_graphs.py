@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.pipeline import HostBackend, PipelineOptions, offload
-from sp_lightning.pipeline.auto import AutoPolicy
-from sp_lightning.pipeline.choice import Policy
+from sp_lightning.pipeline import HostBackend, PipelineOptions
+from sp_lightning.pipeline.activations import offload
+from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.activations.choice import Policy
 from sp_lightning.pipeline.options import ActivationPolicy
 
 from .helpers import Plan, assert_exact, reference_of

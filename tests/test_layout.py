@@ -25,6 +25,10 @@ OPTIONAL = {"PIL", "rich"}  # used where they are installed
 # The rooms, from the lowest up: a room imports from itself and from rooms before it in this list.
 ROOMS = ["pipeline", "planning", "timeline", "monitor", "glue"]
 
+# The same within the engine: what all may use, the engine's rooms, and what brings them together.
+ENGINE = ["basics", "transfer", "weights", "modules", "activations", "gradients", "optimizer", "whole"]
+BASICS = {"options", "stats", "sizes", "_private"}
+
 
 def modules(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
@@ -65,6 +69,20 @@ def test_imports_point_one_way(path):
     mine = ROOMS.index(room_of(name_of(path)))
     ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
     assert not {name for name in ours if ROOMS.index(room_of(name)) > mine}
+
+
+def engine_room_of(module: str) -> str:
+    parts = module.split(".")
+    if len(parts) > 2 and parts[2] in BASICS:
+        return "basics"
+    return parts[2] if len(parts) > 2 and parts[2] in ENGINE else "whole"
+
+
+@pytest.mark.parametrize("path", modules(PACKAGE / "pipeline"), ids=name_of)
+def test_imports_point_one_way_within_the_engine(path):
+    mine = ENGINE.index(engine_room_of(name_of(path)))
+    ours = {name for name in imported(path) if name.startswith("sp_lightning.pipeline.")}
+    assert not {name for name in ours if ENGINE.index(engine_room_of(name)) > mine}
 
 
 @pytest.mark.parametrize("path", modules(PACKAGE / "pipeline"), ids=name_of)

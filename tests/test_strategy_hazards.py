@@ -32,7 +32,7 @@ import sp_lightning.strategy
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning._host import use_all_cores
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.pipeline.stepping import UnitStep
+from sp_lightning.pipeline.optimizer.stepping import UnitStep
 from sp_lightning.precision import HostGradScaler
 
 from .helpers import assert_same_trace

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.stepping import Scaling, UnitStep
+from sp_lightning.pipeline.optimizer.stepping import Scaling, UnitStep
 
 FACTOR = 0.5  # what clipping multiplies with; as large as one likes, it is not the time of a step that depends on it
 

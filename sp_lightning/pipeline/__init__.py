@@ -1,15 +1,15 @@
 """The engine: streams a module's units between host and device. Imports torch and nothing of Lightning."""
 
-from sp_lightning.pipeline.accelerator import AcceleratorBackend
-from sp_lightning.pipeline.emulated import HostBackend
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.planned import Planner, WindowPlan
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary, as_table
-from sp_lightning.pipeline.trace import Kind, Lane, Recording, Span
-from sp_lightning.pipeline.transfer import Backend
+from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.emulated import HostBackend
+from sp_lightning.pipeline.transfer.trace import Kind, Lane, Recording, Span
 
 __all__ = [
     "AcceleratorBackend",

@@ -13,9 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import storage_key
-from sp_lightning.pipeline.device import Group, place_in_arena, travel_together
-from sp_lightning.pipeline.finder import find_units
-from sp_lightning.pipeline.host import (
+from sp_lightning.pipeline.gradients.landing import PIECES, lay_out_gradients
+from sp_lightning.pipeline.learned import Learned
+from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.planned import WindowPlan
+from sp_lightning.pipeline.sizes import parse_bytes, readable_bytes
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.weights.device import Group, place_in_arena, travel_together
+from sp_lightning.pipeline.weights.finder import find_units
+from sp_lightning.pipeline.weights.host import (
     GroupHost,
     HostBuffer,
     available_host_memory,
@@ -23,14 +29,8 @@ from sp_lightning.pipeline.host import (
     tensor_in,
     total_host_memory,
 )
-from sp_lightning.pipeline.landing import PIECES, lay_out_gradients
-from sp_lightning.pipeline.learned import Learned
-from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.planned import WindowPlan
-from sp_lightning.pipeline.sizes import parse_bytes, readable_bytes
-from sp_lightning.pipeline.transfer import Backend
-from sp_lightning.pipeline.units import Unit
-from sp_lightning.pipeline.weights import Twin, Weight
+from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 _PINNED_SHARE = 0.8  # of the host's memory; the rest of the system must not starve
 _DEFAULT_SLOTS = 2  # one computes, one arrives

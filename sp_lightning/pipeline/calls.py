@@ -15,29 +15,29 @@ from typing import Any
 import torch
 
 from sp_lightning.pipeline._private import in_backward, storage_key
-from sp_lightning.pipeline.activations import Activations
+from sp_lightning.pipeline.activations.offload import STAYING, Bundle, Offloader
+from sp_lightning.pipeline.activations.policy import Activations
+from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.arrangement import Arrangement
-from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.compiled import run_uncompiled
-from sp_lightning.pipeline.device import Group
-from sp_lightning.pipeline.gradients import GradientReturn
-from sp_lightning.pipeline.graphs import Graph, Graphs
-from sp_lightning.pipeline.guard import EngineAtWork
-from sp_lightning.pipeline.hooks import before_backward, replace_tensors, tensors_in
-from sp_lightning.pipeline.host import as_bytes
+from sp_lightning.pipeline.gradients.backward import BackwardPass
+from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.learned import Learned
-from sp_lightning.pipeline.lowering import LoweringSpy
-from sp_lightning.pipeline.offload import STAYING, Bundle, Offloader
+from sp_lightning.pipeline.modules.compiled import run_uncompiled
+from sp_lightning.pipeline.modules.guard import EngineAtWork
+from sp_lightning.pipeline.modules.hooks import before_backward, replace_tensors, tensors_in
+from sp_lightning.pipeline.modules.lowering import LoweringSpy
+from sp_lightning.pipeline.modules.swap import swap_in, swap_out
 from sp_lightning.pipeline.outside import OutsideUse
-from sp_lightning.pipeline.saved import SavedTensors
-from sp_lightning.pipeline.schedule import Pass, Schedule
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.swap import swap_in, swap_out
-from sp_lightning.pipeline.trace import Kind
-from sp_lightning.pipeline.transfer import Backend
-from sp_lightning.pipeline.units import Member
-from sp_lightning.pipeline.weights import Weight
-from sp_lightning.pipeline.window import Window
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.trace import Kind
+from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.graphs import Graph, Graphs
+from sp_lightning.pipeline.weights.host import as_bytes
+from sp_lightning.pipeline.weights.schedule import Pass, Schedule
+from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.window import Window
 
 
 class Calls:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline._private import run_as_without_mode, storage_key
 from sp_lightning.pipeline.arrangement import Arrangement
-from sp_lightning.pipeline.lowering import is_view, tensors_among
+from sp_lightning.pipeline.modules.lowering import is_view, tensors_among
 
 
 class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.arrangement import Arrangement
-from sp_lightning.pipeline.backward import BackwardPass
-from sp_lightning.pipeline.gradients import GradientReturn
-from sp_lightning.pipeline.graphs import Graph, Graphs
-from sp_lightning.pipeline.guard import EngineAtWork, Guard
-from sp_lightning.pipeline.hooks import hold_while_needed
+from sp_lightning.pipeline.gradients.backward import BackwardPass
+from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.learned import Learned
-from sp_lightning.pipeline.overlap import Overlap
+from sp_lightning.pipeline.modules.guard import EngineAtWork, Guard
+from sp_lightning.pipeline.modules.hooks import hold_while_needed
+from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer import Backend
-from sp_lightning.pipeline.weights import Twin, Weight
-from sp_lightning.pipeline.window import Window
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.weights.graphs import Graph, Graphs
+from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.weights.window import Window
 
 
 class OutsideUse:

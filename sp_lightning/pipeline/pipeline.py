@@ -21,21 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline import on_device
 from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
-from sp_lightning.pipeline.activations import Activations
+from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.offload import Offloader
+from sp_lightning.pipeline.activations.policy import Activations
+from sp_lightning.pipeline.activations.pool import HostPool
+from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.arrangement import Arrangement, move_buffers, move_unmanaged
-from sp_lightning.pipeline.auto import AutoPolicy
-from sp_lightning.pipeline.backends import full_device, make_backend
-from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
-from sp_lightning.pipeline.clipping import Clipping
-from sp_lightning.pipeline.compiled import compiled_call, finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.debug import AccessCheck
-from sp_lightning.pipeline.device import Group
-from sp_lightning.pipeline.gradients import GradientReturn
-from sp_lightning.pipeline.graphs import Graphs
-from sp_lightning.pipeline.guard import (
+from sp_lightning.pipeline.gradients.backward import BackwardPass
+from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.learned import Learned
+from sp_lightning.pipeline.modules.compiled import compiled_call, finish_before_compiling, keep_out_of_graphs
+from sp_lightning.pipeline.modules.guard import (
     EngineAtWork,
     forget_ended_steps,
     guards_resumed,
@@ -44,27 +44,27 @@ from sp_lightning.pipeline.guard import (
     stop_watching_functions,
     watch_functions,
 )
-from sp_lightning.pipeline.hooks import install_gate, remove_gate
-from sp_lightning.pipeline.host_steps import HostSteps, KnownOptimizers
-from sp_lightning.pipeline.learned import Learned
-from sp_lightning.pipeline.lowering import known_to_be_lowered
-from sp_lightning.pipeline.meter import Meter
-from sp_lightning.pipeline.offload import Offloader
-from sp_lightning.pipeline.optimizer import Optimizers, listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.modules.hooks import install_gate, remove_gate
+from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
+from sp_lightning.pipeline.modules.swap import swap_out
+from sp_lightning.pipeline.optimizer import on_device
+from sp_lightning.pipeline.optimizer.clipping import Clipping
+from sp_lightning.pipeline.optimizer.host_steps import HostSteps, KnownOptimizers
+from sp_lightning.pipeline.optimizer.optimizers import Optimizers, listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.outside import OutsideUse
-from sp_lightning.pipeline.overlap import Overlap
 from sp_lightning.pipeline.planned import Planner
-from sp_lightning.pipeline.pool import HostPool
-from sp_lightning.pipeline.saved import SavedTensors
-from sp_lightning.pipeline.schedule import Schedule
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary
-from sp_lightning.pipeline.swap import swap_out
-from sp_lightning.pipeline.trace import Recording
-from sp_lightning.pipeline.transfer import Backend
-from sp_lightning.pipeline.units import Member, Unit
-from sp_lightning.pipeline.window import Window
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.devices import full_device, make_backend
+from sp_lightning.pipeline.transfer.trace import Recording
+from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.graphs import Graphs
+from sp_lightning.pipeline.weights.schedule import Schedule
+from sp_lightning.pipeline.weights.units import Member, Unit
+from sp_lightning.pipeline.weights.window import Window
 
 _HOST = torch.device("cpu")
 _SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much

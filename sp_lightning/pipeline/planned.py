@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from sp_lightning.pipeline.choice import Policy
+from sp_lightning.pipeline.activations.choice import Policy
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.pipeline import Pipeline

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from sp_lightning.pipeline.choice import Way, peak
-from sp_lightning.pipeline.choice import choose as choose_ways
+from sp_lightning.pipeline.activations.choice import Way, peak
+from sp_lightning.pipeline.activations.choice import choose as choose_ways
 from sp_lightning.planning.cost import (
     Choice,
     Prediction,

@@ -4,8 +4,9 @@
 Nothing here is a formula for the time. The engine's own order is replayed on four clocks: computing, copies to the
 device, copies to the host, work on the host. A copy begins when its lane is free, when all that was computed before it
 was asked for is done, and, for weights that an optimizer is still at, when that is done, too. Computing waits for the
-copy of what it needs. What is asked for when is what `pipeline/window.py` does: places are given away when backward or
-forward has moved on, and filled in the order of use. Costs one pass over the units per step that is replayed.
+copy of what it needs. What is asked for when is what `pipeline/weights/window.py` does: places are given away when
+backward or forward has moved on, and filled in the order of use. Costs one pass over the units per step that is
+replayed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 
-from sp_lightning.pipeline.choice import Way, peak
-from sp_lightning.pipeline.device import place_in_arena, travel_together
-from sp_lightning.pipeline.landing import PIECES
-from sp_lightning.pipeline.offload import STAYING
+from sp_lightning.pipeline.activations.choice import Way, peak
+from sp_lightning.pipeline.activations.offload import STAYING
+from sp_lightning.pipeline.gradients.landing import PIECES
+from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
 from sp_lightning.planning.workload import Machine, Workload
 
 _WARM_UP = 1  # steps until each one is like the one before

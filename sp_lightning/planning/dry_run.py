@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from sp_lightning.pipeline._private import storage_key, without_values
-from sp_lightning.pipeline.offload import SMALLEST
-from sp_lightning.pipeline.units import Division
+from sp_lightning.pipeline.activations.offload import SMALLEST
+from sp_lightning.pipeline.weights.units import Division
 
 
 @dataclass

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from sp_lightning.pipeline import Kind, Pipeline, Recording, Span
+from sp_lightning.pipeline.activations.choice import Policy, Way, peak
 from sp_lightning.pipeline.arrangement import Arrangement, gradient_bytes, sent_bytes
-from sp_lightning.pipeline.choice import Policy, Way, peak
-from sp_lightning.pipeline.units import Unit
+from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.workload import NOTHING_SAVED, Machine, Stepping, UnitWork, Workload
 
 _UNLIKE = 2  # how many times the smallest copy the largest must be, to tell what a copy costs whatever its size

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, Recording
+from sp_lightning.pipeline.activations.choice import Policy
 from sp_lightning.pipeline.arrangement import Arrangement
-from sp_lightning.pipeline.choice import Policy
 from sp_lightning.pipeline.planned import Planner, WindowPlan
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import activation_bytes, ways_of

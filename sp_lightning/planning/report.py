@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from sp_lightning.pipeline.choice import choose as choose_ways
+from sp_lightning.pipeline.activations.choice import choose as choose_ways
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.planning.choose import Plan, choose
 from sp_lightning.planning.cost import Choice, Prediction, predict

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from sp_lightning.pipeline.choice import Way
+from sp_lightning.pipeline.activations.choice import Way
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "apart"]
 """When the optimizer steps units: as soon as their gradients have landed, under the next forward, or on its own."""

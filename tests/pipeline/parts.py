@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
-from sp_lightning.pipeline.device import Group
-from sp_lightning.pipeline.gradients import GradientReturn, Shipment
-from sp_lightning.pipeline.host import GroupHost, tensor_in
+from sp_lightning.pipeline.gradients.gradient_return import GradientReturn, Shipment
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer import Ticket
-from sp_lightning.pipeline.units import Unit
-from sp_lightning.pipeline.weights import Twin, Weight
+from sp_lightning.pipeline.transfer.backend import Ticket
+from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.host import GroupHost, tensor_in
+from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
 class DoneTicket(Ticket):

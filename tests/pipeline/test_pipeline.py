@@ -18,7 +18,7 @@ from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.guard import guards_suspended
+from sp_lightning.pipeline.modules.guard import guards_suspended
 
 from .parts import RecordingBackend
 

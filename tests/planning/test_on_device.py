@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, on_device
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.planning import AutoPlanner, Choice, Machine, UnitWork, Workload, choose, predict
 from sp_lightning.planning.cost import device_bytes
 

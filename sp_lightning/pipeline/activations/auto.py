@@ -1,0 +1,238 @@
+"""`activations="auto"`: measured in the first steps, chosen between steps (see choice.py for the choice itself).
+
+Nobody knows beforehand whether what a model saves will fit. So units are measured while they recompute, which takes
+the least memory that can be had without copies: what a call saves is there when it ends, and its second forward is
+timed. A call with larger inputs than those that were measured recomputes, too, and is measured.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from sp_lightning.pipeline.activations.choice import Policy, Way, choose, peak
+from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.recompute import Footprint
+from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.weights.host import HostBuffer, available_host_memory
+from sp_lightning.pipeline.weights.units import Member
+
+_STEPS = 2  # that are measured; the first one also warms things up
+_HIDDEN = 0.1  # how much of its time a copy costs that hides behind computing
+_ROOM = 2  # how many times what would be offloaded must be free on the host
+_PROBE_BYTES = 16 << 20
+_BACKWARD = 2.0  # how much longer than its forward a unit's backward takes
+
+
+class Link(NamedTuple):
+    """How fast copies are, in bytes per second."""
+
+    up: float
+    down: float
+
+    def offload_seconds(self, nbytes: int, weights: int, forward: float, backward: float) -> float:
+        """What it costs to have activations of a unit wait on the host.
+
+        Args:
+            nbytes: Their bytes.
+            weights: Bytes of weights that travel for the unit.
+            forward: Seconds of its forward, under which activations leave.
+            backward: Seconds of its backward, under which weights and activations come.
+        """
+        sending = max(0.0, nbytes / self.down - forward)
+        waiting_anyway = max(0.0, weights / self.up - backward)
+        fetching = max(0.0, (weights + nbytes) / self.up - backward) - waiting_anyway
+        return sending + fetching + _HIDDEN * nbytes * (1 / self.up + 1 / self.down)
+
+    @staticmethod
+    def measured(backend: Backend) -> Link:
+        """Copy a little in both directions; the host waits."""
+        device = backend.allocate(_PROBE_BYTES)
+        host = HostBuffer(_PROBE_BYTES, backend, backend.can_pin)
+
+        def rate(copy: Callable[[], Any]) -> float:
+            backend.synchronize(copy())
+            begin = perf_counter()
+            backend.synchronize(copy())
+            return _PROBE_BYTES / (perf_counter() - begin)
+
+        try:
+            return Link(
+                up=rate(lambda: backend.upload(device, host.bytes)),
+                down=rate(lambda: backend.download(host.bytes, device)),
+            )
+        finally:
+            host.release()
+
+
+class _Unit:
+    """What was measured of one unit.
+
+    Attributes:
+        size: Bytes of the inputs of its largest call.
+        weights: Bytes of weights that travel for it.
+        steps: What its calls took, for each step in which it was measured.
+        seconds: How long its second forwards took, for each of these steps.
+    """
+
+    def __init__(self, weights: int) -> None:
+        self.size = 0
+        self.weights = weights
+        self.steps: dict[int, Footprint] = {}
+        self.seconds: dict[int, float] = {}
+
+    def add(self, step: int, size: int, call: Footprint) -> None:
+        """One more call."""
+        before = self.steps.get(step)
+        self.steps[step] = call if before is None else before.and_also(call)
+        self.size = max(self.size, size)
+
+    def ways(self, link: Link | None) -> list[Way]:
+        """What can happen to its activations, and what each costs; offloading, if there is a link for it."""
+        took = self.footprint
+        everything = took.held + took.saved
+        forward = min(self.seconds.values(), default=0.0)
+        ways = [Way("keep", everything, took.working, 0.0)]
+        if took.repeatable:
+            ways.append(Way("recompute", took.held, took.working, forward))
+        if link is not None and took.large:
+            seconds = link.offload_seconds(took.large, self.weights, forward, _BACKWARD * forward)
+            ways.append(Way("offload", everything - took.large, took.working, seconds, leaving=took.large))
+        return ways
+
+    @property
+    def footprint(self) -> Footprint:
+        """What it took in the step in which it took most."""
+        return max(self.steps.values(), key=lambda step: step.held + step.saved)
+
+
+class AutoPolicy:
+    """Measures units and chooses for each.
+
+    Args:
+        backend: Whose memory and whose copies.
+        meter: Counts what is held.
+        budget: Tells how many bytes activations may take now.
+
+    Attributes:
+        outside: Bytes that were saved outside of units when it was looked at last: by a loss, a norm.
+        gradients: Bytes that gradients of activations are taken to need in backward.
+    """
+
+    def __init__(self, backend: Backend, meter: Meter, budget: Callable[[], int]) -> None:
+        self._backend = backend
+        self._meter = meter
+        self._budget = budget
+        self._link: Link | None = None
+        self._step = 0
+        self._units: dict[str, _Unit] = {}  # in the order of the forward
+        self._chosen: dict[str, Policy] = {}
+        self._in_use: dict[str, Policy] = {}  # in this step
+        self._measuring: set[str] = set()  # in this step
+        self._second_forwards: list[tuple[_Unit, int, Any, Any]] = []
+        self._told = False
+        self._room_has_changed = False
+        self.outside = 0
+        self.gradients = 0
+
+    def begin_step(self) -> None:
+        """Choose anew if the last step has measured anything, or if there is another amount of room."""
+        if (self._measuring or self._room_has_changed) and self._units:
+            self._choose()
+        self._room_has_changed = False
+        self._step += 1
+        self._in_use = {}
+        self._measuring.clear()
+
+    def prescribe(self, policies: Mapping[str, Policy] | None) -> None:
+        """Somebody has chosen for all members that were measured; what is measured later is chosen here again.
+
+        Args:
+            policies: What happens to the activations of each member; None to choose here, for what there is room now.
+        """
+        self._room_has_changed = policies is None
+        if policies is not None:
+            self._chosen = {name: policies.get(name, "keep") for name in self._units}
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the inputs of the largest calls that were measured."""
+        return sum(unit.size for unit in self._units.values())
+
+    @property
+    def in_use(self) -> Mapping[str, Policy]:
+        """What was done with the activations of each member that was called in the last step."""
+        return self._in_use
+
+    def ways(self) -> dict[str, list[Way]]:
+        """What can happen to the activations of each member that was measured, in the order of the forward."""
+        self._take_times()
+        link = self._link_for_offloading()
+        return {name: unit.ways(link) for name, unit in self._units.items()}
+
+    def policy(self, member: Member, size: int) -> Policy:
+        """What happens to the activations of a call with inputs of this many bytes."""
+        unit = self._units.get(member.name)
+        if unit is None or size > unit.size or len(unit.steps) < _STEPS:
+            self._measuring.add(member.name)
+        policy = "recompute" if member.name in self._measuring else self._chosen[member.name]
+        self._in_use[member.name] = policy
+        return policy
+
+    def note(self, member: Member, size: int, call: Footprint) -> None:
+        """A forward that can be recomputed has run."""
+        if member.name in self._measuring:
+            assert member.unit is not None
+            weights = sum(weight.compute_bytes for weight in member.unit.weights)
+            self._units.setdefault(member.name, _Unit(weights)).add(self._step, size, call)
+
+    def mark(self) -> Any:
+        """This moment on the device."""
+        return self._backend.mark()
+
+    def note_second_forward(self, member: Member, begin: Any, end: Any) -> None:
+        """It has run again, between these two moments."""
+        if member.name in self._measuring:
+            self._second_forwards.append((self._units[member.name], self._step, begin, end))
+
+    def look(self) -> None:
+        """Work out what the last step has shown of activations that are not a unit's."""
+        self.gradients = max((unit.footprint.working for unit in self._units.values()), default=0)
+        if self._in_use:
+            ways = {name: {way.policy: way for way in of} for name, of in self.ways().items()}
+            used = [of.get(self._in_use[name], of["keep"]) for name, of in ways.items() if name in self._in_use]
+            self.outside = max(0, self._meter.step_peak - peak(used))
+
+    def _choose(self) -> None:
+        self.look()
+        ways = self.ways()
+        limit = self._budget()
+        apart = self.outside + self.gradients
+        chosen = choose([*ways.values()], limit - apart)
+        self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
+        needed = peak(chosen) + apart
+        if needed > limit and not self._told:
+            self._told = True
+            warnings.warn(
+                f"`activations='auto'`: activations take {readable_bytes(needed)} on the device at least, and there is "
+                f"room for {readable_bytes(max(0, limit))}. Use smaller batches, or a larger `memory_budget`.",
+                stacklevel=2,
+            )
+
+    def _take_times(self) -> None:
+        for unit, step, begin, end in self._second_forwards:
+            unit.seconds[step] = unit.seconds.get(step, 0.0) + self._backend.seconds(begin, end)
+        self._second_forwards.clear()
+
+    def _link_for_offloading(self) -> Link | None:
+        """How fast copies are; None if the host has no room for activations."""
+        large = sum(unit.footprint.large for unit in self._units.values())
+        room = available_host_memory()
+        if not large or (room is not None and room < _ROOM * large):
+            return None
+        if self._link is None:
+            self._link = Link.measured(self._backend)
+        return self._link

@@ -1,0 +1,158 @@
+"""Host memory that is given out in pieces and taken back, for what leaves the device for a while (offload.py).
+
+The same pieces are asked for in every step, so memory is made and page-locked in the first one and used again in all
+others. It lies in few large slabs, because page-locking costs more than copying. Where sizes differ from step to step
+(sentences of any length), neighbours that are free again are one piece again, and slabs that have become useless make
+room: there is never much more than what was in use at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import warnings
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.weights.host import ALIGNMENT, HostBuffer, available_host_memory
+
+_LEAST_SLAB = 32 << 20
+_GROWTH = 8  # a slab is at least the eighth part of what there is: few slabs, little waste
+
+
+class Piece(NamedTuple):
+    """Host memory on loan; `bytes` is exactly what was asked for."""
+
+    bytes: Tensor
+    slab: _Slab
+    start: int
+    end: int
+
+
+class HostPool:
+    """Lends pieces of host memory.
+
+    Args:
+        backend: Page-locks.
+
+    Attributes:
+        pinnable: How many bytes may be page-locked; None for all.
+        held: Bytes of host memory that it has.
+        in_use: Bytes of it that are on loan.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.pinnable: int | None = None
+        self.held = 0
+        self.in_use = 0
+        self._backend = backend
+        self._pinned = 0
+        self._most_in_use = 0
+        self._slabs: list[_Slab] = []
+        self._told = False
+
+    def take(self, nbytes: int) -> Piece:
+        """Lend a piece.
+
+        Raises:
+            RuntimeError: If the host has no memory left.
+        """
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        for slab in self._slabs:
+            start = slab.take(size)
+            if start is not None:
+                break
+        else:
+            slab, start = self._add_slab(size), 0
+            slab.take(size)
+        self.in_use += size
+        self._most_in_use = max(self._most_in_use, self.in_use)
+        return Piece(slab.buffer.bytes[start : start + nbytes], slab, start, start + size)
+
+    def give_back(self, piece: Piece) -> None:
+        """Take a piece back. Copies into and out of it must have been waited for by what is computed next."""
+        piece.slab.give_back(piece.start, piece.end)
+        self.in_use -= piece.end - piece.start
+
+    def close(self) -> None:
+        """Undo page-locks; the memory itself lives as long as a tensor lies in it."""
+        for slab in self._slabs:
+            slab.buffer.release()
+        self._slabs.clear()
+        self.held = self.in_use = self._pinned = 0
+
+    def _add_slab(self, least: int) -> _Slab:
+        size = max(least, _LEAST_SLAB, self.held // _GROWTH // ALIGNMENT * ALIGNMENT)
+        self._drop_idle_slabs(size)
+        free = available_host_memory()
+        if free is not None and size > free:
+            raise RuntimeError(
+                f"Host memory is too small for offloaded activations: {readable_bytes(self.held)} lie there already, "
+                f"{readable_bytes(size)} more are needed and {readable_bytes(free)} are free. Use a smaller batch, "
+                "`activations='recompute'`, or a machine with more memory."
+            )
+        pin = self._backend.can_pin and (self.pinnable is None or self._pinned + size <= self.pinnable)
+        slab = _Slab(HostBuffer(size, self._backend, pin))
+        self._slabs.append(slab)
+        self.held += size
+        self._pinned += size * slab.buffer.pinned
+        if self._backend.can_pin and self.pinnable != 0 and not slab.buffer.pinned and not self._told:
+            self._told = True
+            warnings.warn(
+                f"Host memory for offloaded activations could not be page-locked beyond {readable_bytes(self._pinned)} "
+                "(the share of the host's memory that may be, or a limit of the system, see `ulimit -l`). The rest is "
+                "copied through a small page-locked ring, which is slower.",
+                stacklevel=2,
+            )
+        return slab
+
+    def _drop_idle_slabs(self, coming: int) -> None:
+        """Other sizes are asked for than before: give up slabs of which nothing is on loan, as far as needed."""
+        drained = False
+        for slab in [slab for slab in self._slabs if slab.is_idle]:
+            if self.held + coming <= max(self._most_in_use, self.in_use + coming):
+                return
+            if not drained:  # the device may still read what was given back
+                self._backend.drain()
+                drained = True
+            self._pinned -= slab.size * slab.buffer.pinned
+            slab.buffer.release()
+            self._slabs.remove(slab)
+            self.held -= slab.size
+
+
+class _Slab:
+    """One buffer, and where in it nothing is on loan: gaps in order, no two of them side by side."""
+
+    def __init__(self, buffer: HostBuffer) -> None:
+        self.buffer = buffer
+        self.size = buffer.bytes.nbytes
+        self._gaps = [(0, self.size)]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of it is on loan."""
+        return self._gaps == [(0, self.size)]
+
+    def take(self, size: int) -> int | None:
+        """Where a piece of this size begins now; None if there is no room."""
+        for index, (start, end) in enumerate(self._gaps):
+            if end - start >= size:
+                if end - start == size:
+                    del self._gaps[index]
+                else:
+                    self._gaps[index] = (start + size, end)
+                return start
+        return None
+
+    def give_back(self, start: int, end: int) -> None:
+        """The piece is free again, and one with the gaps beside it."""
+        index = bisect.bisect(self._gaps, (start, end))
+        if index < len(self._gaps) and self._gaps[index][0] == end:
+            end = self._gaps.pop(index)[1]
+        if index and self._gaps[index - 1][1] == start:
+            index -= 1
+            start = self._gaps.pop(index)[0]
+        self._gaps.insert(index, (start, end))

@@ -1,0 +1,218 @@
+"""What autograd saves for backward: a handle in place of every weight.
+
+Autograd saves weights as the Parameter, as a view (`W.t()`) or not at all, depending on the operation. Whatever
+shares memory with a twin is replaced by a handle that, when backward asks for it, first makes sure that the weight
+is on the device. So a slot may be given away between forward and backward, and backward heals what it finds missing.
+
+Saved-tensor hooks switch off autograd's own check for in-place changes, so it is done here, for weights and for
+everything else. Only the innermost pair of hooks is called: what is not a weight goes on to the pair that was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from sp_lightning.pipeline._private import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_allowed,
+    storage_key,
+    top_saved_tensor_hooks,
+    without_torch_function,
+)
+from sp_lightning.pipeline.activations.memory import Offloaded
+from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.offload import Offloader
+from sp_lightning.pipeline.weights.weight import Twin, built_before
+
+
+class _Handle:
+    """A weight (or a view of one): an alias of its fixed place, good whenever the weight is there."""
+
+    __slots__ = ("_group", "alias", "twin", "version")
+
+    def __init__(self, twin: Twin, alias: Tensor, version: int) -> None:
+        self.twin = twin
+        self.alias = alias
+        self.version = version
+        self._group = twin.group
+        self._group.handles += 1
+
+    def __del__(self) -> None:
+        self._group.handles -= 1
+
+
+class Kept:
+    """Anything else, with the version that autograd would have checked. It may be dropped, and filled again."""
+
+    __slots__ = ("__weakref__", "_counted", "_like", "_meter", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, meter: Meter) -> None:
+        self._meter = meter
+        self._counted = meter.add(tensor)
+        # without its node, which may be the one that saves it: such a cycle would go through C++ and never be freed
+        self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
+        self.version = tensor._version
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor was changed in place since it was saved."""
+        return self.tensor is not None and self.tensor._version != self.version
+
+    def get(self) -> Tensor:
+        """The tensor as it was when it was saved.
+
+        Raises:
+            RuntimeError: If it was changed in place since then.
+        """
+        assert self.tensor is not None
+        if self.is_changed:
+            raise RuntimeError(_changed_in_place(f"a tensor of shape {list(self.tensor.shape)}"))
+        return self.tensor
+
+    def drop(self) -> None:
+        """Let go of the tensor."""
+        if self.tensor is not None:
+            self._like = self.tensor.shape, self.tensor.dtype
+            self.tensor = None
+            self._meter.remove(self._counted)
+
+    def fill(self, tensor: Tensor) -> bool:
+        """Put a tensor where one was dropped; False, and nothing is done, if it is of another kind."""
+        if (tensor.shape, tensor.dtype) != self._like:
+            return False
+        self._counted = self._meter.add(tensor)
+        self.tensor, self.version = tensor, tensor._version
+        return True
+
+    def __del__(self) -> None:
+        if self.tensor is not None:
+            self._meter.remove(self._counted)
+
+
+class _Delegated(NamedTuple):
+    """Anything else, packed by the hooks that were on top before ours."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
+Packed: TypeAlias = _Handle | Offloaded | Kept | _Delegated
+
+
+class SavedTensors:
+    """Pushes and pops the pair of hooks.
+
+    Args:
+        require: See below.
+        meter: Counts what is held.
+        offloader: Takes what may wait on the host.
+
+    Attributes:
+        twins: Twins by the identity of their memory.
+        require: Called with a twin before backward reads it.
+    """
+
+    def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
+        self.meter = meter
+        self.twins: dict[int, Twin] = {}
+        self.require = require
+        self._offloader = offloader
+        self._pushed = 0
+
+    def push(self) -> bool:
+        """Make the hooks active unless they are on top already; True if `pop` must follow."""
+        if not torch.is_grad_enabled():
+            return False
+        if not saved_tensor_hooks_allowed():
+            raise RuntimeError(
+                "superpipeline cannot stream under torch.func.grad, vjp, jacrev and hessian, which do not let it "
+                "follow what they save. Use torch.autograd for these gradients."
+            )
+        outer = top_saved_tensor_hooks()
+        pack: Callable[[Tensor], Any] = self.pack
+        if outer is not None:
+            on_top = getattr(outer[0], "__self__", None)
+            if on_top is self or (isinstance(on_top, _Chained) and on_top.saved is self):
+                return False
+            pack = _Chained(self, *outer).pack
+        push_saved_tensor_hooks((pack, self.unpack))
+        self._pushed += 1
+        return True
+
+    def are_alone(self) -> bool:
+        """Whether no other hooks, a user's or a checkpoint's, have a say in what is saved now."""
+        outer = top_saved_tensor_hooks()
+        return outer is None or getattr(outer[0], "__self__", None) is self
+
+    def pop(self) -> None:
+        """Undo one `push` that returned True; nothing if `pop_all` already did."""
+        if self._pushed:
+            self._pushed -= 1
+            pop_saved_tensor_hooks()
+
+    def pop_all(self) -> None:
+        """Undo what an interrupted step left pushed."""
+        while self._pushed:
+            self.pop()
+
+    def handle(self, tensor: Tensor) -> _Handle | None:
+        """The handle for a weight or a view of one; None for other tensors."""
+        twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+        if twin is None:
+            return None
+        with without_torch_function():
+            return _Handle(twin, tensor, twin.version())
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """What is saved in place of a tensor."""
+        return self.handle(tensor) or self._offloader.pack(tensor) or Kept(tensor, self.meter)
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """The tensor again, where backward can read it.
+
+        Raises:
+            RuntimeError: If it was changed in place meanwhile, or belongs to an arrangement that is no more.
+        """
+        if isinstance(packed, _Delegated):
+            return packed.unpack(packed.packed)
+        if isinstance(packed, Kept):
+            return packed.get()
+        if isinstance(packed, Offloaded):
+            if packed.view.changed_in_place:
+                raise RuntimeError(_changed_in_place(f"a tensor of shape {list(packed.view.shape)}"))
+            return self._offloader.unpack(packed)
+        twin = packed.twin
+        if self.twins.get(twin.key) is not twin:
+            raise built_before(twin.weight.name)
+        with without_torch_function():
+            if twin.version() != packed.version:
+                raise RuntimeError(_changed_in_place(f"weight {twin.weight.name!r}"))
+            self.require(twin)
+        return packed.alias
+
+
+class _Chained:
+    """The hooks, over a pair that was on top when they were pushed."""
+
+    def __init__(
+        self, saved: SavedTensors, outer_pack: Callable[[Tensor], Any], outer_unpack: Callable[[Any], Tensor]
+    ) -> None:
+        self.saved = saved
+        self._outer_pack = outer_pack
+        self._outer_unpack = outer_unpack
+
+    def pack(self, tensor: Tensor) -> _Handle | _Delegated:
+        return self.saved.handle(tensor) or _Delegated(self._outer_pack(tensor), self._outer_unpack)
+
+
+def _changed_in_place(what: str) -> str:
+    return (
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} was "
+        "changed between forward and backward. Enable anomaly detection to find the operation, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )

@@ -1,0 +1,1 @@
+"""From the device's gradients to those of masters."""

@@ -1,0 +1,405 @@
+"""From the twin's gradient on the device to the master's `.grad` on the host.
+
+A unit's gradients are gathered as autograd finishes them, put together in one piece of device memory, and leave with
+one copy, in the dtype they were computed in.
+
+    device                        on its way                  host
+    twin.grad -> piece (ring) ------------------------------> home: the gradient itself    (first of a step)
+                              -----------> slot (ring) -----> added to the gradient        (accumulation)
+                              -----------> slot (ring) -----> the optimizer                (it steps in backward)
+
+What is there, and what is still to be done to it, is in host_gradients.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sp_lightning.pipeline._private import post_accumulate_hooks, tensor_hooks, without_torch_function
+from sp_lightning.pipeline.gradients.homes import Homes, is_only_shown
+from sp_lightning.pipeline.gradients.host_gradients import HostGradients
+from sp_lightning.pipeline.gradients.landing import Piece, Pieces, Ring, Slot, cast_and_add, lay_out_gradients
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.transfer.backend import Backend, Ticket
+from sp_lightning.pipeline.transfer.trace import Kind
+from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.weights.weight import Twin, Weight
+
+_SLOTS_SHARE = 5  # at most one slot for so many units: what the optimizer may be behind
+
+
+def slots_in_ring(units: int, together: int) -> int:
+    """How many slots there are at most for the gradients of this many units, of which so many travel together."""
+    return max(2, together + 1, -(-units // _SLOTS_SHARE))
+
+
+@dataclass(eq=False)
+class Shipment:
+    """One copy on its way to the host.
+
+    Attributes:
+        unit: Whose gradients it brings.
+        weights: Which of the unit's weights.
+        arrived: Where they land, a tensor per weight.
+        ticket: The copy.
+        slot: What has to be released when they have been read; None if they have landed where they stay.
+    """
+
+    unit: Unit
+    weights: list[Weight]
+    arrived: list[Tensor]
+    ticket: Ticket
+    slot: Slot | None
+
+
+class Stepper(Protocol):
+    """Who steps units in backward, as far as gradients know it (see overlap.py).
+
+    Attributes:
+        keeps_gradients: Whether gradients that arrive in a lower dtype are kept when the optimizer has used them.
+    """
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """See above."""
+
+    def wants(self, unit: Unit) -> bool:
+        """Whether the unit's complete gradients should go to the optimizer right away."""
+
+    def has_stepped(self, weight: Weight) -> bool:
+        """Whether a gradient of this weight would come too late."""
+
+    def step_in_backward(self, shipment: Shipment) -> None:
+        """Step a unit when its gradients have landed; releases the slot."""
+
+    def end_of_backward(self) -> None:
+        """Give back, by `keep`, what was not stepped after all."""
+
+    def finish_step(self, group: Group) -> None:
+        """Wait until no step reads the gradients of a group any more."""
+
+
+class GradientReturn:
+    """Brings gradients home.
+
+    Args:
+        units: All units, the resident one included.
+        backend: Copies.
+        stats: Counters.
+        pin: Whether to page-lock host memory.
+        on_arrival: Called when autograd has finished a gradient.
+
+    Attributes:
+        gradients: Those that are on the host, or on their way there.
+        stepper: Steps units in backward, if an optimizer lets it.
+        measures_norms: Whether the norm of each gradient is wanted with it (see `HostGradients.norms_of`).
+    """
+
+    stepper: Stepper
+    measures_norms = False
+
+    def __init__(
+        self, units: Sequence[Unit], backend: Backend, stats: Stats, pin: bool, on_arrival: Callable[[], None]
+    ) -> None:
+        self._backend = backend
+        self._stats = stats
+        self._on_arrival = on_arrival
+        self._units = list(units)
+        self._gathered: dict[Unit, dict[Weight, Tensor]] = {}
+        self._expected: dict[Unit, int] = {}
+        self._arrived: dict[Weight, None] = {}
+        self._sparse: dict[Weight, list[Tensor]] = {}
+        self._held_back: dict[Weight, list[Tensor]] = {}
+        self._shipped: set[Weight] = set()
+        self._landed: dict[Weight, Tensor] = {}
+        self._must_settle = False
+        self._homes = Homes(backend, pin)
+        self.gradients = HostGradients(self._homes, backend, stats)
+        self._pieces = Pieces(self._units, backend)
+        together = max((unit.group.units for unit in self._units), default=1)
+        self._ring = Ring(backend, pin, slots_in_ring(len(self._units), together))
+
+    # ------------------------------------------------------------------------------------------- while backward runs
+
+    def follow_requires_grad(self, twin: Twin) -> None:
+        """Let a twin require a gradient if its master does, and collect what it gets."""
+        with torch.inference_mode(False):
+            twin.parameter.requires_grad_(twin.weight.master.requires_grad)
+            if twin.parameter.requires_grad and twin.gradient_hook is None:
+                self.watch(twin)
+
+    def watch(self, twin: Twin) -> None:
+        """Collect the gradients of a twin from now on."""
+
+        def collect(_: Tensor) -> None:
+            with without_torch_function():
+                self._collect(twin)
+
+        register = twin.parameter.register_post_accumulate_grad_hook
+        twin.gradient_hook = register(collect)  # type: ignore[no-untyped-call]
+
+    def _collect(self, twin: Twin) -> None:
+        self._on_arrival()
+        gradient, twin.parameter.grad = twin.parameter.grad, None
+        assert gradient is not None
+        weight = twin.weight
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
+                "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
+            )
+        self._arrived[weight] = None
+        if gradient.layout is not torch.strided:
+            self._sparse.setdefault(weight, []).append(gradient)
+            return
+        if self.stepper.has_stepped(weight):
+            raise RuntimeError(
+                f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
+                "`overlap_optimizer=False`."
+            )
+        unit = weight.unit
+        if weight in self._gathered.get(unit, ()):  # reentrant checkpoints accumulate several times in one backward
+            self._ship(unit)
+        if unit not in self._gathered:
+            self._gathered[unit] = {}
+            self._expected[unit] = sum(other.master.requires_grad for other in unit.weights)
+        self._gathered[unit][weight] = gradient
+        if len(self._gathered[unit]) == self._expected[unit]:
+            self._ship(unit)
+
+    def ship_all_but(self, units: Sequence[Unit]) -> None:
+        """Backward has moved on to these units: what others gathered can leave."""
+        for unit in [unit for unit in self._gathered if unit not in units]:
+            self._ship(unit)
+
+    @torch.no_grad()
+    def _ship(self, unit: Unit) -> None:
+        """Put a unit's gathered gradients together, and send them to the host."""
+        gathered = self._gathered.pop(unit)
+        weights = [weight for weight in unit.weights if weight in gathered]
+        gradients = [gathered[weight] for weight in weights]
+        dtypes = [gradient.dtype for gradient in gradients]
+        piece = self._pieces.take(lay_out_gradients(weights, dtypes)[1])
+        if piece.ticket is not None:
+            self._backend.trace.wait(piece.ticket, "gradients")
+        gathered_there, norms = piece.tensors(weights, dtypes)
+        torch._foreach_copy_(gathered_there, gradients)
+        measures = self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights)
+        if measures:
+            torch.stack(torch._foreach_norm(gathered_there, 2, torch.float32), out=norms)
+        self.stepper.finish_step(unit.group)
+        self.gradients.expect_more(weights)
+        self._send(unit, piece, weights, dtypes, measures)
+
+    def _send(
+        self, unit: Unit, piece: Piece, weights: list[Weight], dtypes: list[torch.dtype], has_norms: bool
+    ) -> None:
+        """Start the copy to where gradients stay, or through a slot to where they are added or used."""
+        complete, first = len(weights) == self._expected[unit], self._are_first(weights)
+        steps_now = complete and self.stepper.wants(unit)
+        lower = any(dtype != weight.master.dtype for weight, dtype in zip(weights, dtypes, strict=True))
+        passes_through = first and lower and steps_now and not self.stepper.keeps_gradients
+        if passes_through and self._homes.has_lower(unit):  # of the time before the optimizer stepped in backward
+            self.gradients.let_land(weights)
+            self._homes.give_up_lower(unit)
+        home = None
+        if first and not passes_through and (complete or not lower):
+            home = self._homes.in_lower_dtypes(unit, weights, dtypes) if lower else self._homes.of(unit, weights)
+        _, nbytes, norms_at = lay_out_gradients(weights, dtypes)
+        sent = nbytes if has_norms else norms_at
+        if home is not None and home.weights == weights:
+            self.gradients.let_land(weights)
+            home.vacate()
+            piece.ticket = self._backend.download(home.memory[:sent], piece.memory[:sent])
+            shipment = Shipment(unit, weights, home.tensors, piece.ticket, None)
+            self._landed.update(zip(weights, home.tensors, strict=True))
+            if has_norms:
+                self.gradients.measured(dict(zip(weights, home.norms, strict=True)))
+        else:
+            slot = self._ring.take(nbytes)
+            piece.ticket = self._backend.download(slot.memory[:sent], piece.memory[:sent])
+            shipment = Shipment(unit, weights, slot.tensors(weights, dtypes)[0], piece.ticket, slot)
+        self._stats.bytes_to_host += sent
+        self._backend.trace.moved(Kind.GRADIENTS, unit.name, sent, piece.ticket)
+        self._shipped.update(weights)
+        if not first or (shipment.slot is not None and not passes_through):
+            shipment = self._add(shipment)
+        self.gradients.wait_for(weights, shipment.ticket)
+        if steps_now and not any(weight in self._held_back for weight in weights):
+            self.stepper.step_in_backward(shipment)
+
+    def _are_first(self, weights: list[Weight]) -> bool:
+        """Whether there is nothing to add to, and no user's hook to ask."""
+        return all(
+            self.gradients.get(weight) is None and weight not in self._shipped and not tensor_hooks(weight.master)
+            for weight in weights
+        )
+
+    # ------------------------------------------------------------------------------------------------- accumulation
+
+    def _add(self, shipment: Shipment) -> Shipment:
+        """Have gradients in a slot added to the sums, on the thread for work on the host; returns the sums."""
+        additions, after = [], [shipment.ticket, *self.gradients.on_its_way(shipment.weights)]
+        for weight, arrived in zip(shipment.weights, shipment.arrived, strict=True):
+            if tensor_hooks(weight.master) or _is_sparse(weight.master.grad):  # a user's code: not in that thread
+                self._held_back.setdefault(weight, []).append(torch.empty_like(weight.host))
+                additions.append(_Addition(self._held_back[weight][-1], None, arrived, onto=False))
+            else:
+                additions.append(self._addition(weight, arrived))
+
+        measured = [w for w in shipment.weights if self.measures_norms and w.master.dtype == torch.float32]
+        norms = {weight: torch.empty(()) for weight in measured}
+        self.gradients.measured(norms)
+
+        def job() -> None:
+            with without_torch_function(), torch.no_grad():
+                for addition in additions:
+                    addition.run()
+                for weight, addition in zip(shipment.weights, additions, strict=True):
+                    if weight in norms:
+                        norms[weight].copy_(torch.linalg.vector_norm(addition.target, dtype=torch.float32))
+
+        moved = sum(addition.target.nbytes for addition in additions)
+        assert shipment.slot is not None
+        ticket = self._backend.work(job, after, 2 * moved, shipment.slot.release)
+        self._backend.trace.moved(Kind.ADD, shipment.unit.name, 2 * moved, ticket)
+        return Shipment(shipment.unit, shipment.weights, [addition.target for addition in additions], ticket, None)
+
+    def keep(self, shipment: Shipment) -> None:
+        """Gradients that went to the optimizer were not needed there: they stay."""
+        if shipment.slot is not None:
+            self.gradients.wait_for(shipment.weights, self._add(shipment).ticket)
+
+    def _addition(self, weight: Weight, arrived: Tensor) -> _Addition:
+        total = self._landed.get(weight)
+        if total is None:
+            total = self.gradients.get(weight)
+        if total is not None and total.dtype == weight.master.dtype:
+            if not is_only_shown(self._homes.of(weight.unit, [weight]).tensors, id(total)):
+                self._must_settle = True
+            self._landed[weight] = total
+            return _Addition(total, None, arrived, onto=True)
+        self.gradients.is_in_sum(weight)
+        room = self._homes.room_for(weight)
+        self._landed[weight] = room
+        return _Addition(room, total, arrived, onto=total is not None)
+
+    # ------------------------------------------------------------------------------------------------ when it ends
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send what is left. Gradients are known from now on, though some may still have to land."""
+        self.ship_all_but([])
+        self.stepper.end_of_backward()
+        hooks = any(post_accumulate_hooks(weight.master) for weight in self._arrived)
+        if self._held_back or self._sparse or self._must_settle or hooks:
+            self.gradients.settle()
+        self.gradients.forget_norms([*self._held_back, *self._sparse])  # what a hook makes of them was not measured
+        for weight in self._arrived:  # in autograd's order, in which a user's hooks expect to be called
+            for gradient in self._held_back.get(weight, ()):
+                self._add_now(weight, _through_hooks(weight, gradient))
+            for gradient in self._sparse.get(weight, ()):
+                self._add_sparse(weight, _through_hooks(weight, gradient))
+            if weight in self._landed:
+                self.gradients.keep(weight, self._landed[weight])
+            for post_hook in post_accumulate_hooks(weight.master):
+                self.gradients.show(weight)
+                post_hook(weight.master)
+        self._forget()
+
+    def _add_now(self, weight: Weight, gradient: Tensor) -> None:
+        total = self._landed.get(weight, weight.master.grad)
+        if total is not None and _is_sparse(total):
+            self._landed[weight] = gradient + total
+        else:
+            self._addition(weight, gradient).run()
+
+    def _add_sparse(self, weight: Weight, gradient: Tensor) -> None:
+        arrived = gradient.to("cpu")
+        self._stats.bytes_to_host += arrived._values().nbytes + arrived._indices().nbytes
+        if weight in self._landed:
+            self.gradients.keep(weight, self._landed.pop(weight))
+        self.gradients.show(weight)
+        if weight.master.grad is None:
+            self._landed[weight] = arrived
+        else:
+            self._landed[weight] = weight.master.grad.add_(arrived)
+
+    def abandon(self) -> None:
+        """After an exception: forget what has not landed."""
+        self.gradients.abandon()
+        self._ring.release_all()
+        self._pieces.forget_copies()
+        self._forget()
+
+    def close(self) -> None:
+        """Show all gradients and undo page-locks; the gradients themselves stay where they are."""
+        self.abandon()
+        self.gradients.show_all()
+        self._homes.release()
+        self._ring.close()
+
+    def device_bytes(self) -> int:
+        """Device memory held for gradients on their way."""
+        return self._pieces.nbytes()
+
+    def give_up_memory(self) -> None:
+        """Let go of the device's memory, when no copy is under way; how much it was is still known."""
+        self._pieces.give_up_memory()
+
+    def host_bytes(self) -> int:
+        """Host memory held for gradients."""
+        return self._homes.nbytes() + self._ring.nbytes()
+
+    def _forget(self) -> None:
+        self._gathered.clear()
+        self._arrived.clear()
+        self._sparse.clear()
+        self._held_back.clear()
+        self._shipped.clear()
+        self._landed.clear()
+        self._must_settle = False
+        self._homes.release_outgrown()
+
+
+class _Addition(NamedTuple):
+    """What a gradient that arrived does to a sum.
+
+    Attributes:
+        target: The sum.
+        low: A part of the sum that has only landed in a lower dtype, and not been written to the target.
+        arrived: The gradient.
+        onto: Whether there is a sum to add to.
+    """
+
+    target: Tensor
+    low: Tensor | None
+    arrived: Tensor
+    onto: bool
+
+    def run(self) -> None:
+        """Do it."""
+        if self.low is not None:
+            self.target.copy_(self.low)
+        if self.onto:
+            cast_and_add(self.target, self.arrived)
+        else:
+            self.target.copy_(self.arrived)
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided
+
+
+def _through_hooks(weight: Weight, gradient: Tensor) -> Tensor:
+    """What the user's hooks on the master make of a gradient."""
+    for hook in tensor_hooks(weight.master):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient

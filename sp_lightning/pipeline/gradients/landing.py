@@ -1,0 +1,208 @@
+"""Memory through which gradients come to the host: pieces on the device, and a ring of slots on the host.
+
+In a *piece* the gradients of a unit are put together, to leave with one copy. A *slot* of the ring is where those land
+that do not stay as they came (homes.py), on their way into a sum or into the optimizer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sp_lightning.pipeline.transfer.backend import Backend, Ticket
+from sp_lightning.pipeline.weights.host import HostBuffer, lay_out, tensor_in
+from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.weights.weight import Weight
+
+PIECES = 2  # of device memory: one is being filled while the other leaves
+_CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
+
+
+def lay_out_gradients(weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int, int]:
+    """Where gradients lie in memory that they travel through or stay in.
+
+    Returns:
+        The gradients' offsets, the bytes in all, and where their norms lie, which travel with them.
+    """
+    sizes = [weight.master.numel() * dtype.itemsize for weight, dtype in zip(weights, dtypes, strict=True)]
+    offsets, nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
+    return offsets[:-1], nbytes, offsets[-1]
+
+
+def norms_in(memory: Tensor, offset: int, count: int) -> Tensor:
+    """The norms of gradients, as they lie behind them."""
+    like = torch.empty(count, device="meta")
+    return tensor_in(memory, offset, like, torch.float32)
+
+
+class TensorsIn:
+    """Memory that is looked at as one tensor per gradient; the tensors are made once for each set of gradients."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._tensors: dict[tuple[object, ...], tuple[list[Tensor], Tensor]] = {}
+
+    def tensors(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> tuple[list[Tensor], Tensor]:
+        """Its bytes as gradients of these weights, and as their norms."""
+        key = (*weights, *dtypes)
+        if key not in self._tensors:
+            offsets, _, norms_at = lay_out_gradients(weights, dtypes)
+            tensors = [
+                tensor_in(self.memory, offset, weight.host, dtype)
+                for weight, dtype, offset in zip(weights, dtypes, offsets, strict=True)
+            ]
+            self._tensors[key] = tensors, norms_in(self.memory, norms_at, len(weights))
+        return self._tensors[key]
+
+
+class Piece(TensorsIn):
+    """Device memory in which the gradients of one unit are put together.
+
+    Attributes:
+        ticket: The last copy out of it.
+    """
+
+    def __init__(self, nbytes: int, backend: Backend) -> None:
+        super().__init__(backend.allocate(nbytes))
+        self.ticket: Ticket | None = None
+
+
+class Pieces:
+    """Pieces that take turns, each large enough for any unit's gradients.
+
+    Args:
+        units: The units.
+        backend: Has the memory.
+    """
+
+    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
+        self._units = units
+        self._backend = backend
+        self._pieces: list[Piece] = []
+        self._turn = 0
+        self._given_up = 0
+
+    def take(self, nbytes: int) -> Piece:
+        """The next one, of at least so many bytes; a copy out of it may still be under way."""
+        if len(self._pieces) < PIECES:
+            self._pieces.append(Piece(max(self._largest(), nbytes), self._backend))
+            return self._pieces[-1]
+        self._turn = (self._turn + 1) % PIECES
+        if self._pieces[self._turn].memory.nbytes < nbytes:  # weights that were frozen, or lowered, when it was made
+            ticket = self._pieces[self._turn].ticket
+            if ticket is not None:
+                ticket.join()
+            self._pieces[self._turn] = Piece(nbytes, self._backend)
+        return self._pieces[self._turn]
+
+    def _largest(self) -> int:
+        trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in self._units)
+        return max(lay_out_gradients(weights, [weight.compute_dtype for weight in weights])[1] for weights in trainable)
+
+    def forget_copies(self) -> None:
+        """After an exception: nothing is on its way any more."""
+        for piece in self._pieces:
+            piece.ticket = None
+
+    def nbytes(self) -> int:
+        """Bytes of device memory, or how many they were before they were given up."""
+        return self._given_up + sum(piece.memory.nbytes for piece in self._pieces)
+
+    def give_up_memory(self) -> None:
+        """Let go of the memory, when no copy is under way."""
+        self._given_up = self.nbytes()
+        self._pieces.clear()
+
+
+class Slot(TensorsIn):
+    """Host memory through which the gradients of one unit pass.
+
+    Attributes:
+        is_free: Whether nothing is on its way into it or waits in it.
+    """
+
+    def __init__(self, nbytes: int, backend: Backend, pin: bool, released: threading.Condition) -> None:
+        self.buffer = HostBuffer(nbytes, backend, pin)
+        super().__init__(self.buffer.bytes)
+        self.is_free = True
+        self._released = released
+
+    def take(self) -> None:
+        """Nothing else may come through it until it is released."""
+        self.is_free = False
+
+    def release(self) -> None:
+        """What came through it has been read."""
+        with self._released:
+            self.is_free = True
+            self._released.notify_all()
+
+
+class Ring:
+    """Slots that take turns; new ones are made only as far as they are needed.
+
+    Args:
+        backend: Pins the memory.
+        pin: Whether to page-lock it.
+        most: How many slots there may be.
+    """
+
+    def __init__(self, backend: Backend, pin: bool, most: int) -> None:
+        self._backend = backend
+        self._pin = pin
+        self._most = most
+        self._slots: list[Slot] = []
+        self._released = threading.Condition()
+
+    def take(self, nbytes: int) -> Slot:
+        """A slot of at least so many bytes; waits for one if all are in use."""
+        with self._released:
+            slot = self._free()
+            if slot is None and len(self._slots) < self._most:
+                slot = self._make(nbytes)
+            while slot is None:
+                self._released.wait()
+                slot = self._free()
+            if slot.memory.nbytes < nbytes:
+                self._slots.remove(slot)
+                slot.buffer.release()
+                slot = self._make(nbytes)
+            slot.take()
+            return slot
+
+    def _free(self) -> Slot | None:
+        return next((slot for slot in self._slots if slot.is_free), None)
+
+    def _make(self, nbytes: int) -> Slot:
+        self._slots.append(Slot(nbytes, self._backend, self._pin, self._released))
+        return self._slots[-1]
+
+    def release_all(self) -> None:
+        """After an exception: nothing is on its way any more."""
+        for slot in self._slots:
+            slot.release()
+
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    def close(self) -> None:
+        """Undo page-locks."""
+        for slot in self._slots:
+            slot.buffer.release()
+
+
+def cast_and_add(total: Tensor, arrived: Tensor) -> None:
+    """Add a gradient to a sum, in pieces that stay in the cache between the cast and the addition."""
+    if total.dtype == arrived.dtype or total.stride() != arrived.stride():
+        total.add_(arrived)
+        return
+    count = arrived.numel()
+    flat_total = total.as_strided((count,), (1,))
+    flat_arrived = arrived.as_strided((count,), (1,))
+    for start in range(0, count, _CHUNK):
+        end = min(start + _CHUNK, count)
+        flat_total[start:end].add_(flat_arrived[start:end].to(total.dtype))

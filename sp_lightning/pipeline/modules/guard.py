@@ -1,0 +1,384 @@
+"""Weights that are touched outside of their unit: found when it happens, and served right.
+
+`F.linear(x, self.emb.weight)`, an L2 penalty over `self.parameters()`, a parent that reads a child's weight,
+`module.forward(x)` called past `__call__`: none of these enters a unit, so the module tree holds masters, which lie on
+the host. While a step runs, masters therefore have a class with `__torch_function__`: an operation on one is redirected
+to the weight on the device, which the pipeline makes resident from then on. Reading attributes and writing in place
+(`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master. Outside of steps masters are ordinary Parameters.
+
+[Note: masters that are not finished]
+After a backward or an optimizer step, gradients may still be on their way and weights being stepped. Until that is
+done masters keep the guarded class, now only to notice who looks: the first one to touch a master waits, and from
+then on all of them are ordinary. So nobody sees half a step, and nobody waits who does not look.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline._private import sees_torch_functions, without_torch_function, zero_grad_is_calling
+from sp_lightning.pipeline.weights.weight import Weight
+
+_DEVICE_PROPERTIES = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
+_COMPUTED_PROPERTIES = {"T", "H", "mT", "mH", "real", "imag"}
+_ABOUT_THE_MASTER = {
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size",
+    "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_same_size",
+    "is_set_to", "data_ptr", "storage", "untyped_storage", "storage_type", "type", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "share_memory_", "detach", "cpu", "numpy",
+    "tolist", "__len__", "__repr__", "__format__", "__hash__", "__deepcopy__", "__reduce_ex__", "__setstate__",
+    "__array__", "__dlpack__", "__dlpack_device__", "__set__", "__delete__", "has_names",
+}  # fmt: skip
+
+
+_ACCESSORS = ("__get__", "__set__", "__delete__")
+_METADATA = {
+    "shape", "dtype", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "names", "is_sparse", "is_meta",
+    "is_quantized", "is_nested", "is_mkldnn", "nbytes", "itemsize", "output_nr", "retains_grad", "_base",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "size", "dim", "ndimension", "numel", "nelement", "stride",
+    "storage_offset", "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_signed", "is_inference",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "__hash__", *_DEVICE_PROPERTIES,
+}  # fmt: skip
+
+
+class Owner(Protocol):
+    """Who decides what follows from a touch, as far as the guard knows it."""
+
+    device: torch.device
+
+    def touched(self, weight: Weight) -> None:
+        """Somebody outside of the engine looks at a master: it must be finished."""
+
+    def asked_for_gradient(self, weight: Weight) -> None:
+        """Somebody reads a master's `.grad`."""
+
+    def gradient_is_dropped(self, weight: Weight) -> None:
+        """Somebody gives a master another `.grad`, or none."""
+
+    def serve(self, weight: Weight) -> nn.Parameter:
+        """The weight on the device, for an operation outside of its unit."""
+
+    def used(self, weights: Iterable[Weight]) -> None:
+        """An operation outside of their units was done with weights on the device."""
+
+    def note_write(self, weight: Weight) -> None:
+        """The master may be written to now."""
+
+    def in_graph(self, weight: Weight) -> Tensor:
+        """The leaf that the graph of this step was built on."""
+
+
+class Guard:
+    """Turns masters into guarded Parameters and back.
+
+    Attributes:
+        armed: Whether masters are guarded.
+        redirects: Whether operations on them are redirected; else it is only noticed who touches them.
+
+    Args:
+        owner: Whom to ask for the weight on the device.
+        weights: All weights.
+    """
+
+    def __init__(self, owner: Owner, weights: Iterable[Weight]) -> None:
+        self.owner = owner
+        self._weights = list(weights)
+        self.armed = False
+        self.redirects = False
+
+    def arm(self) -> None:
+        """From now on operations on masters are redirected."""
+        self.redirects = True
+        self._guard_masters()
+
+    def watch(self) -> None:
+        """From now on operations on masters are what they seem to be, but noticed."""
+        self.redirects = False
+        self._guard_masters()
+
+    def _guard_masters(self) -> None:
+        if not self.armed:
+            self.armed = True
+            for weight in self._weights:
+                _guarded[id(weight.master)] = (self, weight)
+                weight.master.__class__ = HostParameter
+
+    def disarm(self) -> None:
+        """Masters are ordinary Parameters again."""
+        self.redirects = False
+        if self.armed:
+            self.armed = False
+            for weight in self._weights:
+                weight.master.__class__ = nn.Parameter
+                del _guarded[id(weight.master)]
+
+    def redirect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that one of the masters is an argument of."""
+        name = getattr(func, "__name__", "")
+        if not self.redirects or guards_suspended():
+            return self._on_the_host(func, args, kwargs, writes=False)
+        if name == "__get__":
+            return self._read_property(func, args)
+        if name in _DEVICE_PROPERTIES:
+            return self._ask_the_device(func, args)
+        first = next(iter(args or kwargs.values()), None)  # torch.nn.init passes it by name
+        if isinstance(first, list | tuple) and first:
+            first = first[0]
+        sets_data = name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data
+        writes = isinstance(first, HostParameter) and (sets_data or _writes_in_place(name))
+        writes |= any(True for _ in _masters_in(kwargs.get("out")))
+        if writes or name in _ABOUT_THE_MASTER or self._is_about_host_tensors(name, args, kwargs):
+            return self._on_the_host(func, args, kwargs, writes)
+        substitute = self.owner.in_graph if func is torch.autograd.grad else self.owner.serve
+        with without_torch_function():
+            new_args = _replace(args, substitute)
+            new_kwargs = {key: _replace(value, substitute) for key, value in kwargs.items()}
+        result = func(*new_args, **new_kwargs)
+        self.owner.used([_weight_of(master) for master in _masters_in((args, kwargs))])
+        return result
+
+    def _read_property(self, func: Any, args: tuple[Any, ...]) -> Any:
+        name = getattr(func.__self__, "__name__", "")
+        if name in _DEVICE_PROPERTIES:
+            return self._ask_the_device(func, args)
+        if name in _COMPUTED_PROPERTIES:
+            result = func(self.owner.serve(_weight_of(args[0])))
+            self.owner.used([_weight_of(args[0])])
+            return result
+        return self._on_the_host(func, args, {}, writes=name == "data")
+
+    def _ask_the_device(self, func: Any, args: tuple[Any, ...]) -> Any:
+        # transformers' `model.device` reads the first parameter to place inputs: inside a step that is the device
+        probe = torch.empty(0, device=self.owner.device)
+        return func(probe, *args[1:])
+
+    def _on_the_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool) -> Any:
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in _ACCESSORS else ""
+        for master in args[:1] if name in _ACCESSORS else _masters_in((args, kwargs)):
+            weight = _weight_of(master)
+            if attribute == "grad":
+                self._tell_of_gradient(weight, reads=name == "__get__")
+            elif (attribute or name) not in _METADATA:
+                self.owner.touched(weight)
+            if writes:
+                self.owner.note_write(weight)
+        with without_torch_function():
+            return func(*args, **kwargs)
+
+    def _tell_of_gradient(self, weight: Weight, reads: bool) -> None:
+        zero_grad = zero_grad_is_calling()
+        if not reads or (zero_grad is not None and zero_grad.get("set_to_none", True)):
+            self.owner.gradient_is_dropped(weight)
+        else:
+            self.owner.asked_for_gradient(weight)
+
+    def _is_about_host_tensors(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether other operands lie on the host, as those of a hand-made EMA do."""
+        if self.owner.device.type == "cpu" or name == "__getitem__":  # an index may be on the host
+            return False
+        return any(
+            not isinstance(value, HostParameter) and value.device.type == "cpu" and value.dim()
+            for value in _instances_in((args, kwargs), Tensor)
+        )
+
+
+class EngineAtWork:
+    """Around the engine's own work in a step: one thread at a time, and its reads of masters mean the masters.
+
+    Backward of a CUDA graph runs in a thread of autograd's, hence the lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._unguarded: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        unguarded = without_torch_function()
+        unguarded.__enter__()
+        self._unguarded.append(unguarded)
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._unguarded.pop().__exit__(*exc_info)
+        self._lock.release()
+
+    def __bool__(self) -> bool:
+        return bool(self._unguarded)
+
+
+_guarded: dict[int, tuple[Guard, Weight]] = {}
+
+
+class HostParameter(nn.Parameter):
+    """The class of masters while a step runs; same object, same memory, `isinstance(p, nn.Parameter)` holds."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand the operation to the guard of the first master among its arguments."""
+        # attributes are read and written most of all
+        master = args[0] if args and type(args[0]) is cls else next(_masters_in((args, kwargs or {})), None)
+        found = _guarded.get(id(master))
+        if found is None:
+            with without_torch_function():
+                return func(*args, **(kwargs or {}))
+        return found[0].redirect(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy is an ordinary Parameter."""
+        return self._as_ordinary(lambda: self.__deepcopy__(memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle is of an ordinary Parameter."""
+        return self._as_ordinary(lambda: self.__reduce_ex__(protocol))
+
+    def __hash__(self) -> int:
+        """As ever; but who looks a master up in an optimizer's state will read what the step writes."""
+        found = _guarded.get(id(self))
+        if found is not None and not found[0].redirects and sees_torch_functions() and zero_grad_is_calling() is None:
+            found[0].owner.touched(found[1])
+        return id(self)
+
+    def _as_ordinary(self, action: Callable[[], Any]) -> Any:
+        found = _guarded.get(id(self))
+        if found is not None:
+            found[0].owner.touched(found[1])
+        guarded = type(self)
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+        try:
+            return action()
+        finally:
+            self.__class__ = guarded
+
+
+_watching: weakref.WeakSet[Any] = weakref.WeakSet()
+_torchs_apply: Any = torch.autograd.Function.__dict__["apply"]
+
+
+def watch_functions(user: object) -> None:
+    """Have weights that a `torch.autograd.Function` is applied to redirected: torch asks no `__torch_function__` there.
+
+    Args:
+        user: Who asks for it, until `stop_watching_functions`.
+    """
+    if not _watching:
+        torch.autograd.Function.apply = classmethod(_apply)
+    _watching.add(user)
+
+
+def stop_watching_functions(user: object) -> None:
+    """Undo `watch_functions`."""
+    _watching.discard(user)
+    if not _watching:
+        torch.autograd.Function.apply = _torchs_apply
+
+
+def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    apply = _torchs_apply.__get__(None, cls)
+    if sees_torch_functions() and any(isinstance(value, HostParameter) for value in args):
+        return HostParameter.__torch_function__(apply, (HostParameter,), args, kwargs)
+    return apply(*args, **kwargs)
+
+
+_apply.__name__ = "apply"  # torch.compile knows it by this name
+
+
+_stepping: list[tuple[int, FrameType]] = []  # thread and frame of the optimizer steps that are running
+
+
+def suspend_guards(step: FrameType) -> None:
+    """An optimizer steps, in this frame: what it does with masters it means."""
+    _stepping.append((threading.get_ident(), step))
+
+
+def resume_guards() -> None:
+    """The optimizer of the last `suspend_guards` has stepped."""
+    if _stepping:
+        _stepping.pop()
+
+
+def guards_suspended() -> bool:
+    """Whether an optimizer steps now, in this thread."""
+    forget_ended_steps()
+    return bool(_stepping) and _stepping[-1][0] == threading.get_ident()
+
+
+def forget_ended_steps() -> None:
+    """Torch does not tell when a step ends with an exception; its frame would hold the closure, and so the batch."""
+    thread = threading.get_ident()
+    while _stepping and _stepping[-1][0] == thread and not _is_running(_stepping[-1][1]):
+        _stepping.pop()
+
+
+def _is_running(wanted: FrameType) -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
+
+
+def resume_all_guards() -> None:
+    """After an exception: no optimizer steps any more."""
+    _stepping.clear()
+
+
+@contextmanager
+def guards_resumed() -> Iterator[None]:
+    """A closure that an optimizer calls computes again: there masters are guarded as ever."""
+    forget_ended_steps()
+    stepping, _stepping[:] = list(_stepping), []
+    try:
+        yield
+    finally:
+        _stepping[:] = stepping
+
+
+def _weight_of(master: HostParameter) -> Weight:
+    return _guarded[id(master)][1]
+
+
+def _masters_in(value: Any) -> Iterator[Any]:
+    return _instances_in(value, HostParameter)
+
+
+def _instances_in(value: Any, kind: type) -> Iterator[Any]:
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _instances_in(item, kind)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _instances_in(item, kind)
+
+
+def _replace(value: Any, substitute: Callable[[Weight], Tensor]) -> Any:
+    if isinstance(value, HostParameter):
+        return substitute(_weight_of(value))
+    if isinstance(value, list | tuple):
+        items = [_replace(item, substitute) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _replace(item, substitute) for key, item in value.items()}
+    return value
+
+
+def _writes_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__") or name == "__setitem__"
+    return name.endswith("_")

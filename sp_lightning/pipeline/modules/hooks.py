@@ -1,0 +1,229 @@
+"""Entering and leaving units: what happens around a module's call, and before its backward.
+
+[Note: a subclass, not forward hooks]
+A module that is a gate gets a subclass of its own class, made on the fly, as `fully_shard` does; the subclass
+surrounds `__call__`. Forward hooks would do the same job worse: torch's fast paths (`nn.TransformerEncoderLayer` in
+evaluation) look for hooks and compute other numbers when they see some, `always_call` hooks miss a
+KeyboardInterrupt, hooks are compiled into the graph of `block.compile()`, and a deepcopy of the module takes them
+along. A deepcopy or a pickle of a gate is of the plain class.
+
+[Note: before backward]
+Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
+tensor (its base, for a view) stays in the graph in every case, so the hook is put there.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from sp_lightning.pipeline._private import explain_graph_break
+from sp_lightning.pipeline.weights.units import Member
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.weights.graphs import Graph
+
+
+class Gatekeeper(Protocol):
+    """The pipeline, as far as gates know it."""
+
+    def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module's call with its weights on the device."""
+
+
+_WATCHED_AT = "superpipeline"  # keys in a node's metadata
+_NEEDED_BY = "superpipeline leaf"
+
+_gates: dict[int, tuple[Gatekeeper, Member]] = {}
+_gate_classes: dict[type, type] = {}
+
+
+def install_gate(member: Member, keeper: Gatekeeper) -> None:
+    """From now on calls of the member's module go through `keeper`.
+
+    Raises:
+        ValueError: If another pipeline has the module.
+    """
+    module = member.module
+    if id(module) in _gates:
+        raise ValueError(
+            f"Module {member.name!r} ({type(module).__name__}) already belongs to a pipeline. Detach that one first."
+        )
+    _gates[id(module)] = (keeper, member)
+    module.__class__ = _gate_class(type(module))
+
+
+def remove_gate(member: Member) -> None:
+    """Undo `install_gate`."""
+    module = member.module
+    if _gates.pop(id(module), None) is not None:
+        module.__class__ = _without_gate(type(module))
+
+
+@contextmanager
+def _without_telling(plain: type) -> Iterator[None]:
+    """Keep a class's own `__init_subclass__` (a registry, say) from hearing of its gate."""
+    own = vars(plain).get("__init_subclass__")
+    plain.__init_subclass__ = classmethod(lambda cls, **kwargs: None)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if own is None:
+            del plain.__init_subclass__
+        else:
+            plain.__init_subclass__ = own  # type: ignore[method-assign]
+
+
+def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
+    if plain not in _gate_classes:
+        plain_call = plain.__call__
+
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            found = _gates.get(id(self))
+            if found is None:
+                return plain_call(self, *args, **kwargs)
+            keeper, member = found
+            return keeper.call(member, plain_call.__get__(self), args, kwargs)
+
+        def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+            reduced = _as_plain(self, lambda: self.__reduce_ex__(protocol))
+            if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+                return (plain.__new__, *reduced[1:])  # `__newobj__` insists on the object's own class, the gate
+            return reduced
+
+        explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
+        methods: dict[str, Any] = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_superpipeline_plain": plain}
+        if hasattr(plain, "__deepcopy__"):
+
+            def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+                return _as_plain(self, lambda: self.__deepcopy__(memo))
+
+            methods["__deepcopy__"] = __deepcopy__
+        if issubclass(plain, GraphModule):
+
+            def recompile(self: Any) -> Any:
+                """It writes methods into the class, which this module has for itself."""
+                return _as_plain(self, lambda: self.recompile())
+
+            methods["recompile"] = recompile
+        with _without_telling(plain):
+            gate: type[nn.Module] = types.new_class(
+                plain.__name__, (plain,), exec_body=lambda body: body.update(methods)
+            )
+        gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
+        _gate_classes[plain] = gate
+    return _gate_classes[plain]
+
+
+def _as_plain(module: nn.Module, action: Callable[[], Any]) -> Any:
+    """Run something while the module has its plain class."""
+    gate = type(module)
+    module.__class__ = _without_gate(gate)
+    try:
+        return action()
+    finally:
+        module.__class__ = gate
+
+
+def _without_gate(cls: type) -> type:
+    """The class without ours, also where a parametrization registered meanwhile put its own subclass on top."""
+    if "_superpipeline_plain" in vars(cls):
+        plain: type = cls.__dict__["_superpipeline_plain"]
+        return plain
+    if hasattr(cls, "_superpipeline_plain"):
+        bases = tuple(_without_gate(base) for base in cls.__bases__)
+        return type(cls)(
+            cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+        )
+    return cls
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """All tensors in what a module returned: containers that torch or transformers registered, and dataclasses."""
+    if isinstance(output, Tensor):
+        return [output]
+    if output is None:
+        return []
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
+
+
+def replace_tensors(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """The same output with some tensors replaced; in place for dataclasses that torch does not know."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return replace(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                object.__setattr__(leaf, field.name, replace_tensors(getattr(leaf, field.name), replace))
+        return leaf
+
+    return pytree.tree_map(visit, output)
+
+
+def before_backward(outputs: list[Tensor], action: Callable[[], None], since: int, now: int) -> None:
+    """Run `action` before backward reaches what computed these tensors in a call.
+
+    A call that hands through what it was given has not computed it. The node belongs to an earlier call, whose weights
+    would have to make room for this call's at the very moment at which they are needed.
+
+    Args:
+        outputs: What the call returned.
+        action: What to run.
+        since: The number of calls when this one began.
+        now: The number of calls now.
+    """
+    nodes = set()
+    for output in outputs:
+        made_by = output._base if output._is_view() else output
+        if made_by is not None and made_by.grad_fn is not None:
+            nodes.add(made_by.grad_fn)
+
+    def run(_: Any) -> None:
+        action()
+
+    for node in nodes:
+        metadata: Any = node.metadata  # a dict, whatever torch's annotation says
+        if metadata.setdefault(_WATCHED_AT, now) >= since:
+            node.register_prehook(run)
+
+
+def hold_while_needed(leaf: nn.Parameter, graph: Graph, reached: Callable[[Graph], None]) -> None:
+    """Keep `graph` alive for as long as any graph waits to give this leaf its gradient, and not at all if none does.
+
+    A leaf does not hold the node that adds up its gradient; graphs that were built on it do.
+
+    Args:
+        leaf: A leaf that requires a gradient.
+        graph: What to keep.
+        reached: Called with it when backward comes to the leaf.
+    """
+    node = get_gradient_edge(leaf).node
+    metadata: Any = node.metadata
+    if _NEEDED_BY not in metadata:
+        held: list[Graph] = []
+        metadata[_NEEDED_BY] = held
+
+        def run(_: Any) -> None:
+            for each in held:
+                reached(each)
+
+        node.register_prehook(run)
+    graphs = metadata[_NEEDED_BY]
+    if graph not in graphs:  # who keeps a loss keeps the node from one step to the next, for several graphs
+        graphs[:] = [*(other for other in graphs if not other.done), graph]

@@ -1,0 +1,204 @@
+"""Which weights autocast lowers, so that they can be sent already lowered.
+
+Under `bf16-mixed` autocast casts each Linear or Conv weight to bf16, autograd saves the copy, and a cache keeps every
+copy until the region ends: streaming would save nothing. A weight that is only ever used through such a cast gives
+the same bits when it is cast once on the host, and half the bytes travel. Without its cache, as Lightning has it,
+autocast casts for each use, and the gradients of several uses add up in fp32: then only what is used once for a
+graph is sent lowered.
+
+Layers of torch whose forward is nothing but such an operation are known from the start. Other weights are watched in
+their unit's first forward under autocast. A weight that is also used as it is (a tied embedding, a norm, a layer in a
+region where autocast is off) stays as it is, and so does one that is cast where no graph is built, because a custom
+`autograd.Function` may use it as it is in its backward.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sp_lightning.pipeline._private import arrives_whole, run_as_without_mode, storage_key, take_apart
+from sp_lightning.pipeline.weights.finder import forward_of_class
+from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.weights.weight import Twin, Weight
+
+_LOWERED_LAYERS = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+_LOWERED_FORWARDS = {layer.forward for layer in _LOWERED_LAYERS}
+
+
+def is_lowered_layer(module: nn.Module) -> bool:
+    """Whether a module computes with its weights in nothing but an operation that autocast lowers."""
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # nn.MultiheadAttention reads its weights, never calls it
+        return False
+    return forward_of_class(module) in _LOWERED_FORWARDS and "forward" not in vars(module)
+
+
+def known_to_be_lowered(root: nn.Module, units: Iterable[Unit]) -> list[Weight]:
+    """Weights that only layers with a lowered operation own."""
+    elsewhere = {
+        id(parameter)
+        for module in root.modules()
+        if not is_lowered_layer(module)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+    owned = {
+        id(parameter)
+        for module in root.modules()
+        if is_lowered_layer(module)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+    return [
+        weight
+        for unit in units
+        for weight in unit.weights
+        if weight.master.dtype is torch.float32 and id(weight.master) in owned - elsewhere
+    ]
+
+
+class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches operations on weights during a forward under autocast.
+
+    Args:
+        twins: Twins by the identity of their memory.
+        assumed: Masters, by identity, that were taken for lowered without having been watched yet.
+        device_type: The device whose autocast is watched.
+        on_use_as_is: Called with a layer that is about to use its weights as they are: autocast is off, or it casts
+            them anew for each use and this is not the first.
+    """
+
+    supports_higher_order_operators = True  # `flex_attention` is one operation here
+
+    def __init__(
+        self,
+        twins: dict[int, Twin],
+        assumed: set[int],
+        device_type: str,
+        on_use_as_is: Callable[[nn.Module], None],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._twins = twins
+        self._assumed = assumed
+        self._device_type = device_type
+        self._on_use_as_is = on_use_as_is
+        self._dtype = torch.get_autocast_dtype(device_type)
+        self.builds_graph = torch.is_grad_enabled()
+        self._inside_lowered_layer = 0
+        self.lowered: set[Weight] = set()
+        self.used_as_is: set[Weight] = set()
+        self._casts: dict[int, tuple[Weight, Tensor]] = {}
+        self._computed: set[nn.Module] = set()
+
+    def __enter__(self) -> Any:
+        """Watch."""
+        self._hooks = [
+            register_module_forward_pre_hook(self._before_module),
+            register_module_forward_hook(self._after_module, always_call=True),
+        ]
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        # what `torch.compile(module)` returns warns that the hooks see it, too, which does no harm here
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exc_info: Any) -> None:
+        """Stop watching."""
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        self._warnings.__exit__(*exc_info)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_module(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.TransformerEncoderLayer) and not torch.is_autocast_enabled():
+            # torch asks about CUDA's autocast alone before it takes the fast path of evaluation, one operation that is
+            # given the weights as they are
+            keys = map(storage_key, module.parameters())
+            self.used_as_is |= {self._twins[key].weight for key in keys if key in self._twins}
+            for part in module.modules():
+                self._on_use_as_is(part)
+        if is_lowered_layer(module):
+            self._inside_lowered_layer += 1
+            once_more = module in self._computed and not torch.is_autocast_cache_enabled()
+            self._computed.add(module)
+            if once_more or not torch.is_autocast_enabled(self._device_type):
+                self._on_use_as_is(module)
+
+    def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if is_lowered_layer(module):
+            self._inside_lowered_layer -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note casts and other uses of weights; the operation itself is left alone."""
+        kwargs = kwargs or {}
+        if arrives_whole(func, self._device_type):  # its parts are watched instead
+            return take_apart(func, args, kwargs, self)
+        weights = [] if is_view(func) else self._weights_among(args)
+        is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is self._dtype
+        for weight in weights:
+            self._note(weight, is_cast)
+        output = run_as_without_mode(func, args, kwargs, self._device_type)
+        if is_cast and weights and weights[0] in self.lowered:
+            self._casts[storage_key(output)] = (weights[0], output)
+        return output
+
+    def _weights_among(self, args: Any) -> list[Weight]:
+        found = []
+        for tensor in tensors_among(args):
+            key = storage_key(tensor)
+            if key in self._twins:
+                found.append(self._twins[key].weight)
+            elif key in self._casts and torch.is_grad_enabled() != self.builds_graph:
+                # inside of a custom autograd.Function, whose backward may use the weight as it is
+                self.used_as_is.add(self._casts[key][0])
+        return found
+
+    def _note(self, weight: Weight, is_cast: bool) -> None:
+        if weight.lowered:
+            if id(weight.master) in self._assumed and not self._inside_lowered_layer:
+                self.used_as_is.add(weight)
+            return
+        again = weight in self.lowered and not torch.is_autocast_cache_enabled()  # each use has a cast of its own
+        if (
+            is_cast
+            and weight.master.dtype is torch.float32
+            and torch.is_grad_enabled() == self.builds_graph
+            and not again
+        ):
+            if self.builds_graph:
+                self.lowered.add(weight)
+        else:
+            self.used_as_is.add(weight)
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operation only makes an alias of its operand."""
+    if isinstance(func, HigherOrderOperator):
+        return False
+    returns = func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def tensors_among(value: Any) -> list[Tensor]:
+    """All dense tensors among an operation's arguments."""
+    if isinstance(value, Tensor):
+        return [value] if value.layout is torch.strided else []
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_among(item)]
+    return []

@@ -1,0 +1,41 @@
+"""Twins into the module tree, masters back: what a module sees when it reads its own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.weight import Twin
+
+
+def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
+    """Put the twins in place of the masters.
+
+    Args:
+        member: The module that is about to compute, or parts of it.
+        prepare: Called with a twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
+    """
+    for place in member.places:
+        weight = place.weight
+        twin = weight.twin
+        if twin.parameter.requires_grad != weight.master.requires_grad:
+            prepare(twin)
+        if place.parameters.get(place.key) is weight.master:  # else functional_call has put something there
+            place.parameters[place.key] = twin.parameter
+    for module, weights in member.recurrent:
+        standing = {id(place.weight): place.parameters.get(place.key) for place in member.places}
+        module._flat_weights = [standing[id(weight)] for weight in weights]
+
+
+def swap_out(member: Member) -> None:
+    """Put the masters back; what is neither a twin nor a master is the user's and stays."""
+    for place in member.places:
+        weight = place.weight
+        current = place.parameters.get(place.key)
+        if current is None or current is weight.master:
+            continue
+        if current is weight.twin.parameter or storage_key(current) in member.twins:
+            place.parameters[place.key] = weight.master
+    for module, weights in member.recurrent:
+        module._flat_weights = [weight.master for weight in weights]

@@ -1,0 +1,1 @@
+"""The user's optimizer, stepping unit by unit on the host."""

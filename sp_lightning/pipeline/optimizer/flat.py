@@ -1,0 +1,100 @@
+"""Tensors that lie side by side, taken as one: so one kernel call steps many weights.
+
+Masters, gradients and lowered copies of a unit lie in buffers, each tensor in a storage of its own. Whether two of them
+are neighbours is seen from their addresses: the second begins on the byte after the first. So a flat tensor over
+neighbours never covers memory that is not theirs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.pipeline.weights.host import tensor_in
+
+WHOLE = 64
+"""Weights are joined with others, and cut, at multiples of this many elements only.
+
+It is the most that torch's CPU loops take at once: two vectors of 64 bytes, of two bytes an element. What is left over
+at the end of a tensor is computed one by one and may round differently, as vectors use fused multiply-adds. So where in
+a tensor an element lies decides its bits; where a whole tensor lies does not.
+"""
+
+_STAGGER = 17 * 64  # large buffers begin alike in their pages: an update would use the same cache sets in all of them
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> bool:
+    """Whether each of these tensors begins where the one before ends, in the same dtype."""
+    return all(
+        left.dtype == right.dtype and left.data_ptr() + left.nbytes == right.data_ptr()
+        for left, right in pairwise(tensors)
+    )
+
+
+def flat(neighbours: Sequence[Tensor]) -> Tensor:
+    """One flat tensor over the memory of dense tensors that lie side by side; it does not keep that memory alive."""
+    assert side_by_side(neighbours)
+    nbytes = sum(tensor.nbytes for tensor in neighbours)
+    memory = (ctypes.c_char * nbytes).from_address(neighbours[0].data_ptr())
+    return torch.frombuffer(memory, dtype=neighbours[0].dtype)
+
+
+class FlatState:
+    """Memory for what an optimizer keeps about weights, laid out as the weights are.
+
+    There is one buffer for each kind of state of weights that lie side by side. The part of a weight that has no state
+    is never written to, so the system gives it no memory.
+
+    Args:
+        masters: The weights.
+    """
+
+    def __init__(self, masters: Sequence[Tensor]) -> None:
+        # no alias of a master: whether users hold one is seen from how many there are
+        self._addresses = [(master.data_ptr(), master.dtype) for master in masters]
+        self._like = [torch.empty_like(master, device="meta") for master in masters]
+        self._sizes: list[tuple[int, int]] = []  # elements and weights of each stretch of neighbours
+        self._where: dict[int, tuple[int, tuple[int, int]]] = {}  # a weight's stretch, and what lies before it in there
+        last = None
+        for index, master in enumerate(masters):
+            if master.numel() == 0:  # it takes no place, and does not part those before and after it
+                continue
+            if last is None or not side_by_side([last, master]):
+                self._sizes.append((0, 0))
+            elements, weights = self._sizes[-1]
+            self._where[index] = len(self._sizes) - 1, (elements, weights)
+            self._sizes[-1] = elements + master.numel(), weights + 1
+            last = master
+        self._buffers: dict[tuple[int, str, torch.dtype], Tensor] = {}
+        self._places: dict[tuple[int, str, torch.dtype], Tensor] = {}
+
+    def is_for(self, masters: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> bool:
+        """Whether the weights lie where they lay, and every place has the state that it was made for.
+
+        If not, someone who put other state there may still hold what was there before, to put it back later.
+        """
+        lie_there = all(
+            (new.data_ptr(), new.dtype) == where for new, where in zip(masters, self._addresses, strict=True)
+        )
+        return lie_there and all(states[index].get(key) is place for (index, key, _), place in self._places.items())
+
+    def place(self, index: int, key: str, like: Tensor) -> Tensor:
+        """Where state `key` of a weight lies: a tensor shaped like the weight, or one number where `like` is one."""
+        if (index, key, like.dtype) not in self._places:
+            self._places[index, key, like.dtype] = self._make_place(index, key, like)
+        return self._places[index, key, like.dtype]
+
+    def _make_place(self, index: int, key: str, like: Tensor) -> Tensor:
+        stretch, before = self._where[index]
+        dtype, one_number = like.dtype, like.dim() == 0
+        if (stretch, key, dtype) not in self._buffers:
+            nbytes = self._sizes[stretch][one_number] * dtype.itemsize
+            apart = _STAGGER * (1 + len(self._buffers))
+            self._buffers[stretch, key, dtype] = torch.empty(apart + nbytes, dtype=torch.uint8)[apart:]
+        buffer, shape = self._buffers[stretch, key, dtype], like if one_number else self._like[index]
+        return tensor_in(buffer, before[one_number] * dtype.itemsize, shape, dtype)

@@ -1,0 +1,227 @@
+"""What of a unit an optimizer can step as one: weights that lie side by side with all that belongs to them.
+
+A *run* is one flat weight to the optimizer's code, whole or cut into pieces. A weight that can be neither joined nor
+cut is a *single*: it is stepped as in plain training, in its own shape and with its own state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning.pipeline.optimizer.flat import WHOLE, FlatState, flat, side_by_side
+from sp_lightning.pipeline.weights.host import is_dense
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A weight that has a gradient.
+
+    Attributes:
+        index: Which of the unit's.
+        master: The user's Parameter.
+        memory: The same as a plain tensor.
+        gradient: Its gradient.
+        copy: The lowered copy that is to be written.
+        state: What the optimizer keeps about it.
+        is_first_step: Whether there is none yet, but will be.
+        by_element: Whether the optimizer treats each element by itself.
+    """
+
+    index: int
+    master: nn.Parameter
+    memory: Tensor
+    gradient: Tensor
+    copy: Tensor | None
+    state: State
+    is_first_step: bool
+    by_element: bool
+
+    @cached_property
+    def form(self) -> list[tuple[Any, ...]] | None:
+        """What its state consists of, with the values of what is one number; `None` if it has to be a single."""
+        if not self.by_element or self.memory.dim() == 0 or self.memory.numel() == 0 or not is_dense(self.memory):
+            return None
+        form = []
+        for key, value in self.state.items():
+            if not isinstance(value, Tensor) or value.device.type != "cpu":
+                return None
+            if value.dim() and value.shape != self.memory.shape:
+                return None
+            form.append((key, value.dtype, None if value.dim() else value.item()))
+        return form
+
+    def joins(self, other: Member) -> bool:
+        """Whether the two can be stepped as one."""
+        mine, others = self._tensors(), other._tensors()
+        return (
+            len(mine) == len(others)
+            and all(side_by_side(pair) for pair in zip(mine, others, strict=True))
+            and self.memory.numel() % WHOLE == other.memory.numel() % WHOLE == 0
+            and self.form is not None
+            and self.form == other.form
+        )
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.memory, self.gradient] if self.copy is None else [self.memory, self.gradient, self.copy]
+
+
+def group_neighbours(members: Iterable[Member]) -> Iterator[list[Member]]:
+    """Groups that can be stepped as one, of one member each if need be."""
+    group: list[Member] = []
+    for member in members:
+        if group and not group[-1].joins(member):
+            yield group
+            group = []
+        group.append(member)
+    if group:
+        yield group
+
+
+class Piece(NamedTuple):
+    """One parameter in the eyes of the optimizer's code: a weight, several weights, or a part of one.
+
+    Attributes:
+        parameter: Memory of masters.
+        gradient: Its gradient, as it came.
+        copy: The lowered copy that is to be written.
+        state: What the optimizer keeps about it; its code changes this.
+        keep: In a first step the code fills the state; this puts it where it lies from now on.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    copy: Tensor | None
+    state: State
+    keep: Callable[[], None] | None
+
+    @property
+    def is_only_updated(self) -> bool:
+        """Whether there is nothing to do but the update, and scaling in place before it."""
+        return self.keep is None and self.copy is None and self.gradient.dtype == self.parameter.dtype
+
+
+class Single:
+    """A weight that is stepped by itself, in its own shape.
+
+    Args:
+        optimizer: The user's optimizer, which keeps the state.
+        member: The weight.
+    """
+
+    def __init__(self, optimizer: Optimizer, member: Member) -> None:
+        self._optimizer = optimizer
+        self._master = member.master
+        self._index = member.index
+        self._is_first_step = member.is_first_step
+
+    def piece(self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> Piece:
+        """All of it."""
+        gradient = gradients[self._index]
+        assert gradient is not None
+        state = self._optimizer.state.get(self._master, {})
+        keep = partial(self._optimizer.state.__setitem__, self._master, state) if self._is_first_step else None
+        return Piece(self._master.data, gradient, copies[self._index], state, keep)
+
+
+class Run:
+    """Weights that are stepped as one flat weight.
+
+    Args:
+        optimizer: The user's optimizer, which keeps the state.
+        members: The weights.
+        flat_state: Where their state is put if it does not lie side by side.
+    """
+
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member], flat_state: FlatState) -> None:
+        self._optimizer = optimizer
+        self._masters = [member.master for member in members]
+        self._indices = [member.index for member in members]
+        self._flat_state = flat_state
+        self._is_first_step = members[0].is_first_step
+        self._memory = flat([member.memory for member in members])
+        self._gradient = flat([member.gradient for member in members])
+        copies = [member.copy for member in members if member.copy is not None]
+        self._copy = flat(copies) if copies else None
+        self._by_element: dict[str, Tensor] = {}
+        self._by_weight: dict[str, Tensor] = {}
+        self._stepped: dict[str, Tensor] = {}
+        self._places: dict[str, list[Tensor]] = {}
+        for key in members[0].state:
+            self._hold(key, _gathered(key, members, optimizer, flat_state))
+
+    @property
+    def is_only_updated(self) -> bool:
+        """Whether there is nothing to do but the update, and scaling in place before it."""
+        return not self._is_first_step and self._copy is None and self._gradient.dtype == self._memory.dtype
+
+    def is_in_step(self) -> bool:
+        """Whether numbers that the optimizer keeps for each weight are the same for all of them, as its steps are."""
+        return all(bool((numbers == numbers[0]).all()) for numbers in self._by_weight.values())
+
+    def pieces(self, size: int | None) -> Iterable[Piece]:
+        """All of it, in pieces of so many elements, or in one."""
+        size = size or self._memory.numel()
+        memories, gradients = torch.split(self._memory, size), torch.split(self._gradient, size)
+        copies = repeat(None) if self._copy is None else torch.split(self._copy, size)
+        states: list[State] = [{} for _ in memories]
+        if self._is_first_step:
+            keeps = [partial(self._keep, index * size, state) for index, state in enumerate(states)]
+            return map(Piece, memories, gradients, copies, states, keeps)
+        for key, values in self._by_element.items():
+            for state, value in zip(states, torch.split(values, size), strict=True):
+                state[key] = value
+        for key, numbers in self._by_weight.items():
+            # the code changes a number, like that of the steps, with each parameter: each piece has its own
+            self._stepped[key] = numbers[:1].repeat(len(states))
+            for state, number in zip(states, self._stepped[key].unbind(), strict=True):
+                state[key] = number
+        return map(Piece, memories, gradients, copies, states, repeat(None))
+
+    def finish(self) -> None:
+        """All pieces have been stepped."""
+        for key, places in self._places.items():
+            for master, place in zip(self._masters, places, strict=True):
+                self._optimizer.state[master][key] = place
+        for key, values in self._stepped.items():
+            self._by_weight[key].fill_(values[-1])
+
+    def _keep(self, start: int, state: State) -> None:
+        """Put what the code made for a piece where the weights' state lies from now on."""
+        for key, value in state.items():
+            if start == 0:
+                self._places[key] = [self._flat_state.place(index, key, value) for index in self._indices]
+                self._hold(key, self._places[key])
+            if value.dim():
+                self._by_element[key][start : start + value.numel()].copy_(value)
+            else:
+                self._by_weight[key].fill_(value)
+
+    def _hold(self, key: str, tensors: list[Tensor]) -> None:
+        held = self._by_element if tensors[0].dim() else self._by_weight
+        held[key] = flat(tensors)
+
+
+def _gathered(key: str, members: Sequence[Member], optimizer: Optimizer, flat_state: FlatState) -> list[Tensor]:
+    """State of weights, moved to where it lies side by side unless it does so already."""
+    tensors: list[Tensor] = [member.state[key] for member in members]
+    as_weights = all(
+        tensor.dim() == 0 or tensor.stride() == member.memory.stride()
+        for tensor, member in zip(tensors, members, strict=True)
+    )
+    if as_weights and side_by_side(tensors):
+        return tensors
+    places = [flat_state.place(member.index, key, tensor) for tensor, member in zip(tensors, members, strict=True)]
+    for place, tensor, member in zip(places, tensors, members, strict=True):
+        if place is not tensor:
+            optimizer.state[member.master][key] = place.copy_(tensor)
+    return places

@@ -1,0 +1,250 @@
+"""The optimizer's step over the weights of one unit, in one pass over host memory.
+
+An optimizer steps its parameters one by one, with one pass over memory for each operation. Here the code of the user's
+optimizer runs on memory of our choice. Weights that lie side by side are one tensor. Where there is a cast or a copy to
+do besides the update, and where torch has no fused kernel, that tensor is cut into pieces that stay in the cache from
+one operation to the next. Every bit is as after `optimizer.step()`.
+
+    gradient (bf16) -> cast -> scale, clamp -> update of master and state -> copy for the device (bf16)
+                       `-------------- for one piece after the other, in the cache --------------'
+
+`optimizer.state` keeps its plain form, a tensor per parameter and kind of state; these lie side by side, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from sp_lightning.pipeline._private import StepCode, step_is_replaced, without_torch_function
+from sp_lightning.pipeline.gradients.scaling import Scaling
+from sp_lightning.pipeline.modules.guard import HostParameter
+from sp_lightning.pipeline.optimizer.flat import WHOLE, FlatState
+from sp_lightning.pipeline.optimizer.runs import Member, Piece, Run, Single, group_neighbours
+from sp_lightning.pipeline.weights.host import is_dense
+
+BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)
+"""Optimizers that treat each element by itself. Exactly these classes: what a subclass does is not known."""
+
+BY_WEIGHT = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+"""Optimizers that look at a weight as a whole, but at one weight at a time."""
+
+HAVE_FUSED_KERNELS = (Adam, AdamW, SGD, Adagrad)
+"""Optimizers with a fused CPU kernel."""
+
+_PIECE = 1 << 18  # elements for each thread: of a gradient, a master and a copy, so many stay in its cache
+
+
+def why_not_by_unit(optimizer: Optimizer, group: dict[str, Any], weights: Iterable[nn.Parameter]) -> str | None:
+    """Why `UnitStep` cannot step these weights of a param group, or `None` if it can.
+
+    Args:
+        optimizer: The user's optimizer.
+        group: One of its param groups.
+        weights: Weights of the group.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer) not in BY_ELEMENT + BY_WEIGHT:
+        return f"{name} is not one of torch's optimizers that treat each weight by itself"
+    if step_is_replaced(optimizer):
+        return f"`step` of {name} was replaced"
+    flag = next((flag for flag in ("capturable", "differentiable") if group.get(flag)), None)
+    if flag is not None:
+        return f"{name} has {flag}=True"
+    for weight in weights:
+        with without_torch_function():
+            if type(weight) not in (nn.Parameter, HostParameter):
+                return f"a weight is a {type(weight).__name__}, which has operations of its own"
+            if weight.device.type != "cpu" or not weight.is_floating_point() or not is_dense(weight):
+                return f"a weight is not a dense tensor of real numbers on the host ({weight.dtype}, {weight.device})"
+            if weight.grad is not None and weight.grad.layout is not torch.strided:
+                return "a gradient is sparse"
+    return None
+
+
+@cache
+def fused_kernel_works(name: str, dtype: torch.dtype) -> bool:
+    """Whether the fused CPU kernel of a class in `torch.optim` updates weights of this dtype.
+
+    Up to torch 2.13 that of SGD leaves weights in half precision as they are, and says nothing (pytorch#191763).
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        weight = nn.Parameter(torch.zeros(WHOLE, dtype=dtype))
+        weight.grad = torch.ones_like(weight)
+        optimizer: Optimizer = getattr(torch.optim, name)([weight], lr=1.0, fused=True)
+        StepCode(optimizer, optimizer.param_groups[0]).run({weight: optimizer.state[weight]})
+        return bool((weight != 0).all())
+
+
+class UnitStep:
+    """Steps those weights of a unit that one param group has.
+
+    Args:
+        optimizer: The user's optimizer. Its state is read and written for these weights, its param groups never.
+        masters: The weights, in the order in which they lie.
+    """
+
+    def __init__(self, optimizer: Optimizer, masters: Sequence[nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._masters = list(masters)
+        self._flat_state: FlatState | None = None
+        self._singles: list[Single] = []
+        self._runs: list[Run] = []
+        self._seen: list[Any] = []
+
+    def step(
+        self,
+        hyper: dict[str, Any],
+        gradients: Sequence[Tensor | None],
+        scaling: Scaling,
+        copies: Sequence[Tensor | None],
+    ) -> None:
+        """Update masters and state as `optimizer.step()` would.
+
+        Args:
+            hyper: The param group without its parameters, as it was when the user's `step` was called.
+            gradients: A gradient for each master, or `None`: then it is left as it is. One in the master's dtype is
+                scaled in place; one in a lower dtype is not changed.
+            scaling: What happens to gradients before the update.
+            copies: For each master the lowered copy that is to be written, or `None`.
+        """
+        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+            update = _Update(self._optimizer, hyper, scaling.without_ones())
+            self._find_runs(update, gradients, copies)
+            singles = (single.piece(gradients, copies) for single in self._singles)
+            pieces = (piece for run in self._runs for piece in run.pieces(update.limit_for(run)))
+            for batch in update.batches(chain(singles, pieces)):
+                update.run(batch)
+            for run in self._runs:
+                run.finish()
+            increment_version([m for m, gradient in zip(self._masters, gradients, strict=True) if gradient is not None])
+
+    def _find_runs(self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
+        """Find out what can be stepped as one, unless everything lies where it lay in the last call."""
+        if self._seen == self._look(update, gradients, copies) and all(run.is_in_step() for run in self._runs):
+            return
+        memories = [master.data for master in self._masters]
+        states = [self._optimizer.state.get(master, {}) for master in self._masters]
+        if self._flat_state is None or not self._flat_state.is_for(memories, states):
+            self._flat_state = FlatState(memories)
+        members = [
+            self._member(index, memory, gradient, copy, update)
+            for index, (memory, gradient, copy) in enumerate(zip(memories, gradients, copies, strict=True))
+            if gradient is not None
+        ]
+        self._singles, self._runs = [], []
+        for neighbours in group_neighbours(members):
+            first = neighbours[0]
+            if len(neighbours) > 1 or (first.memory.numel() > update.limit and first.form is not None):
+                self._runs.append(Run(self._optimizer, neighbours, self._flat_state))
+            else:
+                self._singles.append(Single(self._optimizer, first))
+        self._seen = self._look(update, gradients, copies)
+
+    def _member(self, index: int, memory: Tensor, gradient: Tensor, copy: Tensor | None, update: _Update) -> Member:
+        for what, tensor in (("gradient", gradient), ("lowered copy", copy)):
+            if tensor is not None and not _is_like(tensor, memory):
+                raise ValueError(
+                    f"The {what} of weight {index} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on"
+                    f" {tensor.device}, the weight has {tuple(memory.shape)} and {memory.stride()} on {memory.device}."
+                )
+        master = self._masters[index]
+        state = {key: value for key, value in self._optimizer.state.get(master, {}).items() if value is not None}
+        is_first_step = update.keeps_state and not state
+        return Member(index, master, memory, gradient, copy, state, is_first_step, update.is_by_element)
+
+    def _look(self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> list[Any]:
+        """Where everything lies, and what else decides what can be stepped as one."""
+        state = [value for master in self._masters for value in self._optimizer.state.get(master, {}).values()]
+        return [
+            update.limit,
+            update.keeps_state,
+            [master.data_ptr() for master in self._masters],
+            [tensor if tensor is None else (tensor.data_ptr(), tensor.dtype) for tensor in gradients],
+            [tensor if tensor is None else (tensor.data_ptr(), tensor.dtype) for tensor in copies],
+            [value.data_ptr() if isinstance(value, Tensor) else id(value) for value in state],
+        ]
+
+
+def _is_like(tensor: Tensor, memory: Tensor) -> bool:
+    return tensor.shape == memory.shape and tensor.stride() == memory.stride() and tensor.device == memory.device
+
+
+class _Update:
+    """The code of the user's optimizer, to be run on parameters of our choice, and what goes before and after it."""
+
+    def __init__(self, optimizer: Optimizer, hyper: dict[str, Any], scaling: Scaling) -> None:
+        # two at least: smaller pieces would show the time that Python takes between them
+        self.limit = _PIECE * max(2, torch.get_num_threads())
+        self.is_by_element = type(optimizer) in BY_ELEMENT
+        self.keeps_state = type(optimizer) is not SGD or hyper["momentum"] != 0
+        self._scaling = scaling
+        self._is_fused = bool(hyper.get("fused"))
+        self._code = StepCode(optimizer, hyper.copy())
+        self._scratch: dict[torch.dtype, Tensor] = {}  # the same memory for one batch after the other: it stays cached
+        self._scratch_used = 0
+
+    def limit_for(self, run: Run) -> int | None:
+        """Into how large pieces to cut a run. Scaling alone saves less by it than each piece costs in Python."""
+        return None if self._is_fused and run.is_only_updated else self.limit
+
+    def batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+        """Pieces for one call of the optimizer's code each: as many as the cache holds until all is done to them."""
+        batch: list[Piece] = []
+        size = 0
+        for piece in pieces:
+            in_cache = 0 if self._is_fused and piece.is_only_updated else piece.parameter.numel()
+            # first steps for themselves: the fused kernel of SGD wants momentum for all of its parameters, or for none
+            if batch and (size + in_cache > self.limit or (piece.keep is None) != (batch[0].keep is None)):
+                yield batch
+                batch, size = [], 0
+            batch.append(piece)
+            size += in_cache
+        if batch:
+            yield batch
+
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """Cast and scale the gradients, update, write copies."""
+        self._scratch_used = 0
+        for piece in pieces:
+            gradient = self._cast(piece.gradient, piece.parameter.dtype)
+            self._scaling.apply_(gradient)
+            piece.parameter.grad = gradient
+        self._code.run({piece.parameter: piece.state for piece in pieces})
+        for piece in pieces:
+            if piece.copy is not None:
+                piece.copy.copy_(piece.parameter)
+            if piece.keep is not None:
+                piece.keep()
+
+    def _cast(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        if gradient.dtype == dtype:
+            return gradient
+        if self._scratch_used + gradient.numel() > self.limit:
+            return gradient.to(dtype)
+        if dtype not in self._scratch:
+            self._scratch[dtype] = torch.empty(self.limit, dtype=dtype)
+        start = self._scratch_used
+        self._scratch_used += gradient.numel()
+        return self._scratch[dtype].as_strided(gradient.size(), gradient.stride(), start).copy_(gradient)
+
+
+def host_bytes(optimizer: Optimizer, masters: Iterable[nn.Parameter], copies: Iterable[Tensor | None]) -> int:
+    """Bytes of host memory for weights: themselves, what the optimizer keeps about them, and lowered copies.
+
+    Args:
+        optimizer: The optimizer that steps them.
+        masters: The weights.
+        copies: Their lowered copies.
+    """
+    masters = list(masters)
+    states = (optimizer.state.get(master, {}) for master in masters)
+    kept = (value for state in states for value in state.values() if isinstance(value, Tensor))
+    return sum(tensor.nbytes for tensor in chain(masters, kept, copies) if tensor is not None)

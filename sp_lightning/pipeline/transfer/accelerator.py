@@ -1,0 +1,292 @@
+"""Real devices: copies on streams of their own, ordered by events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from sp_lightning.pipeline.transfer.backend import Backend, Ticket
+from sp_lightning.pipeline.transfer.cores import ANYWHERE, HostCores
+from sp_lightning.pipeline.transfer.threads import Lane, Worker, copy_memory
+from sp_lightning.pipeline.transfer.trace import Origin
+
+_CHUNK_BYTES = 32 << 20
+
+
+class _StreamTicket(Ticket):
+    """Done when an event on a copy stream has happened.
+
+    Args:
+        event: The event.
+        begin: When the copy begins, if that is to be known.
+        started: Still to come for a copy that a thread makes.
+    """
+
+    def __init__(self, event: Any, begin: Any, started: Ticket | None = None) -> None:
+        self.event = event
+        self.begin = begin
+        self.started = started
+
+    @override
+    def join(self) -> None:
+        if self.started is not None:
+            self.started.join()
+        self.event.synchronize()
+
+    @property
+    @override
+    def done(self) -> bool:
+        return (self.started is None or self.started.done) and bool(self.event.query())
+
+    @override
+    def interval(self, origin: Origin) -> tuple[float, float] | None:
+        if self.begin is None:
+            return None
+        self.join()
+        begin, end = origin.device.elapsed_time(self.begin), origin.device.elapsed_time(self.event)
+        return begin / 1000, end / 1000
+
+
+class AcceleratorBackend(Backend):
+    """CUDA and whatever else torch gives streams and events to.
+
+    Args:
+        device: The device.
+        poison: Fill memory that holds nothing with NaN.
+        cores: Where work on host memory runs, and near which host memory is page-locked.
+    """
+
+    def __init__(self, device: torch.device, poison: bool = False, cores: HostCores = ANYWHERE) -> None:
+        super().__init__(device, poison)
+        self._cores = cores
+        self._api: Any = torch.get_device_module(device)
+        if not hasattr(self._api, "Stream"):
+            raise ValueError(f"`device={device}`: torch has no streams for {device.type!r}, so nothing can stream.")
+        with self._api.device(device):
+            self._up = self._api.Stream()
+            self._down = self._api.Stream()
+        self._upload_staging = _Staging(self, "superpipeline-staged-upload")
+        self._download_staging = _Staging(self, "superpipeline-staged-download")
+        self._host = Worker("superpipeline-host", cores.occupy)
+
+    @override
+    def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        self._up.wait_stream(self._api.current_stream(self.device))
+        waits = () if after is None or after.done else (after,)
+        pinned = source.is_pinned()
+        if pinned and not waits and not self._upload_staging.lane.busy:  # else it would overtake a copy before it
+            return self._copy(self._up, target, source)
+        return self._copy_later(self._upload_staging, self._up, target, source, pinned, waits)
+
+    @override
+    def download(self, target: Tensor, source: Tensor) -> Ticket:
+        self._down.wait_stream(self._api.current_stream(self.device))
+        pinned = target.is_pinned()
+        if pinned and not self._download_staging.lane.busy:
+            return self._copy(self._down, target, source)
+        return self._copy_later(self._download_staging, self._down, target, source, pinned)
+
+    def _copy(self, stream: Any, target: Tensor, source: Tensor) -> _StreamTicket:
+        begin, event = self._events()
+        with self._api.stream(stream):
+            if begin is not None:
+                begin.record(stream)
+            target.copy_(source, non_blocking=True)
+            event.record(stream)
+        return _StreamTicket(event, begin)
+
+    def _events(self) -> tuple[Any, Any]:
+        """For the beginning of a copy, if that is to be known, and for its end."""
+        if self.timed:
+            return self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
+        return None, self._api.Event()
+
+    def _copy_later(
+        self,
+        staging: _Staging,
+        stream: Any,
+        target: Tensor,
+        source: Tensor,
+        pinned: bool,
+        after: Sequence[Ticket] = (),
+    ) -> _StreamTicket:
+        """A copy that a thread starts: it goes through page-locked chunks, or has to wait for work on the host."""
+        begin, event = self._events()
+
+        def job() -> None:
+            with torch.inference_mode(False), self._api.device(self.device):
+                if begin is not None:
+                    begin.record(stream)
+                if pinned:
+                    self._copy(stream, target, source)
+                else:
+                    staging.copy(target, source, lambda to, frm: self._copy(stream, to, frm))
+                event.record(stream)
+
+        return _StreamTicket(event, begin, started=staging.lane.submit(job, after))
+
+    @override
+    def work(
+        self,
+        job: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        nbytes: int = 0,
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> Ticket:
+        return self._host.submit(job, after, cleanup, rank)
+
+    @override
+    def wait(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, _StreamTicket)
+        if ticket.started is not None:  # an event that was not recorded yet would not be waited for
+            ticket.started.join()
+        self._api.current_stream(self.device).wait_event(ticket.event)
+
+    @override
+    def mark(self) -> Any:
+        event = self._api.Event(enable_timing=True)
+        event.record(self._api.current_stream(self.device))
+        return event
+
+    @override
+    def seconds(self, begin: Any, end: Any) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+    @override
+    def origin(self) -> Origin:
+        self._api.synchronize(self.device)  # so that the event happens now, and not when the device comes to it
+        return super().origin()
+
+    @property
+    @override
+    def can_pin(self) -> bool:
+        return self.device.type == "cuda"
+
+    @override
+    def pin(self, memory: Tensor) -> bool:
+        # torch's own pinned allocator rounds up to powers of two, up to twice the memory (pytorch#150517)
+        if not self.can_pin or memory.nbytes == 0:
+            return False
+        with self._api.device(self.device), self._cores.nearby():
+            done = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+            if not done:
+                self._clear_error()
+        return done
+
+    def _clear_error(self) -> None:
+        """A call that failed leaves an error behind, which the next kernel launch would raise."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+
+    @override
+    def unpin(self, memory: Tensor) -> None:
+        _cudart().cudaHostUnregister(memory.data_ptr())
+
+    @override
+    def total_memory(self) -> int | None:
+        if not hasattr(self._api, "mem_get_info"):
+            return None
+        # what the user has left to this process: `torch.cuda.set_per_process_memory_fraction`
+        allowed = getattr(self._api, "get_per_process_memory_fraction", lambda device: 1.0)
+        return int(allowed(self.device) * self._api.mem_get_info(self.device)[1])
+
+    @override
+    def free_memory(self) -> int | None:
+        allowed = self.total_memory()
+        if allowed is None:
+            return None
+        used = int(self._api.memory_allocated(self.device))
+        cached = int(self._api.memory_reserved(self.device)) - used
+        return min(int(self._api.mem_get_info(self.device)[0]) + cached, max(0, allowed - used))
+
+    @override
+    def memory_in_use(self) -> int | None:
+        if not hasattr(self._api, "reset_peak_memory_stats"):
+            return None
+        self._api.reset_peak_memory_stats(self.device)
+        return int(self._api.memory_allocated(self.device))
+
+    @override
+    def most_memory_in_use(self) -> int | None:
+        if not hasattr(self._api, "reset_peak_memory_stats"):
+            return None
+        return int(self._api.max_memory_allocated(self.device))
+
+    @override
+    def drain(self) -> None:
+        self._download_staging.lane.drain()
+        self._host.drain()
+        self._upload_staging.lane.drain()
+        self._up.synchronize()
+        self._down.synchronize()
+
+    @override
+    def close(self) -> None:
+        self.drain()
+        self._host.close()
+        self._upload_staging.close()
+        self._download_staging.close()
+
+
+class _Staging:
+    """Two small page-locked chunks, through which a thread copies host memory that is not page-locked itself.
+
+    Without them the device's driver would copy such memory in small steps and make the host wait for each.
+    """
+
+    def __init__(self, backend: AcceleratorBackend, name: str) -> None:
+        self.lane = Lane(name)
+        self._backend = backend
+        self._chunks: list[Tensor] = []
+        self._pinned: list[Tensor] = []
+
+    def copy(self, target: Tensor, source: Tensor, copy_chunk: Callable[[Tensor, Tensor], Ticket]) -> None:
+        """Copy piece by piece: while one chunk is on its way, the other is filled or emptied."""
+        self._allocate()
+        to_device = source.device.type == "cpu"
+        under_way: list[tuple[Ticket, Tensor, Tensor] | None] = [None, None]
+        for number, start in enumerate(range(0, source.nbytes, _CHUNK_BYTES)):
+            end = min(start + _CHUNK_BYTES, source.nbytes)
+            self._finish(under_way, number % 2, to_device)
+            chunk = self._chunks[number % 2][: end - start]
+            if to_device:
+                copy_memory(chunk, source[start:end])
+                ticket = copy_chunk(target[start:end], chunk)
+            else:
+                ticket = copy_chunk(chunk, source[start:end])
+            under_way[number % 2] = (ticket, target[start:end], chunk)
+        for turn in (0, 1):
+            self._finish(under_way, turn, to_device)
+
+    def _finish(self, under_way: list[tuple[Ticket, Tensor, Tensor] | None], turn: int, to_device: bool) -> None:
+        entry, under_way[turn] = under_way[turn], None
+        if entry is not None:
+            ticket, target, chunk = entry
+            ticket.join()
+            if not to_device:
+                copy_memory(target, chunk)
+
+    def _allocate(self) -> None:
+        while len(self._chunks) < 2:
+            chunk = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+            if self._backend.pin(chunk):
+                self._pinned.append(chunk)
+            self._chunks.append(chunk)
+
+    def close(self) -> None:
+        self.lane.close()
+        for chunk in self._pinned:
+            self._backend.unpin(chunk)
+        self._pinned.clear()
+        self._chunks.clear()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,36 @@
+"""Which device to compute on, and what copies to and from it."""
+
+from __future__ import annotations
+
+import torch
+
+from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.cores import choose_cores
+from sp_lightning.pipeline.transfer.emulated import HostBackend
+
+
+def _best_device() -> torch.device:
+    """The current accelerator, if torch has streams for it."""
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        if device is not None and hasattr(torch.get_device_module(device), "Stream"):
+            return device
+    return torch.device("cpu")
+
+
+def full_device(device: torch.device | str | None) -> torch.device:
+    """The device that is meant, with its index; by default the current accelerator, or else the CPU."""
+    device = _best_device() if device is None else torch.device(device)
+    if device.type != "cpu" and ":" not in str(device):  # no index given
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+def make_backend(device: torch.device, options: PipelineOptions) -> Backend:
+    """The backend for a device; `debug` adds poison, and delays where copies run on threads."""
+    cores = choose_cores(device, options.host_threads)
+    if device.type == "cpu":
+        return HostBackend(device, poison=options.debug, max_delay=0.002 if options.debug else 0.0, cores=cores)
+    return AcceleratorBackend(device, poison=options.debug, cores=cores)

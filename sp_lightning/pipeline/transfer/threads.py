@@ -1,0 +1,228 @@
+"""Threads that work on host memory, in the order in which they were asked to."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import NamedTuple
+
+from torch import Tensor
+from typing_extensions import override
+
+from sp_lightning.pipeline.transfer.backend import Ticket
+from sp_lightning.pipeline.transfer.trace import Origin
+
+
+class ThreadTicket(Ticket):
+    """Done when a thread says so."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.error: BaseException | None = None
+        self._began = self._ended = 0.0
+
+    def wait(self) -> None:
+        """Block until it is done, well or not."""
+        self._event.wait()
+
+    @override
+    def join(self) -> None:
+        self.wait()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    @override
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    @override
+    def interval(self, origin: Origin) -> tuple[float, float]:
+        return self._began - origin.host, self._ended - origin.host
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Around what the thread does."""
+        self._began = perf_counter()
+        try:
+            yield
+        finally:
+            self._ended = perf_counter()
+
+    def finish(self) -> None:
+        """The thread is done with it."""
+        self._event.set()
+
+
+_Entry = tuple[Callable[[], None], Sequence[Ticket], Callable[[], None], ThreadTicket]
+
+
+class _RankedEntry(NamedTuple):
+    rank: int
+    entry: _Entry
+
+
+class Lane:
+    """A thread that does what it was asked to, in that order: one copy engine."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Entry | None]
+        self._jobs = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: ThreadTicket | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is waiting or running."""
+        return self._last is not None and not self._last.done
+
+    def submit(
+        self, job: Callable[[], None], after: Sequence[Ticket] = (), cleanup: Callable[[], None] | None = None
+    ) -> ThreadTicket:
+        """Run a job after those submitted before it, and after these tickets; if one of them failed, so does it.
+
+        Args:
+            job: What to do.
+            after: What has to be done before.
+            cleanup: What to do then in any case.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        ticket = self._last = ThreadTicket()
+        self._jobs.put((job, after, cleanup or _nothing, ticket))
+        return ticket
+
+    def drain(self) -> None:
+        """Block until every job is done."""
+        if self._thread is not None:
+            self.submit(_nothing).join()
+
+    def close(self) -> None:
+        """Do what is left and end the thread."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            ticket = entry[-1]
+            _do(entry)
+            del entry  # who waits for the ticket finds free what the job held on to
+            ticket.finish()
+            del ticket
+
+
+class Worker:
+    """A thread that does what is most urgent among what can be done.
+
+    Of several jobs whose predecessors are done, the one with the lowest rank comes first, and of equal ranks the one
+    that was given first. What can be done is not held up by something more urgent that cannot be done yet.
+
+    Args:
+        name: Of the thread.
+        on_start: What the thread does first.
+    """
+
+    def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
+        self._name = name
+        self._on_start = on_start or _nothing
+        self._changed = threading.Condition()
+        self._waiting: list[_RankedEntry] = []
+        self._unfinished: set[ThreadTicket] = set()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def submit(
+        self,
+        job: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> ThreadTicket:
+        """Run a job after these tickets; if one of them failed, so does it.
+
+        Args:
+            job: What to do.
+            after: What has to be done before.
+            cleanup: What to do then in any case.
+            rank: How urgent it is; lower is more urgent.
+        """
+        if self._thread is None:
+            self._closing = False
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        ticket = ThreadTicket()
+        with self._changed:
+            self._unfinished.add(ticket)
+            entry = _RankedEntry(rank, (job, after, cleanup or _nothing, ticket))
+            insort(self._waiting, entry, key=lambda waiting: waiting.rank)
+            self._changed.notify()
+        return ticket
+
+    def drain(self) -> None:
+        """Block until every job is done."""
+        if threading.current_thread() is self._thread:  # a job that compiles: it cannot wait for itself
+            return
+        with self._changed:
+            unfinished = list(self._unfinished)
+        for ticket in unfinished:
+            ticket.wait()
+
+    def close(self) -> None:
+        """Do what is left and end the thread."""
+        if self._thread is not None:
+            with self._changed:
+                self._closing = True
+                self._changed.notify()
+            self._thread.join()
+            self._thread = None
+
+    def _next(self) -> _Entry | None:
+        with self._changed:
+            while not self._waiting and not self._closing:
+                self._changed.wait()
+            if not self._waiting:
+                return None
+            ready = (i for i, (_, entry) in enumerate(self._waiting) if all(ticket.done for ticket in entry[1]))
+            return self._waiting.pop(next(ready, 0)).entry
+
+    def _run(self) -> None:
+        self._on_start()
+        while (entry := self._next()) is not None:
+            ticket = entry[-1]
+            _do(entry)
+            del entry  # who waits for the ticket finds free what the job held on to
+            with self._changed:
+                self._unfinished.discard(ticket)
+            ticket.finish()
+            del ticket
+
+
+def _do(entry: _Entry) -> None:
+    job, after, cleanup, ticket = entry
+    try:
+        for earlier in after:
+            earlier.join()
+        with ticket.at_work():
+            job()
+    except BaseException as error:
+        ticket.error = error
+    cleanup()
+    del entry, job, after, cleanup  # the traceback of an error keeps this frame
+
+
+def _nothing() -> None:
+    pass
+
+
+def copy_memory(target: Tensor, source: Tensor) -> None:
+    """Copy host memory; not `target.copy_`, which in a second thread would start a second pool of OpenMP threads."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)

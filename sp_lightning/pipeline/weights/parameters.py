@@ -1,0 +1,88 @@
+"""Parameters as they are found in a module tree: which of them the engine may manage, and which it refuses.
+
+To manage one is to point it into memory of the engine's own, which has to be possible without anybody noticing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.weights.host import is_dense
+
+
+def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every place of every parameter: full name, owner, key, parameter (shared ones once per place)."""
+    for module_name, module in root.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{module_name}.{key}" if module_name else key, module, key, parameter
+
+
+def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
+    """Refuse a parameter that has no values on the CPU.
+
+    Args:
+        name: Its full name.
+        parameter: The parameter.
+        on_meta: Whether it may be on the meta device, because nobody is going to compute with it.
+
+    Raises:
+        ValueError: If it has no shape yet, no values, or is on another device.
+    """
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ValueError(
+            f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example data before the model is "
+            "given to superpipeline."
+        )
+    if parameter.device.type == "meta" and on_meta:
+        return
+    if parameter.device.type == "meta":
+        raise ValueError(
+            f"Parameter {name!r} is on the meta device and has no values. Materialise the model on the CPU first "
+            "(`module.to_empty(device='cpu')` and then load or initialise its weights)."
+        )
+    if parameter.device.type != "cpu":
+        raise ValueError(
+            f"Parameter {name!r} is on {parameter.device}. Build the model on the CPU: superpipeline keeps the weights "
+            "in host memory and moves them to the device by itself."
+        )
+
+
+def is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether the engine may re-point a parameter: plain, dense, and not inside of a scripted module."""
+    return (
+        type(parameter) is nn.Parameter
+        and type(parameter.data) is torch.Tensor
+        and parameter.layout is torch.strided
+        and is_dense(parameter)
+        and not isinstance(owner, torch.jit.ScriptModule)
+    )
+
+
+def tied_by_memory(root: nn.Module) -> set[int]:
+    """Parameters that share memory with others, or with buffers: what `b.weight.data = a.weight.data` makes of both."""
+    tensors = {id(tensor): tensor for tensor in [*root.parameters(), *root.buffers()] if _has_memory(tensor)}
+    tied: set[int] = set()
+    furthest, reached = 0, 0
+    for start, end, key in sorted((*_span(tensor), key) for key, tensor in tensors.items()):
+        if start < reached:
+            tied |= {key, furthest}
+        if end > reached:
+            furthest, reached = key, end
+    return tied
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    plain = type(tensor.data) is Tensor and tensor.layout is torch.strided
+    return plain and tensor.device.type == "cpu" and tensor.numel() > 0
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends; all of its storage where it has holes."""
+    if is_dense(tensor):
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

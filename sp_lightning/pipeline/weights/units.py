@@ -1,0 +1,138 @@
+"""Units: what streams together, whose calls need it, and where modules keep it.
+
+A *unit* is what enters and leaves the device as one: a layer, a block, or several small layers. Its *members* are the
+modules whose calls enter it. `finder.py` finds them in a module tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from sp_lightning.pipeline.weights.weight import Twin, Weight
+
+if TYPE_CHECKING:
+    from sp_lightning.pipeline.weights.device import Group
+
+
+@dataclass
+class Place:
+    """Where a module keeps a weight."""
+
+    parameters: dict[str, nn.Parameter | None]
+    key: str
+    weight: Weight
+
+
+class Member:
+    """A module whose call enters a unit (or, without a unit, only opens a step).
+
+    Attributes:
+        index: Its number among the members of streamed units; -1 for others.
+        places: All weights that its call may use.
+        recurrent: RNN modules below it, which keep a second list of their weights.
+        groups: Groups that have to be on the device for its call.
+        twins: All twins of the arrangement, by the identity of their memory.
+        held: For each call that is inside of it, the groups that must not be evicted meanwhile.
+        entered: How many times it was called since it was attached.
+        observed: Whether its forward has been watched under autocast: without a graph (False), with one (True).
+        compiled: What compiles its call, if it is not the user who did.
+        looks_into: A member whose weights its forward looks at to choose a fast path (`nn.TransformerEncoder`).
+        on_device: Parameters that its call may use and that live on the device.
+    """
+
+    def __init__(self, name: str, module: nn.Module, unit: Unit | None) -> None:
+        self.name = name
+        self.module = module
+        self.unit = unit
+        self.index = -1
+        self.places: list[Place] = []
+        self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
+        self.groups: list[Group] = []
+        self.twins: dict[int, Twin] = {}
+        self.held: list[list[Group]] = []
+        self.entered = 0
+        self.observed: set[bool] = set()
+        self.compiled: Callable[..., Any] | None = None
+        self.looks_into: Member | None = None
+        self.on_device: list[nn.Parameter] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether a call is inside of it."""
+        return bool(self.held)
+
+    @property
+    def unit_name(self) -> str:
+        """The name of what it belongs to: its unit, or itself if its weights do not travel."""
+        return self.name if self.unit is None or self.unit.resident else self.unit.name
+
+    def find_groups(self) -> None:
+        """Note which groups have to be on the device for its call."""
+        self.groups = list({id(place.weight.twin.group): place.weight.twin.group for place in self.places}.values())
+
+
+@dataclass(eq=False)
+class Unit:
+    """Weights that stream together, or all the resident ones.
+
+    Attributes:
+        weights: What the engine manages.
+        on_device: Instead, of a unit that lives on the device (see on_device.py): all of its weights.
+    """
+
+    name: str
+    resident: bool = False
+    weights: list[Weight] = field(default_factory=list, repr=False)
+    on_device: list[Weight] = field(default_factory=list, repr=False)
+    members: list[Member] = field(default_factory=list, repr=False)
+    group: Group = field(init=False, repr=False)
+
+    @property
+    def every_weight(self) -> list[Weight]:
+        """All of its weights, wherever they are."""
+        return [*self.weights, *self.on_device]
+
+
+@dataclass
+class Division:
+    """How a module is divided into units: what `find_units` found.
+
+    Attributes:
+        units: Streamed units in expected order.
+        resident: Resident weights as one unit (its members are modules that own some).
+        callers: Members without a unit: modules around units, whose call opens a step.
+        unmanaged: Parameters that cannot be re-pointed (tensor subclasses, scripted modules, those that share memory
+            with others): moved to the device.
+    """
+
+    units: list[Unit]
+    resident: Unit
+    callers: list[Member]
+    unmanaged: dict[str, nn.Parameter]
+
+    def put_in_order(self, names: Sequence[str]) -> None:
+        """Expect units in the order of these names, and those without a name here after them."""
+        number = {name: number for number, name in enumerate(names)}
+        self.units.sort(key=lambda unit: number.get(unit.name, len(number)))
+        for index, member in enumerate(member for unit in self.units for member in unit.members):
+            member.index = index
+
+    def leave_on_device(self, units: Collection[Unit]) -> None:
+        """Manage the weights of these units no longer, only their calls."""
+        left = {id(weight) for unit in units for weight in unit.weights}
+        for unit in units:
+            unit.on_device, unit.weights = unit.weights, []
+        for member in [*(member for unit in self.all_units() for member in unit.members), *self.callers]:
+            member.on_device = [place.weight.master for place in member.places if id(place.weight) in left]
+            member.places = [place for place in member.places if id(place.weight) not in left]
+            member.recurrent = [
+                (module, weights) for module, weights in member.recurrent if not any(id(w) in left for w in weights)
+            ]
+
+    def all_units(self) -> list[Unit]:
+        """Streamed units, then the resident one if it holds anything."""
+        return [*self.units, *([self.resident] if self.resident.weights else [])]

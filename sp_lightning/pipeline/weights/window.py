@@ -1,0 +1,177 @@
+"""The window of groups that are on the device: what is brought, what goes, what is fetched ahead.
+
+[Note: when a group may be evicted]
+A place is given to another group when no call is inside of the group that has it, and, for a prefetch, when that
+group is not expected to be used before the one that wants the place. In backward, "no call is inside" means that
+backward has reached another unit: autograd runs nodes in the reverse order of their making, so a later unit's nodes
+have run by then. What that does not cover is healed by the handles in `saved.py`.
+
+[Note: while masters are being stepped]
+An optimizer's step may still be at work on a group's masters when the group is wanted again. Its copy to the device
+is then started all the same, to run after that work, and nothing looks at the masters before it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import torch
+
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.trace import Kind
+from sp_lightning.pipeline.weights.device import Group, Residency
+from sp_lightning.pipeline.weights.schedule import Schedule
+
+
+class Window:
+    """Brings groups to the device and evicts others.
+
+    Args:
+        groups: All groups, resident ones included.
+        group_of_member: The group of each streamed member, by its index in the schedule.
+        schedule: Tells what comes next.
+        backend: Copies.
+        stats: Counters.
+        on_evict: Called with a group before its place is given away.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        group_of_member: Sequence[Group],
+        schedule: Schedule,
+        backend: Backend,
+        stats: Stats,
+        on_evict: Callable[[Group], None],
+    ) -> None:
+        self.groups = list(groups)
+        self._group_of_member = list(group_of_member)
+        self._schedule = schedule
+        self._backend = backend
+        self._stats = stats
+        self._on_evict = on_evict
+        self._step = 0
+
+    def begin_step(self) -> None:
+        """Start copies of what the step needs first: resident weights, and what the schedule expects."""
+        self._step += 1
+        for group in [group for group in self.groups if group.resident]:
+            self._verify(group)
+            if not group.loaded:
+                self._load(group)
+        self.prefetch()
+
+    def suspect_all(self) -> None:
+        """Masters may have changed: every group is looked at before it is used again."""
+        for group in self.groups:
+            group.suspect = True
+
+    def forget(self) -> None:
+        """After an exception: nothing on the device counts, and no call is inside of any group."""
+        for group in self.groups:
+            group.users, group.suspect = 0, True
+            group.residency, group.readable, group.ticket = Residency.ABSENT, False, None
+
+    def is_blocked(self, group: Group) -> bool:
+        """Whether the group is absent and a call is inside of a group that has its place."""
+        return not group.loaded and any(other.loaded and other.users for other in group.conflicts)
+
+    def bring(self, group: Group) -> None:
+        """Make what is computed from now on see the group's weights."""
+        self._verify(group)
+        if not group.loaded:
+            self._stats.misses += 1
+            self._load(group)
+        assert group.ticket is not None
+        self._backend.trace.wait(group.ticket, "weights")
+        group.readable = True
+
+    def prefetch(self, in_use: Sequence[Group] = ()) -> None:
+        """Start copies for what comes next, as far as places are free.
+
+        Args:
+            in_use: Groups that backward reads now, although no call is inside of them.
+        """
+        if all(group.loaded and not group.suspect for group in self.groups):
+            return
+        soon = set(in_use)
+        for member in islice(self._schedule.upcoming(), 2 * len(self._group_of_member)):
+            group = self._group_of_member[member]
+            if group in soon:
+                continue
+            self._verify(group)
+            if not group.loaded:
+                if any(other.loaded and (other.users or other in soon) for other in group.conflicts):
+                    return
+                self._load(group)
+            soon.add(group)
+            if len(soon) == len(self.groups):
+                return
+
+    def outdate(self, group: Group) -> None:
+        """An optimizer is going to step the group's masters: what is on the device is worthless."""
+        group.suspect, group.state, group.last_load = False, None, None
+        group.residency, group.readable = Residency.ABSENT, False
+
+    def finish_step(self, group: Group) -> None:
+        """Make sure that an optimizer is done with the group's masters.
+
+        Raises:
+            Exception: Whatever went wrong in the optimizer.
+        """
+        if group.being_stepped is not None:
+            work, group.being_stepped = group.being_stepped, None
+            self._stats.optimizer_waits += not work.done
+            work.join()
+
+    def _is_being_stepped(self, group: Group) -> bool:
+        if group.being_stepped is not None and group.being_stepped.done:
+            self.finish_step(group)
+        return group.being_stepped is not None
+
+    def _verify(self, group: Group) -> None:
+        """If masters may have changed since the last look, look again; if they have, what was copied is worthless."""
+        if not group.suspect or self._is_being_stepped(group):
+            return
+        group.suspect = False
+        worth_a_look = group.loaded or group.host.keeps_lowered_copies
+        if group.state is None or not worth_a_look or group.host.has_changed(group.state):
+            group.state = None
+            group.residency, group.readable = Residency.ABSENT, False
+
+    def _load(self, group: Group) -> None:
+        for other in group.conflicts:
+            if other.loaded:
+                self._evict(other)
+        if self._is_being_stepped(group):
+            source = group.host.source.bytes
+        else:
+            if group.state is None:
+                group.state = group.host.state()
+            source = group.host.prepare(group.state)
+        group.ticket = self._backend.upload(group.place, source, group.being_stepped)
+        group.residency, group.readable = Residency.LOADED, False
+        self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.ticket)
+        self._stats.bytes_to_device += source.nbytes
+        if group.resident:
+            self._stats.resident_loads += 1
+        else:
+            self._stats.loads += group.units
+        versions = None if group.state is None else group.state.versions
+        loaded, group.last_load = group.last_load, (self._step, versions)
+        changed_in_this_step = loaded is not None and loaded[0] == self._step and loaded != group.last_load
+        if changed_in_this_step and torch.is_autocast_enabled(self._backend.device.type):
+            # autocast keeps casts by Parameter object: without this it would go on with the old values
+            torch.clear_autocast_cache()
+
+    def _evict(self, group: Group) -> None:
+        if group.users:
+            raise RuntimeError(
+                "superpipeline: a backward pass inside of a unit's forward needs the place of that very unit. Use a "
+                "larger `k`, or name the inner module in `resident`."
+            )
+        group.residency, group.readable = Residency.ABSENT, False
+        self._on_evict(group)
+        self._backend.invalidate(group.place)

@@ -1,0 +1,147 @@
+"""What is measured, and what each way of having activations in backward is said to cost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sp_lightning.pipeline import AcceleratorBackend
+from sp_lightning.pipeline.activations import auto
+from sp_lightning.pipeline.activations.auto import AutoPolicy, Link, _Unit
+from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.recompute import Footprint
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.weights.units import Member
+
+from ..parts import RecordingBackend, host_backend
+
+FAST, SLOW = Link(1e12, 1e12), Link(1.0, 1.0)
+
+
+def member(name: str) -> Member:
+    weights = [SimpleNamespace(compute_bytes=10)]
+    return SimpleNamespace(name=name, unit=SimpleNamespace(weights=weights))  # type: ignore[return-value]
+
+
+def policy(room: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> AutoPolicy:
+    monkeypatch.setattr(Link, "measured", staticmethod(lambda backend: link))
+    backend = RecordingBackend()
+    return AutoPolicy(backend, Meter(backend.device, Stats()), lambda: room)
+
+
+def measure(chooser: AutoPolicy, steps: int = 2, size: int = 8, seconds: float = 1.0, **changes: Any) -> dict[str, str]:
+    """Some steps of three units; the policies of the step after them."""
+    units = [member(name) for name in "abc"]
+    call = Footprint(held=10, saved=100, large=100, working=110, repeatable=True)._replace(**changes)
+    for _ in range(steps):
+        chooser.begin_step()
+        for unit in units:
+            if chooser.policy(unit, size) == "recompute":
+                chooser.note(unit, size, call)
+                chooser.note_second_forward(unit, 0.0, seconds)
+    chooser.begin_step()
+    return {unit.name: chooser.policy(unit, size) for unit in units}
+
+
+def test_two_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(measure(policy(10**6, FAST, monkeypatch), steps=1).values()) == {"recompute"}
+    assert set(measure(policy(10**6, FAST, monkeypatch), steps=2).values()) == {"keep"}
+
+
+def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloading over a fast link, recomputing over a slow one, as much as is needed."""
+    assert list(measure(policy(330, SLOW, monkeypatch)).values()) == ["recompute", "recompute", "keep"]
+    assert sorted(measure(policy(400, SLOW, monkeypatch)).values()) == ["keep", "keep", "recompute"]
+    assert sorted(measure(policy(600, FAST, monkeypatch)).values()) == ["keep", "keep", "keep"]
+    chosen = measure(policy(400, FAST, monkeypatch))
+    assert set(chosen.values()) == {"keep", "offload"}
+
+
+def test_what_cannot_run_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = policy(300, SLOW, monkeypatch)
+    with pytest.warns(UserWarning, match="activations take"):
+        assert set(measure(chooser, repeatable=False, large=0).values()) == {"keep"}
+
+
+def test_a_host_without_room_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "available_host_memory", lambda: 100)
+    assert "offload" not in measure(policy(400, FAST, monkeypatch)).values()
+
+
+def test_a_larger_call_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With twice the inputs twice as much is saved, and there is not enough room any more."""
+    chooser = policy(500, SLOW, monkeypatch)
+    assert set(measure(chooser).values()) == {"keep"}
+    chosen = measure(chooser, steps=1, size=16, held=20, saved=200, large=200, working=220)
+    assert list(chosen.values()) == ["recompute", "recompute", "keep"]
+    assert measure(chooser, steps=1, size=8) == chosen  # as the largest batch needs
+
+
+def test_memory_outside_of_units_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peak that units do not explain belongs to a loss, or to a norm between them."""
+    chooser = policy(500, SLOW, monkeypatch)
+    chooser._meter.step_peak = 0
+    units = [member(name) for name in "abc"]
+    for _ in range(2):
+        chooser.begin_step()
+        for unit in units:
+            chooser.policy(unit, 8)
+            chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
+            chooser.note_second_forward(unit, 0.0, 1.0)
+        chooser._meter.step_peak = 130 + 100  # 130 is what recomputing three units takes
+    chooser.begin_step()
+    assert sorted(chooser.policy(unit, 8) for unit in units) == ["keep", "keep", "recompute"]
+
+
+def test_costs() -> None:
+    """Copies that computing hides cost a little, what sticks out costs all of its time."""
+    unit = _Unit(weights=10)
+    unit.add(0, 8, Footprint(0, 100, 100, 100, True))
+    unit.seconds[0] = 3.0
+    ways = {way.policy: way for way in unit.ways(Link(up=100.0, down=100.0))}
+    assert (ways["keep"].seconds, ways["keep"].held) == (0, 100)
+    assert (ways["recompute"].seconds, ways["recompute"].held) == (3.0, 0)
+    assert ways["offload"].seconds == pytest.approx(0.2)  # a tenth of one second down, of one second up
+    ways = {way.policy: way for way in unit.ways(Link(up=10.0, down=20.0))}
+    assert ways["offload"].seconds == pytest.approx((5 - 3) + (11 - 6) + 0.1 * 15)
+    assert "offload" not in {way.policy for way in unit.ways(None)}
+
+
+def test_calls_of_one_step_add_up() -> None:
+    unit = _Unit(weights=0)
+    unit.add(0, 8, Footprint(1, 10, 4, 11, True))
+    unit.add(0, 9, Footprint(2, 20, 8, 22, True))
+    unit.add(1, 3, Footprint(1, 1, 1, 2, True))
+    assert unit.footprint == Footprint(3, 30, 12, 22, True)
+    assert unit.size == 9
+
+
+def test_a_link_is_measured() -> None:
+    with host_backend() as backend:
+        link = Link.measured(backend)
+        assert 1e6 < link.up < 1e13
+        assert 1e6 < link.down < 1e13
+
+
+@pytest.mark.parametrize(
+    ("fraction", "total", "free"), [(None, 1000, 130), (1.0, 1000, 130), (0.05, 50, 30), (0.01, 10, 0)]
+)
+def test_free_memory_of_a_device(fraction: float | None, total: int, free: int) -> None:
+    """What the device has, and what torch's allocator holds and does not use; no more than the process may take."""
+    api = SimpleNamespace(
+        mem_get_info=lambda device: (100, 1000),
+        memory_reserved=lambda device: 50,
+        memory_allocated=lambda device: 20,
+    )
+    if fraction is not None:
+        api.get_per_process_memory_fraction = lambda device: fraction
+    backend = object.__new__(AcceleratorBackend)
+    backend._api, backend.device = api, torch.device("cuda", 0)
+    assert backend.total_memory() == total
+    assert backend.free_memory() == free
+    backend._api = object()
+    assert backend.total_memory() is None
+    assert backend.free_memory() is None

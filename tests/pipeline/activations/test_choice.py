@@ -1,0 +1,85 @@
+"""The choice of what happens to activations: within the budget, and no choice that is within it is cheaper."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sp_lightning.pipeline.activations.choice import Way, choose, peak
+
+sizes = st.integers(0, 20)
+
+
+@st.composite
+def ways_of_a_unit(draw: st.DrawFn) -> list[Way]:
+    """Keeping costs nothing; the others hold less, and cost."""
+    held, saved = draw(sizes), draw(sizes)
+    ways = [Way("keep", held + saved, held + saved, 0.0)]
+    if draw(st.booleans()):
+        ways.append(Way("recompute", held, held + saved, float(draw(sizes))))
+    if draw(st.booleans()):
+        ways.append(Way("offload", draw(st.integers(0, held)), held + saved, float(draw(sizes)), leaving=saved))
+    return ways
+
+
+models = st.lists(ways_of_a_unit(), max_size=5)
+
+
+def peak_by_hand(ways: list[Way]) -> int:
+    before = [Way("keep", 0, 0, 0.0), *ways]
+    held = [sum(way.held for way in ways[:i]) for i in range(len(ways))]
+    return max((held[i] + before[i].leaving + way.working for i, way in enumerate(ways)), default=0)
+
+
+@given(models, sizes.map(lambda size: 5 * size))
+def test_it_is_the_cheapest_of_all(units: list[list[Way]], budget: int) -> None:
+    """Against all choices there are."""
+    chosen = choose(units, budget)
+    assert len(chosen) == len(units)
+    assert all(way in ways for way, ways in zip(chosen, units, strict=True))
+    fitting = [ways for ways in product(*units) if peak(ways) <= budget]
+    if fitting:
+        assert peak(chosen) <= budget
+        assert sum(way.seconds for way in chosen) == min(sum(way.seconds for way in ways) for ways in fitting)
+    else:
+        assert peak(chosen) == min(peak(ways) for ways in product(*units))
+
+
+@given(models)
+def test_the_peak(units: list[list[Way]]) -> None:
+    ways = [unit[-1] for unit in units]
+    assert peak(ways) == peak_by_hand(ways)
+
+
+@given(models, sizes, sizes)
+def test_a_larger_budget_costs_no_more(units: list[list[Way]], budget: int, more: int) -> None:
+    def cost(budget: int) -> float:
+        chosen = choose(units, budget)
+        return sum(way.seconds for way in chosen) if peak(chosen) <= budget else float("inf")
+
+    assert cost(budget + more) <= cost(budget)
+
+
+@pytest.mark.parametrize("budget", [0, 999, 1000, 10_000, 10**6])
+def test_many_blocks_of_all_sizes(budget: int) -> None:
+    """More choices than can be looked at one by one: still within the budget, and quick."""
+    units = [
+        [Way("keep", 10 + i % 37, 10 + i % 37, 0.0), Way("recompute", 1, 10 + i % 37, 1 + (i * 7919 % 101) / 100)]
+        for i in range(200)
+    ]
+    chosen = choose(units, budget)
+    if budget >= 999:
+        assert peak(chosen) <= budget
+    if budget == 10**6:
+        assert all(way.policy == "keep" for way in chosen)
+
+
+def test_equal_blocks() -> None:
+    """Twelve blocks that save 10 and have inputs of 1: room for 48 is room for 3 of them, and inputs of the rest."""
+    ways = [Way("keep", 11, 11, 0.0), Way("recompute", 1, 11, 1.0)]
+    assert sorted(way.policy for way in choose([ways] * 12, 52)) == ["keep"] * 4 + ["recompute"] * 8
+    assert [way.policy for way in choose([ways] * 12, 132)] == ["keep"] * 12
+    assert [way.policy for way in choose([ways] * 12, 22)] == ["recompute"] * 11 + ["keep"]

@@ -1,0 +1,245 @@
+"""What a forward changes: found, undone for a second forward, and as it was found afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.activations.effects import SideEffects
+
+
+class Box:
+    """An object of a user's own class."""
+
+    def __init__(self, **content: Any) -> None:
+        self.__dict__.update(content)
+
+
+class Holder(nn.Module):
+    """Holds one thing of any kind, as an attribute of a child."""
+
+    def __init__(self, thing: Any) -> None:
+        super().__init__()
+        self.child = nn.Linear(2, 2)
+        self.part = nn.Module()
+        self.part.thing = thing
+
+
+def seen(thing: Any) -> Any:
+    """A picture of something that can be compared."""
+    if isinstance(thing, set):
+        return sorted(thing)
+    if isinstance(thing, Tensor):
+        return thing.tolist()
+    if isinstance(thing, torch.Generator):
+        return thing.get_state().tolist()
+    if isinstance(thing, Box):
+        return {key: seen(value) for key, value in vars(thing).items()}
+    if isinstance(thing, dict):
+        return [(key, seen(value)) for key, value in thing.items()]
+    if isinstance(thing, list | tuple | deque):
+        return [seen(value) for value in thing]
+    return thing
+
+
+def change_number(module: Holder) -> None:
+    module.part.thing += 1
+
+
+def change_tensor(module: Holder) -> None:
+    module.part.thing.add_(1)
+
+
+CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
+    (1, change_number),
+    (1.5, change_number),
+    ((1, 2), lambda m: setattr(m.part, "thing", (3,))),
+    ([1], lambda m: m.part.thing.append(2)),
+    ([1, 2, 3], lambda m: m.part.thing.sort(reverse=True)),
+    (deque([1, 2]), lambda m: m.part.thing.rotate()),
+    ({"a": 1}, lambda m: m.part.thing.update(b=2)),
+    ({"a": 1, "b": 2}, lambda m: m.part.thing.pop("a")),
+    (OrderedDict(a=1, b=2), lambda m: m.part.thing.move_to_end("a")),
+    (defaultdict(list), lambda m: m.part.thing["x"].append(1)),
+    (Counter("abc"), lambda m: m.part.thing.update("cde")),
+    ({1, 2}, lambda m: m.part.thing.add(3)),
+    ([{"deep": [1]}], lambda m: m.part.thing[0]["deep"].append(2)),
+    (([1], 2), lambda m: m.part.thing[0].append(3)),
+    (Box(x=1), lambda m: setattr(m.part.thing, "x", 2)),
+    (Box(), lambda m: setattr(m.part.thing, "new", 2)),
+    (Box(inner=Box(rows=[1])), lambda m: m.part.thing.inner.rows.clear()),
+    (torch.Generator().manual_seed(1), lambda m: torch.rand(3, generator=m.part.thing)),
+    (torch.ones(3), change_tensor),
+    (torch.ones(100_000), change_tensor),
+    ([torch.ones(3)], lambda m: m.part.thing[0].mul_(2)),
+    ([torch.ones(3)], lambda m: m.part.thing.append(torch.zeros(1))),
+    (None, lambda m: setattr(m.part, "thing", torch.ones(1))),
+    (None, lambda m: delattr(m.part, "thing")),
+]
+
+
+@pytest.mark.parametrize(("thing", "change"), CHANGES, ids=lambda value: str(value).split(" at 0x")[0][:30])
+def test_a_change_is_undone_and_done(thing: Any, change: Callable[[Any], object]) -> None:
+    """As before within, as after outside; also a second time, and after something has gone on since."""
+    module = Holder(thing)
+    picture = lambda: seen({k: v for k, v in vars(module.part).items() if k == "thing"})  # noqa: E731
+    before = picture()
+    effects = SideEffects(module, [])
+    change(module)
+    assert effects.settle() is None
+    after = picture()
+    assert before != after
+    for _ in range(2):
+        with effects.undone():
+            assert picture() == before
+            change(module)
+            assert picture() == after
+        assert picture() == after
+
+
+def test_objects_stay_the_same_objects() -> None:
+    """Who else holds a list or a tensor holds the one that the module holds."""
+    rows, tensor = [1], torch.ones(2)
+    module = Holder(Box(rows=rows, tensor=tensor))
+    module.register_buffer("buffer", torch.zeros(2))
+    buffer = module.buffer
+    effects = SideEffects(module, [])
+    rows.append(2)
+    buffer.add_(1)
+    effects.settle()
+    with effects.undone():
+        assert module.part.thing.rows is rows
+        assert module.buffer is not buffer
+    assert module.part.thing.rows is rows
+    assert module.buffer is buffer
+    assert rows == [1, 2]
+    assert buffer.tolist() == [1, 1]
+
+
+def test_statistics_without_a_version() -> None:
+    """BatchNorm changes its buffers behind the version counter's back."""
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    x = torch.randn(4, 3)
+    effects = SideEffects(module, [x])
+    version = module[0].running_mean._version
+    expected = module(x)
+    assert module[0].running_mean._version == version
+    effects.settle()
+    after = [buffer.clone() for buffer in module.buffers()]
+    with effects.undone():
+        assert module[0].running_mean.count_nonzero() == 0
+        assert torch.equal(module(x), expected)
+    assert all(map(torch.equal, after, module.buffers()))
+
+
+def test_modes_are_those_of_the_forward() -> None:
+    module = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout().eval()))
+    modes = [part.training for part in module.modules()]
+    effects = SideEffects(module, [])
+    effects.settle()
+    module.eval()
+    with effects.undone():
+        assert [part.training for part in module.modules()] == modes
+    assert not any(part.training for part in module.modules())
+
+
+def hook_with_a_list(target: list[int]) -> Callable[..., None]:
+    return lambda *args: target.append(len(target))
+
+
+def note_into(target: list[int], *args: Any) -> None:
+    target.append(len(target))
+
+
+class Noting:
+    def __init__(self, target: list[int]) -> None:
+        self.target = target
+
+    def hook(self, *args: Any) -> None:
+        self.target.append(len(self.target))
+
+
+@pytest.mark.parametrize(
+    "make", [hook_with_a_list, lambda target: partial(note_into, target), lambda target: Noting(target).hook]
+)
+def test_what_hooks_write_to(make: Callable[[list[int]], Callable[..., None]]) -> None:
+    """A closure's variables, a partial's arguments, a method's object."""
+    module, targets = nn.Sequential(nn.Linear(2, 2)), [[7], [8]]
+    for target in targets:
+        module[0].register_forward_hook(make(target))
+    effects = SideEffects(module, [])
+    module(torch.ones(1, 2))
+    assert effects.settle() is None
+    with effects.undone():
+        assert targets == [[7], [8]]
+        module(torch.ones(1, 2))
+    assert targets == [[7, 1], [8, 1]]
+
+
+def test_a_hook_that_holds_a_buffer() -> None:
+    """The buffer is the module's own all the same."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    mean, x = module[1].running_mean, torch.randn(4, 3)
+    module[0].register_forward_hook(lambda *args: print(mean))
+    effects = SideEffects(module, [])
+    module(x)
+    assert effects.settle() is None
+    after = mean.clone()
+    with effects.undone():
+        module(x)
+    assert torch.equal(module[1].running_mean, after)
+
+
+def test_a_cache_among_the_inputs() -> None:
+    """What it binds anew is undone; memory of it that changes in place is not copied, and cannot be."""
+    cache = Box(keys=None, count=0, fixed=torch.zeros(4))
+    module = nn.Linear(2, 2)
+    effects = SideEffects(module, [cache, 3, "text"])
+    cache.keys, cache.count = torch.ones(2), 1
+    assert effects.settle() is None
+    with effects.undone():
+        assert (cache.keys, cache.count) == (None, 0)
+    assert cache.count == 1
+    effects = SideEffects(module, [cache])
+    cache.fixed[0] = 1
+    assert effects.settle() == "changes a tensor of shape [4] in place"
+
+
+def test_nothing_is_remembered_of_what_does_not_change() -> None:
+    module = Holder([torch.ones(100_000), Box(x=[1])])
+    module.register_buffer("mask", torch.ones(100_000))
+    effects = SideEffects(module, [Box(y=1)])
+    assert effects.settle() is None
+    assert not effects._before
+    assert not effects._held
+    assert not effects._copies
+
+
+def test_circles_and_strangers() -> None:
+    """An object that leads to itself, and objects that are not a user's state."""
+    import logging
+
+    box = Box(logger=logging.getLogger("test"))
+    box.itself = box
+    module = Holder([box])
+    module.part.owner = [module]
+    effects = SideEffects(module, [])
+    box.new = 1
+    assert effects.settle() is None
+    with effects.undone():
+        assert not hasattr(box, "new")
+    assert box.new == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
+def test_scripted_buffers_are_out_of_reach() -> None:
+    module = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
+    assert SideEffects(module, []).settle() == "has a scripted part with buffers"
+    module = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    assert SideEffects(module, []).settle() is None

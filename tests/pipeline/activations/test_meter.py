@@ -1,0 +1,69 @@
+"""Bytes that saved tensors hold: memory once, weights and buffers never."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.saved import Kept
+from sp_lightning.pipeline.stats import Stats
+
+
+def meter() -> tuple[Meter, Stats]:
+    stats = Stats()
+    return Meter(torch.device("cpu"), stats), stats
+
+
+def test_memory_counts_once() -> None:
+    """However many views of it are saved, and as a whole, because all of it stays."""
+    counting, stats = meter()
+    whole = torch.empty(10, 10)
+    kept = [Kept(whole, counting), Kept(whole[0], counting), Kept(whole.t(), counting)]
+    assert stats.activation_bytes == counting.bytes == 400
+    kept.append(Kept(torch.empty(5), counting))
+    assert stats.activation_bytes == 420
+    del kept[0]
+    assert stats.activation_bytes == 420
+    kept.clear()
+    assert stats.activation_bytes == 0
+    assert stats.activation_peak_bytes == counting.step_peak == 420
+
+
+def test_what_would_be_there_anyway_does_not_count() -> None:
+    counting, stats = meter()
+    buffer = torch.empty(10)
+    counting.uncounted.add(storage_key(buffer))
+    kept = [Kept(buffer[2:], counting), Kept(nn.Parameter(torch.empty(10)), counting)]
+    kept.append(Kept(torch.empty(10, device="meta"), counting))  # on another device
+    kept.append(Kept(torch.eye(3).to_sparse(), counting))  # no memory of its own
+    assert stats.activation_bytes == 0
+
+
+def test_dropping_and_filling() -> None:
+    counting, stats = meter()
+    kept = Kept(torch.ones(10), counting)
+    kept.drop()
+    kept.drop()
+    assert stats.activation_bytes == 0
+    assert not kept.fill(torch.ones(11))
+    assert not kept.fill(torch.ones(10, dtype=torch.float64))
+    assert stats.activation_bytes == 0
+    assert kept.fill(torch.ones(10))
+    assert stats.activation_bytes == 40
+    assert kept.get().sum() == 10
+    del kept
+    assert stats.activation_bytes == 0
+
+
+def test_clearing_keeps_what_is_held() -> None:
+    """Else the count would fall below zero later."""
+    counting, stats = meter()
+    kept = Kept(torch.ones(10), counting)
+    other = Kept(torch.ones(10), counting)
+    del other
+    stats.clear()
+    assert (stats.activation_bytes, stats.activation_peak_bytes) == (40, 40)
+    del kept
+    assert (stats.activation_bytes, stats.activation_peak_bytes) == (0, 40)

@@ -1,0 +1,728 @@
+"""Activations that wait on the host: what leaves, when device memory goes, what comes back, and that it is the same."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import vmap
+
+from sp_lightning.pipeline import Backend, HostBackend, Stats
+from sp_lightning.pipeline import offload as offload_module
+from sp_lightning.pipeline._private import storage_key, weak_storage
+from sp_lightning.pipeline.activations.memory import Stage
+from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.offload import Bundle, Offloader
+from sp_lightning.pipeline.activations.pool import HostPool
+from sp_lightning.pipeline.weights.host import ALIGNMENT
+from sp_lightning.pipeline.weights.units import Member, Unit
+
+from ..parts import RecordingBackend
+
+SMALLEST = 1024
+ROWS = SMALLEST  # of a vector per feature, so that every tensor of these tests is large enough
+
+
+@pytest.fixture(autouse=True)
+def small_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_module, "SMALLEST", SMALLEST)
+
+
+class Scene:
+    """An offloader, and hooks that hand it everything, as `SavedTensors` does with what is no weight."""
+
+    def __init__(self, backend: Backend | None = None) -> None:
+        self.backend = backend or RecordingBackend()
+        self.stats = Stats()
+        self.pool = HostPool(self.backend)
+        self.meter = Meter(self.backend.device, self.stats)
+        self.offloader = Offloader(self.backend, self.pool, self.meter, self.stats)
+        self.packed: list[Any] = []
+
+    def unit(self, *members: str) -> list[Member]:
+        """The members of a new unit."""
+        unit = Unit("unit")
+        return [Member(name, nn.Identity(), unit) for name in members or ["only"]]
+
+    def call(
+        self, forward: Callable[[], Tensor], ahead: int, member: Any = None, leaves: bool = True
+    ) -> tuple[Tensor, Bundle]:
+        """A unit's forward."""
+        self.offloader.enter(member or self.unit()[0], leaves)
+        bundle = self.offloader.current
+        assert bundle is not None
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack):
+                return forward(), bundle
+        finally:
+            self.offloader.leave(lambda: ahead)
+
+    def pack(self, tensor: Tensor) -> Any:
+        packed = self.offloader.pack(tensor)
+        self.packed.append(packed)
+        return (tensor.detach(), None) if packed is None else packed
+
+    def unpack(self, packed: Any) -> Tensor:
+        if packed[1] is None:
+            return packed[0]
+        assert not packed.view.changed_in_place
+        return self.offloader.unpack(packed)
+
+    def stages(self, bundle: Bundle) -> list[Stage]:
+        return [activation.stage for activation in bundle.waiting()]
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.offloader.close()
+
+
+def soon() -> int:
+    """Far from the turn: what leaves leaves soon."""
+    return 9
+
+
+def large(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (ROWS,)), requires_grad=True)
+
+
+def exp(x: Tensor) -> Callable[[], Tensor]:
+    """A forward that saves its result."""
+    return lambda: x.exp()
+
+
+# --------------------------------------------------------------------------------------------------- a way and back
+
+
+def test_an_activation_goes_and_comes_back(scene: Scene) -> None:
+    """In the order: copy, wait when the next unit leaves, copy back one unit ahead, wait when backward reads it."""
+    x = large()
+    a, first = scene.call(exp(x), ahead=9)
+    assert scene.stages(first) == [Stage.LEAVING]
+    b, second = scene.call(exp(a), ahead=9)
+    assert scene.stages(first) == [Stage.HOST]
+    c, third = scene.call(exp(b), ahead=0)
+    assert scene.stages(second) == [Stage.HOST]
+    assert scene.stages(third) == [Stage.DEVICE]
+    assert scene.backend.said("download", "upload", "wait") == ["download", "wait", "download", "wait"]
+
+    scene.offloader.reach(third)
+    assert scene.stages(second) == [Stage.BACK]
+    assert scene.stages(first) == [Stage.HOST]
+    assert scene.backend.said("upload", "wait") == ["wait", "wait", "upload"]
+    expected = (c * b * a).detach()
+    del a, b
+    c.sum().backward()
+    assert torch.equal(x.grad, expected)
+    assert scene.stats.activation_misses == 1  # the first one's, as nobody called `reach` for the second
+    assert scene.stats.offloaded_bytes == scene.stats.fetched_bytes == 2 * x.nbytes
+    assert scene.stats.bytes_to_host == scene.stats.bytes_to_device == 2 * x.nbytes
+
+
+def test_the_last_units_before_the_turn_stay(scene: Scene) -> None:
+    x = large()
+    bundles = []
+    for ahead in (3, 2, 1, 0):
+        x, bundle = scene.call(exp(x), ahead)
+        bundles.append(bundle)
+    assert [scene.stages(bundle)[0] for bundle in bundles] == [Stage.HOST, Stage.HOST, Stage.DEVICE, Stage.DEVICE]
+
+
+def test_a_turn_that_did_not_come_is_made_up_for(scene: Scene) -> None:
+    """More units came than the schedule knew of: those that stayed leave after all."""
+    x = large()
+    bundles = []
+    for _ in range(4):
+        x, bundle = scene.call(exp(x), ahead=0)
+        bundles.append(bundle)
+    assert [scene.stages(bundle)[0] for bundle in bundles] == [Stage.HOST, Stage.LEAVING, Stage.DEVICE, Stage.DEVICE]
+
+
+def test_a_turn_that_comes_early_calls_a_copy_off(scene: Scene) -> None:
+    """What is still on the device is used there."""
+    x = large()
+    y, bundle = scene.call(exp(x), ahead=9)
+    assert scene.stages(bundle) == [Stage.LEAVING]
+    scene.offloader.reach(bundle)
+    assert scene.stages(bundle) == [Stage.DEVICE]
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert scene.stats.fetched_bytes == 0
+    assert scene.pool.in_use == 0
+
+
+def test_device_memory_is_held_until_its_copy_was_waited_for(scene: Scene) -> None:
+    """And not a moment longer, though the graph lives."""
+    a, _ = scene.call(exp(large()), ahead=9)
+    memory, total = weak_storage(a), a.sum()
+    del a
+    assert not memory.expired()
+    assert scene.backend.said("download", "wait") == ["download"]
+    scene.call(lambda: large().sum(), ahead=9)  # the next unit leaves, and saves nothing
+    assert scene.backend.said("download", "wait") == ["download", "wait"]
+    assert memory.expired()
+    assert total.requires_grad
+
+
+def test_what_autograd_drops_is_dropped(scene: Scene) -> None:
+    """Wherever it is: on the device, leaving, on the host, on its way back."""
+    x = large()
+    outputs, bundles = [], []
+    for ahead in (9, 9, 9, 0):
+        y, bundle = scene.call(exp(x), ahead)
+        outputs.append(y)
+        bundles.append(bundle)
+    scene.offloader.reach(bundles[0])
+    assert [scene.stages(bundle)[0].name for bundle in bundles] == ["BACK", "HOST", "HOST", "DEVICE"]
+    outputs.clear()
+    del y
+    scene.packed.clear()
+    scene.offloader.reach(bundles[0])
+    assert [bundle.waiting() for bundle in bundles] == [[], [], [], []]
+    assert scene.pool.in_use == 0
+    assert scene.backend.said("upload", "wait")[-2:] == [
+        "upload",
+        "wait",
+    ]  # nobody read it, yet it must not be overtaken
+
+
+def test_device_memory_is_counted_and_free_at_once(scene: Scene) -> None:
+    """As autograd frees node by node: on its way back, too, memory is not held by who brought it."""
+    x = large()
+    y, bundle = scene.call(exp(x), ahead=9)
+    scene.call(lambda: large().sum(), ahead=9)
+    assert scene.stats.activation_bytes == 0
+    scene.offloader.reach(bundle)
+    assert scene.stats.activation_bytes == x.nbytes
+    device = bundle.waiting()[0].device
+    assert device is not None
+    memory = weak_storage(device)
+    del device
+    scene.packed.clear()
+    y.sum().backward()
+    assert memory.expired()
+    assert scene.stats.activation_bytes == 0
+    assert scene.stats.activation_peak_bytes == x.nbytes
+
+
+def test_host_memory_comes_back_from_any_thread(scene: Scene) -> None:
+    """Autograd frees what a CUDA graph saved in a thread of its own: nothing is touched there."""
+    y, _ = scene.call(exp(large()), ahead=9)
+    scene.call(exp(large()), ahead=9)
+    scene.packed.clear()
+    held = [y]
+    del y
+    used = scene.pool.in_use
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert scene.pool.in_use == used
+    scene.offloader.end_backward()
+    assert scene.pool.in_use < used
+
+
+# ------------------------------------------------------------------------------------------------- one copy for many
+
+
+def test_views_of_one_memory_are_copied_once(scene: Scene) -> None:
+    """q, k and v of one projection, as attention saves them; all three come back in one piece."""
+    x = large(8, 3 * ROWS)
+    qkv = x * 1.0
+
+    def attention(qkv: Tensor) -> Tensor:
+        q, k, v = qkv.view(8, 3, ROWS).transpose(0, 1).unbind(0)
+        return (q * k * v).sum()
+
+    expected = torch.autograd.grad(attention(qkv), x, retain_graph=True)[0]
+    y, bundle = scene.call(partial(attention, qkv), ahead=9)
+    downloads = [nbytes for what, (_, nbytes) in scene.backend.calls if what == "download"]
+    assert downloads == [qkv.nbytes, 8 * ROWS * 4]  # and the product of the first two
+    del qkv
+    scene.call(exp(large()), ahead=9)
+    scene.offloader.reach(bundle)
+    y.backward()
+    assert scene.backend.said("upload") == ["upload"] * 2
+    assert torch.equal(x.grad, expected)
+
+
+def test_two_units_that_save_the_same_send_it_once(scene: Scene) -> None:
+    x = large()
+    a, first = scene.call(exp(x), ahead=9)
+    b, second = scene.call(a.sin, ahead=9)
+    c, third = scene.call(a.cos, ahead=9)
+    assert scene.backend.said("download") == ["download"]
+    assert scene.stages(first) == scene.stages(second) == scene.stages(third) == [Stage.HOST]
+    expected = (a * (a.cos() - a.sin())).detach()
+    del a
+    scene.offloader.reach(third)
+    (b + c).sum().backward()
+    assert torch.allclose(x.grad, expected)
+    assert scene.backend.said("upload") == ["upload"]
+
+
+def test_another_tensor_in_memory_that_was_freed_is_another_activation(scene: Scene) -> None:
+    """An address is used again, an identity is not."""
+    x = large()
+    keys = []
+    graph = []
+    for number in range(20):
+        y, _ = scene.call(lambda number=number: (x * number).exp(), ahead=9)
+        keys.append(storage_key(y))
+        graph.append(y.sum())
+        del y
+    assert len(set(keys)) == len(keys)
+    sum(graph).backward()
+    assert torch.allclose(x.grad, sum(n * (x * n).exp() for n in range(20)).detach())
+
+
+def test_a_part_of_a_large_memory_does_not_take_all_of_it_along(scene: Scene) -> None:
+    """A row leaves alone; a column, whose elements lie apart, stays."""
+    matrix = torch.randn(64, ROWS)
+    x = large(64, ROWS)
+    _, row = scene.call(lambda: (x[3] * matrix[3]).sum(), ahead=9)
+    assert [nbytes for what, (_, nbytes) in scene.backend.calls if what == "download"] == [4 * ROWS]
+    _, column = scene.call(lambda: (x[:, 3] * matrix[:, 3]).sum(), ahead=9)
+    assert scene.stages(column) == [Stage.DEVICE]
+    assert len(scene.backend.said("download")) == 1
+
+
+def test_what_is_next_to_nothing_stays(scene: Scene) -> None:
+    """Of what a unit saves the smallest tensors, a hundredth of its bytes in all: a copy costs the host the same."""
+    sizes = [90 * ROWS, ROWS, 60 * ROWS, ROWS]
+
+    def forward() -> Tensor:
+        return sum(large(size).exp().sum() for size in sizes)
+
+    _, bundle = scene.call(forward, ahead=9)
+    stages = {activation.nbytes: activation.stage for activation in bundle.waiting()}
+    stayed = [activation for activation in bundle.waiting() if activation.stage is Stage.DEVICE]
+    assert [activation.nbytes for activation in stayed] == [4 * ROWS]
+    assert stages[4 * 90 * ROWS] is stages[4 * 60 * ROWS] is Stage.LEAVING
+
+
+def test_a_small_part_that_holds_much_leaves(scene: Scene) -> None:
+    """The first token of each sentence, say: what stays on the device is not the part but all of its memory."""
+    hidden, x = torch.randn(90, ROWS), large()
+
+    def forward(row: Tensor) -> Tensor:
+        return (x * row).sum() + large(100 * ROWS).exp().sum()
+
+    _, bundle = scene.call(partial(forward, hidden[0]), ahead=9)
+    assert sorted(activation.nbytes for activation in bundle.waiting()) == [4 * ROWS, 400 * ROWS]
+    assert set(scene.stages(bundle)) == {Stage.LEAVING}
+    memory = weak_storage(hidden)
+    del hidden
+    scene.call(lambda: large().sum(), ahead=9)
+    assert memory.expired()
+
+
+def test_alignment_is_kept(scene: Scene) -> None:
+    """A kernel chosen by another alignment may round in another way."""
+    base = torch.randn(4 * ROWS)
+    x = large(2 * ROWS)
+    piece = base[77 : 77 + 2 * ROWS]
+    y, bundle = scene.call(lambda: (x * piece).sum(), ahead=9)
+    scene.call(exp(large()), ahead=9)
+    alignment = piece.data_ptr() - base.data_ptr()
+    saved = next(packed for packed in scene.packed if packed is not None)
+    back = scene.unpack(saved)
+    memory = saved.activation.device
+    assert torch.equal(back, piece)
+    assert (back.data_ptr() - memory.data_ptr()) % ALIGNMENT == alignment % ALIGNMENT != 0
+
+
+# ------------------------------------------------------------------------------------------- what leaves, what stays
+
+
+def saved_by(scene: Scene, tensor: Tensor) -> Any:
+    """What becomes of one tensor, saved in a unit."""
+    scene.offloader.enter(scene.unit()[0], True)
+    packed = scene.offloader.pack(tensor)
+    scene.offloader.leave(soon)
+    scene.offloader.enter(scene.unit()[0], True)
+    scene.offloader.leave(soon)
+    return packed
+
+
+KINDS = {
+    "float": lambda: torch.randn(ROWS),
+    "bool": lambda: torch.rand(ROWS) > 0.5,
+    "integers": lambda: torch.randint(9, (ROWS,)),
+    "half": lambda: torch.randn(ROWS).bfloat16(),
+    "complex": lambda: torch.randn(ROWS, dtype=torch.complex64),
+    "channels last": lambda: torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(32, ROWS).t(),
+    "expanded": lambda: torch.randn(ROWS, 1).expand(ROWS, 7),
+    "a view with an offset": lambda: torch.randn(4, ROWS)[1:3],
+    "strided": lambda: torch.randn(2 * ROWS)[::2],
+    "zero-dimensional, of a large memory": lambda: torch.randn(ROWS)[5],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_comes_back_as_it_was(scene: Scene, kind: str) -> None:
+    """Values, shape, strides, dtype."""
+    tensor = KINDS[kind]()
+    packed = saved_by(scene, tensor)
+    assert packed.activation.stage is Stage.HOST
+    back = scene.unpack(packed)
+    assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert torch.equal(back, tensor)
+    assert storage_key(back) != storage_key(tensor)
+
+
+class Subclass(Tensor):
+    """Somebody's tensors with a meaning of their own."""
+
+
+STAYING = {
+    "small": lambda: torch.randn(3),
+    "empty": lambda: torch.randn(ROWS)[:0],
+    "sparse": lambda: torch.eye(ROWS // 8).to_sparse(),
+    "a subclass": lambda: torch.randn(ROWS).as_subclass(Subclass),
+    "a parameter": lambda: nn.Parameter(torch.randn(ROWS)),
+    "a leaf with a gradient": large,
+    "conjugate": lambda: torch.randn(ROWS, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(ROWS, dtype=torch.complex64).conj().imag,
+    "quantised": lambda: torch.quantize_per_tensor(torch.randn(ROWS), 0.1, 0, torch.quint8),
+    "nested": lambda: torch.nested.as_nested_tensor([torch.randn(ROWS), torch.randn(3)]),
+    "zeros without memory": lambda: torch._efficientzerotensor((ROWS,)),
+}
+
+
+@pytest.mark.parametrize("kind", STAYING)
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_not_plain_memory_stays(scene: Scene, kind: str) -> None:
+    assert saved_by(scene, STAYING[kind]()) is None
+
+
+def test_without_a_graph_there_are_no_bundles(scene: Scene) -> None:
+    _, before = scene.call(exp(large()), 9)
+    with torch.no_grad():
+        scene.offloader.enter(scene.unit()[0], True)
+        assert scene.offloader.current is None
+        scene.offloader.leave(soon)
+    _, after = scene.call(exp(large()), 9)
+    assert after.before is before
+
+
+def test_what_is_on_another_device_stays(scene: Scene) -> None:
+    """A scalar or an index on the host."""
+    scene.backend.device = torch.device("cuda", 0)
+    assert saved_by(scene, torch.randn(ROWS)) is None
+
+
+def test_what_vmap_wraps_stays(scene: Scene) -> None:
+    scene.offloader.enter(scene.unit()[0], True)
+    packed = []
+    vmap(lambda x: (packed.append(scene.offloader.pack(x)), x)[1])(torch.randn(ROWS, ROWS))
+    scene.offloader.leave(soon)
+    assert packed == [None]
+
+
+def test_buffers_and_their_views_stay(scene: Scene) -> None:
+    buffer = torch.randn(4, ROWS)
+    scene.meter.uncounted = {storage_key(buffer)}
+    assert saved_by(scene, buffer) is None
+    assert saved_by(scene, buffer[1]) is None
+
+
+def test_outside_of_units_everything_stays(scene: Scene) -> None:
+    assert scene.offloader.pack(torch.randn(ROWS)) is None
+    scene.call(exp(large()), ahead=9)
+    assert scene.offloader.pack(torch.randn(ROWS)) is None
+
+
+def test_what_backward_saves_stays(scene: Scene) -> None:
+    """A checkpoint's recomputation is used at once."""
+    seen = []
+
+    def hook(_: Tensor) -> None:
+        scene.offloader.enter(scene.unit()[0], True)
+        with torch.enable_grad():
+            scene.offloader.enter(scene.unit()[0], True)
+        for _ in range(2):
+            seen.append(scene.offloader.current)
+            seen.append(scene.offloader.pack(torch.randn(ROWS)))
+            scene.offloader.leave(soon)
+
+    x = large()
+    x.register_hook(hook)
+    x.sum().backward()
+    assert seen == [None] * 4
+    assert scene.backend.calls == []
+
+
+# ------------------------------------------------------------------------------------------------- changes in place
+
+
+@pytest.mark.parametrize("when", ["before it left", "while it leaves"])
+def test_a_change_in_place_is_noticed(scene: Scene, when: str) -> None:
+    """As autograd would notice it; the copy may hold either of both."""
+    offloader = scene.offloader
+    tensor = torch.randn(ROWS)
+    offloader.enter(scene.unit()[0], True)
+    packed = offloader.pack(tensor)
+    if when == "before it left":
+        tensor.add_(1)
+    offloader.leave(soon)
+    if when == "while it leaves":
+        tensor.add_(1)
+    offloader.enter(scene.unit()[0], True)
+    offloader.leave(soon)
+    assert packed.activation.stage is Stage.HOST
+    assert packed.view.changed_in_place
+
+
+def test_a_later_change_cannot_reach_the_copy(scene: Scene) -> None:
+    tensor = torch.randn(ROWS)
+    before = tensor.clone()
+    packed = saved_by(scene, tensor)
+    tensor.add_(1)
+    assert not packed.view.changed_in_place
+    assert torch.equal(scene.unpack(packed), before)
+
+
+def test_what_is_saved_again_after_a_change_is_saved_again(scene: Scene) -> None:
+    """The same memory holds something else now."""
+    tensor = torch.randn(ROWS)
+    first = saved_by(scene, tensor)
+    before = tensor.clone()
+    tensor.add_(1)
+    second = saved_by(scene, tensor)
+    assert torch.equal(scene.unpack(first), before)
+    assert torch.equal(scene.unpack(second), tensor)
+
+
+# ------------------------------------------------------------------------------------------------ calls and their order
+
+
+def test_members_of_one_unit_are_one_bundle(scene: Scene) -> None:
+    """Layers of a unit, called one by one: what they saved comes back together."""
+    one, two = scene.unit("one", "two")
+    x = large()
+    a, first = scene.call(exp(x), 9, one)
+    b, second = scene.call(exp(a), 9, two)
+    assert first is second
+    assert scene.stages(first) == [Stage.LEAVING] * 2  # nothing is let go of before another unit leaves
+    c, third = scene.call(exp(b), 9)
+    _, fourth = scene.call(exp(c), 9)
+    assert scene.stages(first) == [Stage.HOST] * 2
+    scene.offloader.reach(third)
+    assert scene.stages(first) == [Stage.BACK] * 2
+    assert fourth.before is third
+    assert third.before is first
+
+
+def test_members_that_part_are_two_bundles(scene: Scene) -> None:
+    """`auto` may choose for each of them."""
+    one, two = scene.unit("one", "two")
+    a, first = scene.call(exp(large()), 9, one, leaves=False)
+    _, second = scene.call(exp(a), 9, two)
+    assert first is not second
+    assert (len(first.waiting()), len(second.waiting())) == (0, 1)
+
+
+def test_a_unit_of_several_members_stays_as_one(scene: Scene) -> None:
+    """Two units before the turn, whatever they are made of."""
+    x = large()
+    bundles = []
+    for member, ahead in [*((member, 1) for member in scene.unit("a", "b", "c")), (scene.unit()[0], 0)]:
+        x, bundle = scene.call(exp(x), ahead, member)
+        bundles.append(bundle)
+    assert scene.stages(bundles[0]) == [Stage.DEVICE] * 3
+    assert scene.stages(bundles[-1]) == [Stage.DEVICE]
+
+
+def test_a_member_called_again_is_another_bundle(scene: Scene) -> None:
+    """Shared layers: each call's activations come back in their turn."""
+    member = scene.unit()[0]
+    x = large()
+    a, first = scene.call(exp(x), 9, member)
+    b, second = scene.call(exp(a), 9, member)
+    assert first is not second
+    assert second.before is first
+
+
+def test_a_unit_inside_of_another(scene: Scene) -> None:
+    """Backward comes to the outer one's end, to the inner one, to the outer one's beginning: that is still there."""
+    x = large()
+    zero, before = scene.call(exp(x), 9)
+    inner: list[Any] = []
+
+    noise = torch.randn(ROWS)
+
+    def forward() -> Tensor:
+        a = zero.sin() * noise
+        b, bundle = scene.call(lambda: a.exp(), 9)
+        inner.append(bundle)
+        return b.cos()
+
+    y, outer = scene.call(forward, 9)
+    scene.call(exp(large()), 9)
+    assert outer.before is inner[0]
+    assert inner[0].before is before
+    assert inner[0].around == (outer,)
+    scene.offloader.reach(outer)
+    assert set(scene.stages(outer)) == set(scene.stages(inner[0])) == {Stage.BACK}
+    scene.offloader.reach(inner[0])
+    assert set(scene.stages(outer)) == set(scene.stages(before)) == {Stage.BACK}
+    expected = torch.autograd.grad((x.exp().sin() * noise).exp().cos().sum(), x)[0]
+    y.sum().backward()
+    assert torch.equal(x.grad, expected)
+    assert scene.stats.activation_misses == 0
+
+
+def test_units_that_keep_theirs_are_among_the_others(scene: Scene) -> None:
+    """Backward through one that stays brings what comes next all the same."""
+    x = large()
+    a, first = scene.call(exp(x), 9)
+    b, second = scene.call(exp(a), 9, leaves=False)
+    assert scene.stages(first) == [Stage.HOST]
+    assert second.waiting() == []
+    c, third = scene.call(exp(b), 9)
+    assert third.before is second
+    scene.offloader.reach(second)
+    assert scene.stages(first) == [Stage.BACK]
+    c.sum().backward()
+    assert torch.equal(x.grad, (c * b * a).detach())
+
+
+def test_a_new_step_has_nothing_before_it(scene: Scene) -> None:
+    scene.call(exp(large()), 9)
+    scene.offloader.begin()
+    _, bundle = scene.call(exp(large()), 9)
+    assert bundle.before is None
+
+
+def test_a_retained_graph_goes_back_to_the_host(scene: Scene) -> None:
+    """Units that backward has passed do not pile up on the device, and a second backward fetches them again."""
+    x = large()
+    y, bundles = x, []
+    for _ in range(5):
+        y, bundle = scene.call(exp(y), 9)
+        bundles.append(bundle)
+    scene.call(exp(large()), 9)
+    for _ in range(2):
+        for bundle in reversed(bundles):
+            scene.offloader.reach(bundle)
+            stages = [scene.stages(other)[0] for other in bundles]
+            assert stages.count(Stage.BACK) <= 2
+            for packed in [p for p in scene.packed if p is not None and p.activation in bundle.waiting()]:
+                assert torch.equal(scene.unpack(packed), scene.unpack(packed))
+        scene.offloader.end_backward()
+        assert [scene.stages(bundle)[0] for bundle in bundles] == [Stage.HOST] * 5
+        assert scene.stats.activation_bytes == 0
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    second = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(*first, *second)
+
+
+# ------------------------------------------------------------------------------------------------------- endings
+
+
+def test_reset_leaves_nothing_half_done(scene: Scene) -> None:
+    """An exception in mid-forward; what it left behind can still be differentiated, and goes when it is dropped."""
+    x = large()
+    y, first = scene.call(exp(x), 9)
+    scene.offloader.enter(scene.unit()[0], True)
+    scene.offloader.reset()
+    assert scene.offloader.current is None
+    scene.offloader.leave(soon)  # from a `finally` further out
+    assert scene.stages(first) == [Stage.DEVICE]  # the copy may have failed
+    assert scene.offloader.pack(torch.randn(ROWS)) is None
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    scene.packed.clear()
+    del y
+    scene.offloader.reset()
+    assert scene.pool.in_use == 0
+    _, bundle = scene.call(exp(large()), 9)
+    assert bundle.before is None
+
+
+def test_a_copy_that_failed_is_told_of_and_never_used(scene: Scene) -> None:
+    """On its way out: the device still has it. On its way back: the host still has it."""
+    x = large()
+    scene.backend.fail_next("download", OSError("on purpose"))
+    y, first = scene.call(exp(x), 9)
+    with pytest.raises(OSError, match="on purpose"):
+        scene.call(exp(large()), 9)
+    scene.offloader.reset()
+    assert scene.stages(first) == [Stage.DEVICE]
+    assert scene.pool.in_use == 0
+    z, second = scene.call(exp(y), 9)
+    scene.call(exp(large()), 9)
+    scene.backend.fail_next("upload", OSError("on purpose"))
+    with pytest.raises(OSError, match="on purpose"):
+        torch.autograd.grad(z.sum(), x, retain_graph=True)
+    scene.offloader.reset()
+    assert scene.stages(second) == [Stage.HOST]
+    z.sum().backward()
+    assert torch.equal(x.grad, z.detach() * y.detach())
+
+
+def test_backward_after_close_says_so(scene: Scene) -> None:
+    y, _ = scene.call(exp(large()), 9)
+    scene.call(exp(large()), 9)
+    scene.offloader.close()
+    assert scene.pool.held == 0
+    with pytest.raises(RuntimeError, match="activations that superpipeline had on the host.*before `detach"):
+        y.sum().backward()
+
+
+def test_everything_is_freed_by_reference_counting(scene: Scene) -> None:
+    """No cycles: neither device memory nor the host's waits for Python's collector."""
+    gc.disable()
+    try:
+        for ahead in (9, 1, 0):
+            y, bundle = scene.call(exp(large()), ahead)
+            memory = weak_storage(y)
+            del y
+            scene.packed.clear()
+            if ahead == 9:  # held as long as it leaves
+                assert not memory.expired()
+                scene.call(exp(large()), 9)
+            assert bundle.waiting() == []
+            assert memory.expired()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_races_show_on_the_emulated_device(seed: int) -> None:
+    """Copies take their time and memory that holds nothing is poisoned: numbers are right all the same."""
+    backend = HostBackend(poison=True, max_delay=0.003, seed=seed)
+    scene = Scene(backend)
+    try:
+        torch.manual_seed(seed)
+        x = large()
+        plain = x
+        for _ in range(8):
+            plain = (plain.sin() * x).exp().tanh()
+        expected = torch.autograd.grad(plain.sum(), x)[0]
+        for _ in range(2):
+            y = x
+            for ahead in range(7, -1, -1):
+                y, bundle = scene.call(lambda y=y: (y.sin() * x).exp().tanh(), ahead)
+                y.register_hook(lambda _, bundle=bundle: scene.offloader.reach(bundle))
+            scene.packed.clear()
+            gradient = torch.autograd.grad(y.sum(), x)[0]
+            scene.offloader.end_backward()
+            assert torch.equal(gradient, expected)
+            del y, bundle
+        scene.offloader.end_backward()
+        assert scene.pool.in_use == 0
+        assert scene.stats.activation_misses == 0
+    finally:
+        scene.offloader.close()
+        backend.close()

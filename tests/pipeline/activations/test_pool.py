@@ -1,0 +1,160 @@
+"""Host memory on loan: exact pieces, used again, never much more than what was in use at once."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from sp_lightning.pipeline import pool as pool_module
+from sp_lightning.pipeline.activations.pool import HostPool, Piece
+from sp_lightning.pipeline.weights.host import ALIGNMENT
+
+from ..parts import RecordingBackend
+
+SLAB = 16 * ALIGNMENT
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_LEAST_SLAB", SLAB)
+
+
+@pytest.fixture
+def backend() -> RecordingBackend:
+    return RecordingBackend(can_pin=True)
+
+
+@pytest.fixture
+def pool(backend: RecordingBackend) -> Iterator[HostPool]:
+    made = HostPool(backend)
+    yield made
+    made.close()
+    assert not backend.pinned
+
+
+def addresses(pieces: list[Piece]) -> list[int]:
+    return [piece.bytes.data_ptr() for piece in pieces]
+
+
+def test_pieces_are_of_the_size_asked_for_and_apart(pool: HostPool) -> None:
+    pieces = [pool.take(nbytes) for nbytes in (1, 255, 256, 257, 1000)]
+    assert [piece.bytes.nbytes for piece in pieces] == [1, 255, 256, 257, 1000]
+    for value, piece in enumerate(pieces):
+        piece.bytes.fill_(value)
+    assert [set(piece.bytes.tolist()) for piece in pieces] == [{0}, {1}, {2}, {3}, {4}]
+    assert not any(address % ALIGNMENT for address in addresses(pieces))
+
+
+def test_the_next_step_gets_the_same_memory(pool: HostPool) -> None:
+    """Whatever the order in which pieces come back."""
+    sizes = [300, SLAB, 5000, 10, 700, 700]
+    first = [pool.take(nbytes) for nbytes in sizes]
+    before, held = addresses(first), pool.held
+    random.shuffle(first)
+    for piece in first:
+        pool.give_back(piece)
+    assert pool.in_use == 0
+    assert addresses([pool.take(nbytes) for nbytes in sizes]) == before
+    assert pool.held == held
+
+
+def test_neighbours_that_are_free_are_one_piece(pool: HostPool) -> None:
+    """In every order of three: the gap before, the gap behind, both."""
+    for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
+        pieces = [pool.take(SLAB // 4) for _ in range(3)]
+        for index in order:
+            pool.give_back(pieces[index])
+        whole = pool.take(SLAB)
+        assert pool.held == SLAB
+        pool.give_back(whole)
+
+
+def test_a_large_piece_gets_a_slab_of_its_own_size(pool: HostPool) -> None:
+    pool.take(10 * SLAB)
+    assert pool.held == 10 * SLAB
+    pool.take(ALIGNMENT)  # the next slab is an eighth of what there is: their number stays small
+    assert pool.held == 10 * SLAB + 10 * SLAB // 8
+
+
+def test_growing_steps_do_not_pile_up(pool: HostPool) -> None:
+    """Other sizes each step, as with sentences of any length: what has become useless makes room."""
+    most = 0
+    for step in range(20):
+        pieces = [pool.take((step + 2) * SLAB + 7) for _ in range(6)]
+        most = max(most, pool.in_use)
+        for piece in pieces:
+            pool.give_back(piece)
+    assert pool.held <= 1.5 * most
+
+
+def test_varying_steps_do_not_pile_up(pool: HostPool) -> None:
+    chance = random.Random(0)
+    most = 0
+    for _ in range(100):
+        length = chance.randint(1, 40)
+        pieces = [pool.take(length * chance.choice([100, 400, 900])) for _ in range(30)]
+        most = max(most, pool.in_use)
+        for piece in reversed(pieces):
+            pool.give_back(piece)
+    assert pool.held <= 1.5 * most
+
+
+def test_no_more_is_given_up_than_needed(pool: HostPool) -> None:
+    """As much may be held as was in use at once: the sizes of before may come again."""
+    for piece in [pool.take(2 * SLAB) for _ in range(5)]:
+        pool.give_back(piece)
+    pool.take(3 * SLAB)
+    assert pool.held == 9 * SLAB
+
+
+def test_what_is_given_up_may_be_page_locked_elsewhere(pool: HostPool) -> None:
+    pool.pinnable = 4 * SLAB
+    for piece in [pool.take(2 * SLAB) for _ in range(2)]:
+        pool.give_back(piece)
+    assert pool.take(4 * SLAB).slab.buffer.pinned
+
+
+def test_memory_is_given_up_only_when_no_copy_can_read_it(pool: HostPool, backend: RecordingBackend) -> None:
+    pieces = [pool.take(2 * SLAB) for _ in range(3)]
+    for piece in pieces:
+        pool.give_back(piece)
+    assert backend.said("drain") == []
+    pool.take(4 * SLAB)
+    assert backend.said("drain") == ["drain"]
+
+
+def test_no_more_is_page_locked_than_allowed(backend: RecordingBackend) -> None:
+    """What is above the limit works, slower, and a word is said about it once."""
+    pool = HostPool(backend)
+    pool.pinnable = 2 * SLAB
+    pool.take(2 * SLAB)
+    with pytest.warns(UserWarning, match="could not be page-locked beyond"):
+        piece = pool.take(SLAB)
+    assert len(backend.pinned) == 1
+    assert not piece.slab.buffer.pinned
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pool.take(SLAB)
+    pool.close()
+    assert not backend.pinned
+
+
+@pytest.mark.parametrize("can_pin", [True, False])
+def test_nothing_is_page_locked_where_nothing_may_be(can_pin: bool) -> None:
+    """Because the user said so, or because the device gains nothing by it."""
+    backend = RecordingBackend(can_pin=can_pin)
+    pool = HostPool(backend)
+    pool.pinnable = 0 if can_pin else None
+    pool.take(SLAB)
+    assert not backend.pinned
+    pool.close()
+
+
+def test_a_host_that_is_full_is_an_error_that_says_so(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system would not refuse: it would end the process."""
+    monkeypatch.setattr(pool_module, "available_host_memory", lambda: 100)
+    with pytest.raises(RuntimeError, match="Host memory is too small for offloaded activations.*100 B are free"):
+        pool.take(SLAB)

@@ -1,0 +1,230 @@
+"""Saved tensors: handles for weights, the user's own hooks for the rest, and autograd's version check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import grad
+
+from sp_lightning.pipeline._private import top_saved_tensor_hooks, weak_storage
+from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.offload import Offloader
+from sp_lightning.pipeline.activations.pool import HostPool
+from sp_lightning.pipeline.activations.saved import SavedTensors
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.weights.weight import Twin
+
+from ..parts import place
+
+
+class Scene:
+    """Hooks over one weight of a unit."""
+
+    def __init__(self) -> None:
+        self.placed = place([torch.ones(3, 3)])
+        self.twin = self.placed.twins[0]
+        self.required: list[Twin] = []
+        backend, stats = self.placed.backend, Stats()
+        meter = Meter(torch.device("cpu"), stats)
+        self.saved = SavedTensors(self.required.append, meter, Offloader(backend, HostPool(backend), meter, stats))
+        self.saved.twins = self.placed.by_memory
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.saved.pop_all()
+    assert top_saved_tensor_hooks() is None
+
+
+@pytest.mark.parametrize(
+    "use", [lambda x, w: x @ w, lambda x, w: x @ w.t(), lambda x, w: nn.functional.linear(x, w), lambda x, w: x * w[0]]
+)
+def test_backward_asks_for_a_weight_before_it_reads_it(scene: Scene, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """As the Parameter or as a view of it; the slot may hold something else in between."""
+    x = torch.full((1, 3), 2.0, requires_grad=True)
+    scene.saved.push()
+    y = use(x, scene.twin.parameter)
+    scene.saved.pop()
+    scene.twin.data.untyped_storage().fill_(255)  # given away
+    reload = lambda twin: twin.data.untyped_storage().copy_(scene.placed.weights[0].host.untyped_storage())  # noqa: E731
+    scene.saved.require = lambda twin: (scene.required.append(twin), reload(twin), None)[2]
+    y.sum().backward()
+    assert scene.required
+    assert set(scene.required) == {scene.twin}
+    assert not x.grad.isnan().any()
+
+
+def test_what_is_no_weight_is_kept_as_it_is(scene: Scene) -> None:
+    x = torch.ones(3, requires_grad=True)
+    scene.saved.push()
+    y = x.exp()
+    scene.saved.pop()
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert scene.required == []
+
+
+def test_a_graph_that_nobody_runs_goes_when_it_is_dropped(scene: Scene) -> None:
+    """A result that its own node saves would hold the node that holds it, in C++ where no collector sees it."""
+    x = torch.ones(3, requires_grad=True)
+    scene.saved.push()
+    y = x.exp()
+    scene.saved.pop()
+    memory = weak_storage(y)
+    del y
+    assert memory.expired()
+
+
+def test_pushing_twice_is_pushing_once(scene: Scene) -> None:
+    """Units in units, steps in steps."""
+    assert scene.saved.push()
+    assert not scene.saved.push()
+    scene.saved.pop()
+    assert top_saved_tensor_hooks() is None
+
+
+def test_without_gradients_there_is_nothing_to_save(scene: Scene) -> None:
+    with torch.no_grad():
+        assert not scene.saved.push()
+    with torch.inference_mode():
+        assert not scene.saved.push()
+
+
+def test_pop_all_after_an_exception(scene: Scene) -> None:
+    """And a `pop` that comes late does not take away someone else's pair."""
+    scene.saved.push()
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        scene.saved.push()
+        scene.saved.pop()
+    scene.saved.pop_all()
+    scene.saved.pop()
+    assert top_saved_tensor_hooks() is None
+
+
+class Log:
+    """A user's hooks that write down what they see."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.hooks = saved_tensors_hooks(
+            lambda tensor: (log.append(f"pack {name}"), tensor)[1],
+            lambda tensor: (log.append(f"unpack {name}"), tensor)[1],
+        )
+
+
+def test_the_pair_below_gets_what_is_no_weight(scene: Scene) -> None:
+    """Only the innermost pair is called by autograd: ours must hand on, or a user's checkpoint is switched off."""
+    log: list[str] = []
+    x = torch.ones(1, 3, requires_grad=True)
+    with Log("outer", log).hooks, Log("inner", log).hooks:
+        assert scene.saved.push()
+        assert not scene.saved.push()
+        y = (x @ scene.twin.parameter).exp()
+        scene.saved.pop()
+    y.sum().backward()
+    assert log == ["pack inner", "pack inner", "unpack inner", "unpack inner"] or set(log) == {
+        "pack inner",
+        "unpack inner",
+    }
+    assert log.count("pack inner") == log.count("unpack inner") == 2  # x and the result of exp, not the weight
+    assert scene.required == [scene.twin]
+
+
+def test_a_users_pair_above_ours_is_wrapped_again(scene: Scene) -> None:
+    """A checkpoint inside of a unit: a nested unit pushes ours once more, over the user's."""
+    log: list[str] = []
+    x = torch.ones(1, 3, requires_grad=True)
+    assert scene.saved.push()
+    with Log("user", log).hooks:
+        assert scene.saved.push()
+        y = (x @ scene.twin.parameter).exp()
+        scene.saved.pop()
+    scene.saved.pop()
+    y.sum().backward()
+    assert sorted(set(log)) == ["pack user", "unpack user"]
+    assert scene.required == [scene.twin]
+
+
+def test_two_pipelines_hand_on_to_each_other(scene: Scene) -> None:
+    """Each finds its own weights, in whatever order their hooks lie."""
+    other = Scene()
+    x = torch.ones(1, 3, requires_grad=True)
+    scene.saved.push()
+    other.saved.push()
+    y = x @ scene.twin.parameter @ other.twin.parameter
+    other.saved.pop()
+    scene.saved.pop()
+    y.sum().backward()
+    assert scene.required == [scene.twin]
+    assert other.required == [other.twin]
+
+
+def test_an_activation_changed_in_place_raises(scene: Scene) -> None:
+    """Saved-tensor hooks switch off autograd's own check."""
+    x = torch.ones(3, requires_grad=True)
+    scene.saved.push()
+    y = x.exp()
+    z = y.square()
+    scene.saved.pop()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*shape \[3\]"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("change", ["master", "twin"])
+def test_a_weight_changed_in_place_raises(scene: Scene, change: str) -> None:
+    """On the host (an optimizer step) as on the device; the weight is named."""
+    x = torch.ones(1, 3, requires_grad=True)
+    scene.saved.push()
+    y = x @ scene.twin.parameter
+    scene.saved.pop()
+    with torch.no_grad():
+        (scene.placed.weights[0].master if change == "master" else scene.twin.parameter).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.*weight 'unit.0'"):
+        y.sum().backward()
+
+
+def test_a_write_back_is_no_second_change(scene: Scene) -> None:
+    """A forward changed the twin in place, and the master got the change: one change, before it was saved."""
+    twin, master = scene.twin, scene.placed.weights[0].master
+    with torch.no_grad():
+        twin.parameter.mul_(2)
+    assert twin.changed_in_place
+    x = torch.ones(1, 3, requires_grad=True)
+    scene.saved.push()
+    y = x @ twin.parameter
+    scene.saved.pop()
+    with torch.no_grad():
+        master.copy_(twin.data)
+    twin.written_back()
+    assert not twin.changed_in_place
+    y.sum().backward()
+    assert x.grad.tolist() == [[6, 6, 6]]
+
+
+def test_a_graph_of_an_earlier_arrangement_raises(scene: Scene) -> None:
+    """Its weights' places are somebody else's by now."""
+    x = torch.ones(1, 3, requires_grad=True)
+    scene.saved.push()
+    y = x @ scene.twin.parameter
+    scene.saved.pop()
+    scene.saved.twins = {}
+    with pytest.raises(RuntimeError, match=r"weight 'unit.0' of a graph.*rebuild"):
+        y.sum().backward()
+
+
+def test_reverse_mode_torch_func_is_refused(scene: Scene) -> None:
+    """It forbids saved-tensor hooks: the message says so, and what to use."""
+
+    def forward(x: Tensor) -> Tensor:
+        scene.saved.push()
+        return x.sum()
+
+    with pytest.raises(RuntimeError, match=r"torch.func.grad.*torch.autograd"):
+        grad(forward)(torch.ones(2))

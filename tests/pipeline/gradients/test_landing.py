@@ -1,0 +1,210 @@
+"""Memory that gradients come home through: nothing is given away that somebody still reads or holds."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.gradients import landing
+from sp_lightning.pipeline.gradients.landing import (
+    Piece,
+    Ring,
+    Slot,
+    TensorsIn,
+    cast_and_add,
+    lay_out_gradients,
+    norms_in,
+)
+from sp_lightning.pipeline.weights.weight import Weight
+
+from ..parts import RecordingBackend
+
+FLOAT, BF16 = torch.float32, torch.bfloat16
+
+
+def weights_of(*tensors: Tensor) -> list[Weight]:
+    return [Weight(str(index), nn.Parameter(tensor)) for index, tensor in enumerate(tensors)]
+
+
+# ----------------------------------------------------------------------------------------------------------- tensors in
+
+
+def test_norms_lie_behind_the_gradients() -> None:
+    """One copy brings both: the gradients where they would lie without norms, a number for each after them."""
+    weights = weights_of(torch.ones(65), torch.ones(2, 3), torch.ones(1))
+    offsets, nbytes, norms_at = lay_out_gradients(weights, [FLOAT, BF16, FLOAT])
+    assert (offsets, norms_at, nbytes) == ([0, 512, 768], 1024, 1280)
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    norms = norms_in(memory, norms_at, 3)
+    norms.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    assert memory[norms_at : norms_at + 12].view(FLOAT).tolist() == [1, 2, 3]
+    assert not memory[:norms_at].any()
+
+
+def test_many_norms_take_the_room_they_need() -> None:
+    weights = weights_of(*[torch.ones(1)] * 100)
+    offsets, nbytes, norms_at = lay_out_gradients(weights, [FLOAT] * 100)
+    assert norms_at == offsets[-1] + 256
+    assert nbytes == norms_at + 512
+
+
+def test_memory_is_looked_at_as_gradients() -> None:
+    """With the masters' strides, in the dtypes that travel, over the memory itself."""
+    weights = weights_of(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.ones(7))
+    found = TensorsIn(torch.zeros(1 << 12, dtype=torch.uint8))
+    (first, second), norms = found.tensors(weights, [FLOAT, BF16])
+    assert first.stride() == weights[0].master.stride()
+    assert (first.dtype, second.dtype, norms.dtype) == (FLOAT, BF16, FLOAT)
+    assert first.data_ptr() == found.memory.data_ptr()
+    assert (first.shape, second.shape, norms.shape) == ((2, 3, 4, 5), (7,), (2,))
+    second.fill_(1)
+    assert found.memory[512:526].view(BF16).eq(1).all()
+
+
+def test_tensors_are_made_once_for_each_set_of_gradients() -> None:
+    """Making them costs more than the copy of a small unit."""
+    weights = weights_of(torch.ones(3), torch.ones(3))
+    found = TensorsIn(torch.zeros(1 << 12, dtype=torch.uint8))
+    both = found.tensors(weights, [FLOAT, FLOAT])
+    assert found.tensors(weights, [FLOAT, FLOAT]) is both
+    assert found.tensors(weights[1:], [FLOAT])[0][0].data_ptr() == found.memory.data_ptr()
+    assert found.tensors(weights, [BF16, FLOAT])[0][0].dtype is BF16
+    assert found.tensors(weights, [FLOAT, FLOAT]) is both
+
+
+def test_a_piece_lies_on_the_device() -> None:
+    """Poisoned when debugging, as all of its memory."""
+    piece = Piece(256, RecordingBackend())
+    assert piece.memory.view(FLOAT).isnan().all()
+    assert piece.ticket is None
+
+
+# ----------------------------------------------------------------------------------------------------- slots and a ring
+
+
+def test_who_takes_a_slot_waits_until_one_is_free() -> None:
+    """Whichever is free first: the optimizer may come late to the oldest."""
+    ring = Ring(RecordingBackend(), pin=False, most=2)
+    oldest, newest = ring.take(256), ring.take(256)
+    assert not oldest.is_free
+    taken: list[Slot] = []
+    thread = threading.Thread(target=lambda: taken.append(ring.take(256)))
+    thread.start()
+    thread.join(0.05)
+    assert not taken
+    newest.release()
+    thread.join(5)
+    assert taken == [newest]
+    assert not newest.is_free
+
+
+def test_slots_are_made_as_they_are_needed() -> None:
+    """A host that keeps up needs one, whatever the limit."""
+    ring = Ring(RecordingBackend(), pin=False, most=5)
+    assert ring.nbytes() == 0
+    for _ in range(4):
+        ring.take(256).release()
+    assert ring.nbytes() == 256
+    held = [ring.take(256) for _ in range(3)]
+    assert len(set(map(id, held))) == 3
+    assert ring.nbytes() == 3 * 256
+
+
+def test_when_all_slots_are_in_use_the_first_to_be_free_is_waited_for() -> None:
+    """The host's work is done in order, so the slot that was taken first comes back first."""
+    ring = Ring(RecordingBackend(), pin=False, most=2)
+    first, second = ring.take(256), ring.take(256)
+    for expected in (first, second, first, second):
+        got: list[Slot] = []
+        thread = threading.Thread(target=lambda got=got: got.append(ring.take(256)))  # type: ignore[misc]
+        thread.start()
+        thread.join(0.03)
+        assert got == [], "a slot was given away that is in use"
+        expected.release()
+        thread.join(5)
+        assert got == [expected]
+    assert ring.nbytes() == 2 * 256
+
+
+def test_a_free_slot_is_not_waited_for() -> None:
+    """Even if another one was taken earlier."""
+    ring = Ring(RecordingBackend(), pin=False, most=2)
+    _, second = ring.take(256), ring.take(256)
+    second.release()
+    assert ring.take(256) is second
+
+
+def test_a_slot_that_is_too_small_is_replaced() -> None:
+    """Units have unequal sizes; the page-lock of the old memory is undone, and there are not more slots for it."""
+    backend = RecordingBackend(can_pin=True)
+    ring = Ring(backend, pin=True, most=2)
+    small = ring.take(256)
+    small.release()
+    large = ring.take(1024)
+    assert large is not small
+    assert large.memory.nbytes == 1024 == ring.nbytes()
+    assert backend.pinned == {large.memory.data_ptr()}
+    assert not large.is_free
+    large.release()
+    assert ring.take(512) is large
+
+
+def test_a_slot_that_is_too_small_and_in_use_is_waited_for() -> None:
+    ring = Ring(RecordingBackend(), pin=False, most=1)
+    small = ring.take(256)
+    got: list[Slot] = []
+    thread = threading.Thread(target=lambda: got.append(ring.take(512)))
+    thread.start()
+    thread.join(0.03)
+    assert got == []
+    small.release()
+    thread.join(5)
+    assert got[0].memory.nbytes == 512
+
+
+def test_after_an_exception_all_slots_are_free() -> None:
+    ring = Ring(RecordingBackend(), pin=False, most=2)
+    held = [ring.take(256), ring.take(256)]
+    ring.release_all()
+    assert all(slot.is_free for slot in held)
+    ring.take(256)
+
+
+def test_closing_a_ring_undoes_page_locks() -> None:
+    backend = RecordingBackend(can_pin=True)
+    ring = Ring(backend, pin=True, most=3)
+    for _ in range(2):
+        ring.take(256)
+    assert len(backend.pinned) == 2
+    ring.close()
+    assert not backend.pinned
+
+
+# ------------------------------------------------------------------------------------------------------------- addition
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FLOAT, torch.float64], ids=str)
+def test_casting_and_adding_piece_by_piece(monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype) -> None:
+    """Below, at and above the size of a piece; in the bits of an addition at once."""
+    monkeypatch.setattr(landing, "_CHUNK", 16)
+    total, arrived = torch.randn(count), torch.randn(count).to(dtype)
+    expected = total + arrived.to(FLOAT)
+    cast_and_add(total, arrived)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("same_strides", [True, False])
+def test_casting_and_adding_other_layouts(monkeypatch: pytest.MonkeyPatch, same_strides: bool) -> None:
+    """Element by element, however the two lie in memory."""
+    monkeypatch.setattr(landing, "_CHUNK", 16)
+    total = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    arrived = torch.randn(2, 3, 4, 5).bfloat16()
+    if same_strides:
+        arrived = arrived.to(memory_format=torch.channels_last)
+    expected = total + arrived.float()
+    cast_and_add(total, arrived)
+    assert torch.equal(total, expected)

@@ -1,0 +1,340 @@
+"""Which weights are sent in autocast's dtype: layers that are known, uses that are watched, and what stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.modules.compiled import run_uncompiled
+from sp_lightning.pipeline.modules.lowering import (
+    LoweringSpy,
+    is_lowered_layer,
+    is_view,
+    known_to_be_lowered,
+    tensors_among,
+)
+from sp_lightning.pipeline.weights.finder import find_units
+from sp_lightning.pipeline.weights.weight import CAN_SAY_OTHER_DTYPE
+
+from ..parts import place
+
+
+class Scaled(nn.Linear):
+    """A linear layer that also uses its weight as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.mean()
+
+
+class Raw(nn.Module):
+    """A layer that torch does not know."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.w)
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "lowered"),
+    [
+        (nn.Linear(2, 2), True),
+        (nn.Conv1d(2, 2, 1), True),
+        (nn.Conv2d(2, 2, 1), True),
+        (nn.Conv3d(2, 2, 1), True),
+        (nn.ConvTranspose2d(2, 2, 1), True),
+        (type("Sub", (nn.Linear,), {})(2, 2), True),
+        (Scaled(2, 2), False),
+        (patched(), False),
+        (nn.MultiheadAttention(2, 1).out_proj, False),
+        (nn.LayerNorm(2), False),
+        (nn.Embedding(2, 2), False),
+        (nn.Bilinear(2, 2, 2), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_known_layers(layer: nn.Module, lowered: bool) -> None:
+    """Only layers whose forward is the very operation; nn.MultiheadAttention reads `out_proj`, never calls it."""
+    assert is_lowered_layer(layer) is lowered
+
+
+def test_known_weights() -> None:
+    """Not those that are tied to an embedding, nor those that autocast leaves alone."""
+    tied, double, plain = nn.Linear(4, 4, bias=False), nn.Linear(4, 4).double(), nn.Linear(4, 4)
+    embedding = nn.Embedding(4, 4)
+    embedding.weight = tied.weight
+    model = nn.Sequential(embedding, nn.Linear(4, 4), nn.LayerNorm(4), double, plain, tied)
+    plan = find_units(model, lambda name, module: not any(module.children()))
+    known = {weight.name for weight in known_to_be_lowered(model, plan.units)}
+    assert known == {"1.weight", "1.bias", "4.weight", "4.bias"}
+
+
+class Product(torch.autograd.Function):
+    """A user's function, whose forward autocast lowers and whose backward uses the weight as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient.float() @ w.float().t(), x.float().t() @ gradient.float()
+
+
+CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "linear": (lambda x, w: F.linear(x, w), True),
+    "matmul": (lambda x, w: x @ w, True),
+    "transposed": (lambda x, w: x @ w.t(), True),
+    "twice": (lambda x, w: F.linear(F.linear(x, w), w), True),
+    "multiplied": (lambda x, w: x * w.sum(), False),
+    "both": (lambda x, w: F.linear(x, w) * w.mean(), False),
+    "norm": (lambda x, w: F.layer_norm(x, (8,), w[0]), False),
+    "embedding": (lambda x, w: x + F.embedding(torch.tensor([0]), w), False),
+    "custom-function": (Product.apply, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_uses_are_watched(name: str) -> None:
+    """In a first forward under autocast: what is only ever cast is lowered, what is used as it is stays."""
+    use, lowered = CASES[name]
+    made = place([torch.randn(8, 8)])
+    spy_on = {"twins": made.by_memory, "assumed": set(), "device_type": "cpu"}
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with cast, LoweringSpy(**spy_on, on_use_as_is=pytest.fail) as spy:
+        use(torch.randn(2, 8), made.twins[0].parameter)
+    assert (set(made.weights) == spy.lowered - spy.used_as_is) is lowered
+    assert bool(spy.used_as_is) is not lowered
+
+
+def test_a_layer_where_autocast_is_off_is_told() -> None:
+    """Before it computes, so that it can be served with its own dtype."""
+    layer = nn.Linear(4, 4)
+    told: list[nn.Module] = []
+    with torch.autocast("cpu", dtype=torch.bfloat16), LoweringSpy({}, set(), "cpu", told.append):
+        layer(torch.ones(1, 4))
+        with torch.autocast("cpu", enabled=False):
+            layer(torch.ones(1, 4))
+    assert told == [layer]
+    layer(torch.ones(1, 4))
+    assert told == [layer], "a hook was left behind"
+
+
+@pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, "supports_higher_order_operators"), reason="this torch lets them pass no mode"
+)
+def test_operations_of_higher_order_use_weights_as_they_are() -> None:
+    """What goes on inside of `flex_attention` is not seen."""
+    made = place([torch.randn(1, 1, 2, 4)])
+    twin = made.twins[0].parameter.detach()  # there is no backward on a CPU
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with cast, LoweringSpy(made.by_memory, set(), "cpu", pytest.fail) as spy:
+        run_uncompiled(flex_attention, twin, twin, twin)  # it compiles itself, which it cannot under this mode
+    assert spy.used_as_is == set(made.weights)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
+    """From the second step on, and outputs are those of plain autocast in every step."""
+    use, lowered = CASES[name]
+    model = nn.Sequential(*[Raw(use) for _ in range(3)])
+    plain = nn.Sequential(*[Raw(use) for _ in range(3)])
+    plain.load_state_dict(model.state_dict())
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=Raw, debug=True))
+    try:
+        for step in range(3):
+            results = []
+            for runner in (plain, model):
+                torch.manual_seed(step)
+                with pipeline.step(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+                    loss = runner(torch.randn(2, 8)).float().square().mean()
+                loss.backward()
+                results += [loss.detach(), *(p.grad.clone() for p in runner.parameters())]
+            half = len(results) // 2
+            assert all(map(torch.equal, results[:half], results[half:]))
+        # without the cache each use has a cast of its own, whose gradients add up in fp32
+        assert pipeline.summary().lowered == (3 if lowered and (cache or name != "twice") else 0)
+    finally:
+        pipeline.detach()
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_a_fast_path_that_wants_weights_as_they_are(cache: bool, first: str) -> None:
+    """In evaluation under a CPU's autocast, `nn.TransformerEncoderLayer` is one operation."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)])
+    model = copy.deepcopy(plain)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=nn.TransformerEncoderLayer, debug=True))
+    x = torch.randn(2, 3, 8)
+    try:
+        for step in range(4):
+            training = (step % 2 == 0) is (first == "training")
+            results = []
+            for runner in (plain, model):
+                runner.train(training).zero_grad()
+                cast = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache)
+                with nullcontext() if runner is plain else pipeline.step(), cast, torch.set_grad_enabled(training):
+                    loss = runner(x).float().square().mean()
+                if training:
+                    loss.backward()
+                results.append([loss.detach(), *(p.grad for p in runner.parameters() if p.grad is not None)])
+            assert all(map(torch.equal, *results))
+    finally:
+        pipeline.detach()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_encoder_is_evaluated_before_anything_else(mode: Callable[[], Any], debug: bool) -> None:
+    """`nn.TransformerEncoder` looks at its first layer's weights; then that layer's call arranges all for autocast."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3).eval()
+    x = torch.randn(2, 3, 8)
+    with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        expected = model(x)
+        pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, debug=debug))
+        try:
+            for _ in range(2):
+                with pipeline.step():
+                    actual = model(x)
+                assert actual.dtype is expected.dtype
+                assert torch.equal(actual, expected)
+        finally:
+            pipeline.detach()
+
+
+class AsksForTheDtype(nn.Linear):
+    """As adapters do, and T5: what comes between the cast and the layer depends on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype) * 1.001)
+
+
+class Checkpoints(AsksForTheDtype):
+    """A checkpoint compares what is saved the first time with what is saved the second time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.skipif(not CAN_SAY_OTHER_DTYPE, reason="this torch would compile more graphs for such weights")
+@pytest.mark.parametrize("layer", [AsksForTheDtype, Checkpoints])
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_lowered_weight_says_the_dtype_of_its_master(cache: bool, layer: type[nn.Linear]) -> None:
+    def story(model: nn.Module) -> list[Tensor]:
+        result = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                output = model(x)
+            output.float().square().sum().backward()
+            result.append(output.detach())
+        return [*result, *(parameter.grad for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[layer(8, 8) for _ in range(3)]), torch.randn(4, 8)
+    expected = story(copy.deepcopy(model))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=layer))
+    actual = story(model)
+    assert [weight.lowered for weight in pipeline._arrangement.weights] == [True] * 6
+    pipeline.detach()
+    assert all(map(torch.equal, expected, actual))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        lambda: Raw(lambda x, w: torch.einsum("ab,bc->ac", x, w)),
+        lambda: Raw(lambda x, w: torch.tensordot(x, w, 1)),
+        lambda: Raw(lambda x, w: torch.cdist(x, w)),  # autocast has a rule for it, which says fp32
+        lambda: Raw(lambda x, w: F.linear(x, w)),
+        lambda: nn.GRUCell(8, 8),
+        lambda: nn.RNN(8, 8),
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
+    ],
+)
+def test_the_first_evaluation_computes_as_the_others(
+    unit: Callable[[], nn.Module], cache: bool, mode: Callable[[], Any]
+) -> None:
+    """While it was watched in inference mode, autocast did not see what `einsum`, `lstm` and others are made of."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([unit() for _ in range(3)]).eval()
+    x = torch.randn(4, 8)
+
+    def evaluate() -> list[Tensor]:
+        with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            outputs = [layer(x) for layer in model]
+        return [output[0] if isinstance(output, tuple) else output for output in outputs]
+
+    expected = evaluate()
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1))
+    actual = [evaluate(), evaluate()]
+    pipeline.detach()
+    for outputs in actual:
+        assert [output.dtype for output in outputs] == [output.dtype for output in expected]
+        assert all(map(torch.equal, expected, outputs))
+
+
+def test_lowered_units_travel_at_half_the_bytes() -> None:
+    """In bf16; without autocast in fp32 again."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear))
+    for enabled, nbytes in [(True, 2 * 64 * 64), (False, 4 * 64 * 64), (True, 2 * 64 * 64)]:
+        for _ in range(2):
+            with pipeline.step(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                loss = model(torch.randn(2, 64)).sum()
+            loss.backward()
+        assert pipeline.summary().unit_bytes == (nbytes,) * 4
+    pipeline.detach()
+
+
+@pytest.mark.parametrize(
+    ("operation", "view"),
+    [
+        (torch.ops.aten.t.default, True),
+        (torch.ops.aten.view.default, True),
+        (torch.ops.aten.detach.default, True),
+        (torch.ops.aten.slice.Tensor, True),
+        (torch.ops.aten.add.Tensor, False),
+        (torch.ops.aten.add_.Tensor, False),
+        (torch.ops.aten._to_copy.default, False),
+        (torch.ops.aten._foreach_add_.Scalar, False),
+    ],
+    ids=str,
+)
+def test_views_are_told_from_work(operation: torch._ops.OpOverload, view: bool) -> None:
+    """By the operation's schema."""
+    assert is_view(operation) is view
+
+
+def test_operands_are_found() -> None:
+    """In lists, too; sparse ones have no memory to look up."""
+    a, b = torch.ones(1), torch.ones(2)
+    sparse = torch.eye(2).to_sparse()
+    assert [storage_key(t) for t in tensors_among((a, [b, sparse], 3, None, "x"))] == [storage_key(a), storage_key(b)]

@@ -1,0 +1,190 @@
+"""Noticing optimizer steps: when the gradients are there, and when the weights have changed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from sp_lightning.pipeline.modules.guard import guards_suspended, resume_all_guards
+from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
+
+
+class Listener:
+    """Writes down what it is told, with the gradient and the weight of that moment."""
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.told: list[tuple[str, float | None, float]] = []
+        self.optimizers: list[Optimizer] = []
+        self.closures = 0
+
+    def _note(self, what: str, optimizer: Optimizer) -> None:
+        gradient = None if self.weight.grad is None else self.weight.grad.item()
+        self.told.append((what, gradient, round(self.weight.item(), 5)))
+        self.optimizers.append(optimizer)
+
+    def before_closure(self) -> None:
+        self.closures += 1
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self._note("before", optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._note("after", optimizer)
+
+    def closure(self) -> Tensor:
+        assert self.told == [] or self.told[-1][0] == "before", "told before the closure has made gradients"
+        self.weight.grad = None
+        loss = (self.weight - 3).square()
+        loss.backward()
+        return loss
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = Listener()
+    listen_to_optimizers(made)
+    yield made
+    stop_listening(made)
+    assert not guards_suspended()
+
+
+def test_a_step_is_told_of_before_and_after(listener: Listener) -> None:
+    optimizer = SGD([listener.weight], lr=0.1)
+    listener.weight.grad = torch.tensor(1.0)
+    optimizer.step()
+    assert listener.told == [("before", 1, 0), ("after", 1, -0.1)]
+    assert listener.optimizers == [optimizer] * 2
+
+
+STEPS: dict[str, Callable[[Optimizer, Callable[[], Tensor]], Any]] = {
+    "positional": lambda optimizer, closure: optimizer.step(closure),
+    "by keyword": lambda optimizer, closure: optimizer.step(closure=closure),
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_with_a_closure_gradients_are_there_when_it_has_been_called(
+    listener: Listener, step: Callable[[Optimizer, Callable[[], Tensor]], Any]
+) -> None:
+    """As Lightning steps: not before the closure, but before the update; and the loss comes back."""
+    loss = step(SGD([listener.weight], lr=0.1), listener.closure)
+    assert loss.item() == 9
+    assert listener.told == [("before", -6, 0), ("after", -6, 0.6)]
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_closure_that_is_called_several_times_is_told_of_each_time(
+    listener: Listener, step: Callable[[Optimizer, Callable[[], Tensor]], Any]
+) -> None:
+    """LBFGS looks at the loss again and again."""
+    listener.weight.grad = None
+    step(LBFGS([listener.weight], max_iter=3), listener.closure)
+    whats = [what for what, *_ in listener.told]
+    assert whats == ["before"] * (len(whats) - 1) + ["after"]
+    assert listener.closures == len(whats) - 1 > 1
+
+
+def test_no_closure_given_by_name(listener: Listener) -> None:
+    SGD([listener.weight], lr=0.1).step(closure=None)
+    assert [what for what, *_ in listener.told] == ["before", "after"]
+
+
+def test_under_a_scheduler(listener: Listener) -> None:
+    """It wraps `step` in the object."""
+    optimizer = SGD([listener.weight], lr=0.1)
+    StepLR(optimizer, 1)
+    optimizer.step(listener.closure)
+    assert [what for what, *_ in listener.told] == ["before", "after"]
+
+
+def test_masters_are_masters_while_an_optimizer_steps(listener: Listener) -> None:
+    """To the end of the step, and no longer."""
+    seen: list[bool] = []
+
+    class Looking(SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(guards_suspended())
+            loss = super().step(closure)
+            seen.append(guards_suspended())
+            return loss
+
+    Looking([listener.weight], lr=0.1).step(listener.closure)
+    assert seen == [True, True]
+    assert not guards_suspended()
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_closure_computes(listener: Listener, step: Callable[[Optimizer, Callable[[], Tensor]], Any]) -> None:
+    """It is the user's: a weight that it uses outside of a module's call is meant to be the one on the device."""
+    seen: list[bool] = []
+
+    def closure() -> Tensor:
+        seen.append(guards_suspended())
+        return listener.closure()
+
+    step(LBFGS([listener.weight], max_iter=3), closure)
+    assert len(seen) > 1
+    assert not any(seen)
+    assert not guards_suspended()
+
+
+def test_a_closure_that_raises(listener: Listener) -> None:
+    """Nobody is told of a step that was none, and the next one is told of."""
+
+    def fail() -> Tensor:
+        raise KeyboardInterrupt
+
+    optimizer = SGD([listener.weight], lr=0.1)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(fail)
+    assert listener.told == []
+    assert not guards_suspended()
+    optimizer.step(listener.closure)
+    assert [what for what, *_ in listener.told] == ["before", "after"]
+    resume_all_guards()
+
+
+def test_all_that_listen_are_told() -> None:
+    listeners = [Listener(), Listener()]
+    for listener in listeners:
+        listen_to_optimizers(listener)
+        listen_to_optimizers(listener)
+    SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    stop_listening(listeners[0])
+    SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    stop_listening(listeners[1])
+    SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert [len(listener.told) for listener in listeners] == [2, 4]
+
+
+def test_hooks_are_taken_off_with_the_last_listener() -> None:
+    before = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+    listeners = [Listener(), Listener()]
+    for listener in listeners:
+        listen_to_optimizers(listener)
+    stop_listening(listeners[0])
+    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == (before[0] + 1, before[1] + 1)
+    stop_listening(listeners[1])
+    stop_listening(listeners[1])
+    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
+
+
+def test_a_listener_is_not_kept_alive() -> None:
+    """A pipeline that was never detached is collected with its model."""
+    listener = Listener()
+    listen_to_optimizers(listener)
+    reference = weakref.ref(listener)
+    del listener
+    gc.collect()
+    assert reference() is None
+    stop_listening(Listener())

@@ -1,0 +1,1148 @@
+"""Optimizer steps that overlap with computing: what is stepped when, and that nobody sees an unfinished step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
+
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.modules.guard import HostParameter
+from sp_lightning.pipeline.optimizer.stepping import UnitStep
+
+WIDTH = 8
+X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+
+
+def chain(count: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(count)])
+
+
+@contextmanager
+def attached(model: nn.Module, seed: int = 0, **options: Any) -> Iterator[Pipeline]:
+    """Each linear layer is a unit; copies and work on the host take a random time, free memory is poisoned."""
+    backend = HostBackend(poison=True, max_delay=0.004, seed=seed)
+    choices = PipelineOptions(**{"k": 2, "units": nn.Linear, "debug": True, **options})
+    pipeline = Pipeline(model, "cpu", options=choices, backend=backend)
+    try:
+        yield pipeline
+    finally:
+        pipeline.detach()
+
+
+@contextmanager
+def held_up(pipeline: Pipeline) -> Iterator[threading.Event]:
+    """Work on the host does not begin before the event is set, or whatever needs it would wait for ten seconds."""
+    pipeline._backend.drain()  # what an earlier step left behind would be held up, too, and a step needs it
+    gate = threading.Event()
+    pipeline._backend._host.submit(lambda: (gate.wait(10), None)[1])  # type: ignore[attr-defined]
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+def open_soon(gate: threading.Event) -> None:
+    threading.Timer(0.03, gate.set).start()
+
+
+Step = Callable[[nn.Module, Optimizer], Any]
+
+
+def plain_step(model: nn.Module, optimizer: Optimizer) -> None:
+    """A step as in any tutorial; nothing is read."""
+    optimizer.zero_grad()
+    model(X).square().mean().backward()
+    optimizer.step()
+
+
+def everything(model: nn.Module, *optimizers: Optimizer) -> list[Any]:
+    """All a user can see after a step."""
+    seen: list[Any] = [p.detach().clone() for p in model.parameters()]
+    seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    for optimizer in optimizers:
+        states = copy.deepcopy(optimizer.state_dict())["state"]
+        seen += list(states)  # in their order
+        seen += [states[number][key] for number in states for key in sorted(states[number])]
+    return seen
+
+
+def same(expected: list[Any], found: list[Any]) -> bool:
+    assert len(expected) == len(found)
+    return all(as_numbers(a) == as_numbers(b) for a, b in zip(expected, found, strict=True))
+
+
+def as_numbers(value: Any) -> Any:
+    """Something that `==` compares as a whole; state of LBFGS has lists of tensors."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.tolist()
+    return [as_numbers(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def train(
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    step: Step = plain_step,
+    steps: int = 4,
+    make_model: Callable[[], nn.Module] = chain,
+) -> list[Any]:
+    """The reference: the same, plainly."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    for _ in range(steps):
+        step(model, optimizer)
+    return everything(model, optimizer)
+
+
+def adam(model: nn.Module) -> Optimizer:
+    return Adam(model.parameters(), lr=0.01)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+# ------------------------------------------------------------------------------------------------------------ exactness
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "SGD": lambda model: SGD(model.parameters(), lr=0.1),
+    "momentum": momentum,
+    "Adam": adam,
+    "AdamW": lambda model: AdamW(model.parameters(), lr=0.01, amsgrad=True),
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, centered=True),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
+    "Adadelta": lambda model: torch.optim.Adadelta(model.parameters()),
+    "a tensor as lr": lambda model: Adam(model.parameters(), lr=torch.tensor(0.01)),
+    "maximize": lambda model: SGD(model.parameters(), lr=0.01, maximize=True),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_overlapped_steps_are_those_of_plain_training(make: Callable[[nn.Module], Optimizer]) -> None:
+    """Weights, gradients and state, bit by bit, with nobody looking in between."""
+    expected = train(make)
+    model = chain()
+    with attached(model) as pipeline:
+        optimizer = make(model)
+        for _ in range(4):
+            plain_step(model, optimizer)
+        assert pipeline.stats.overlapped_steps == 4 * 5
+        assert same(expected, everything(model, optimizer))
+    assert same(expected, everything(model, optimizer))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (3, 1), (4, 2), (5, 1)])
+def test_whatever_is_on_the_device(k: int, k_prime: int, seed: int) -> None:
+    """Steps, copies and computing interleave in any order."""
+    expected = train(momentum, steps=3)
+    model = chain()
+    with attached(model, seed=seed, k=k, k_prime=k_prime) as pipeline:
+        optimizer = momentum(model)
+        for _ in range(3):
+            plain_step(model, optimizer)
+        assert pipeline.stats.overlapped_steps == 3 * 5
+        assert same(expected, everything(model, optimizer))
+
+
+def test_settings_of_a_step_are_those_when_it_was_called() -> None:
+    """A scheduler goes on while units are still being stepped."""
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        plain_step(model, optimizer)
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    for make in (OPTIMIZERS["Adam"], OPTIMIZERS["a tensor as lr"]):
+        expected = train(make, step)
+        model = chain()
+        with attached(model):
+            optimizer = make(model)
+            for _ in range(4):
+                step(model, optimizer)
+            assert same(expected, everything(model, optimizer))
+
+
+def test_under_a_scheduler() -> None:
+    """It replaces `step` in the object, and asks whether it was called."""
+
+    def story(model: nn.Module) -> list[Any]:
+        optimizer = adam(model)
+        scheduler = StepLR(optimizer, 1, gamma=0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                plain_step(model, optimizer)
+                scheduler.step()
+        return everything(model, optimizer)
+
+    expected = story(chain())
+    model = chain()
+    with attached(model) as pipeline:
+        assert same(expected, story(model))
+        assert pipeline.stats.overlapped_steps == 3 * 5
+
+
+def test_frozen_weights_and_weights_without_gradients() -> None:
+    """Neither is stepped: AdamW would decay them."""
+
+    def make(model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+
+    def made() -> nn.Module:
+        model = chain()
+        model[1].weight.requires_grad_(False)
+        model[2].requires_grad_(False)
+        model.add_module("unused", nn.Linear(WIDTH, WIDTH))
+        return model
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        x = X
+        for layer in model[:5]:
+            x = layer(x)
+        x.square().mean().backward()
+        optimizer.step()
+
+    expected = train(make, step, make_model=made)
+    model = made()
+    with attached(model):
+        optimizer = make(model)
+        for _ in range(4):
+            step(model, optimizer)
+        assert same(expected, everything(model, optimizer))
+
+
+@pytest.mark.parametrize("zero", [True, False, None])
+def test_accumulation(zero: bool | None) -> None:
+    """Over micro-batches, and (`None`) over steps whose gradients nobody throws away."""
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        if zero is not None:
+            optimizer.zero_grad(set_to_none=zero)
+        for scale in (1, 3):
+            (scale * model(X)).square().mean().backward()
+        optimizer.step()
+
+    expected = train(momentum, step)
+    model = chain()
+    with attached(model):
+        optimizer = momentum(model)
+        for _ in range(4):
+            step(model, optimizer)
+        assert same(expected, everything(model, optimizer))
+
+
+def autocast_step(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(X).square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+def test_lowered_weights_and_gradients() -> None:
+    """Gradients that arrive in bf16 are cast by the optimizer, which writes the copies that are sent, too."""
+    expected = train(adam, autocast_step)
+    model = chain()
+    with attached(model) as pipeline:
+        optimizer = adam(model)
+        for _ in range(4):
+            autocast_step(model, optimizer)
+        assert pipeline.summary().lowered > 0
+        assert pipeline.stats.overlapped_steps == 4 * 5
+        assert same(expected, everything(model, optimizer))
+
+
+# ---------------------------------------------------------------------------------------------- nobody sees half a step
+
+
+def test_a_step_returns_at_once() -> None:
+    """And metadata, which it does not change, can be asked for."""
+    expected = train(adam, steps=2)
+    model = chain()
+    with attached(model) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)  # the first one makes the optimizer's state, in this thread's settings
+        with held_up(pipeline) as gate:
+            plain_step(model, optimizer)
+            assert not gate.is_set()
+            assert {type(p) for layer in model for p in layer._parameters.values()} == {HostParameter}
+            assert [layer.weight.shape for layer in model] == [(WIDTH, WIDTH)] * 5
+            assert not pipeline._overlap.settled
+            open_soon(gate)
+            assert same(expected, everything(model, optimizer))
+        assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+LOOKS: dict[str, Callable[[nn.Module, Optimizer], list[Tensor]]] = {
+    "weights": lambda model, _: [p.detach().clone() for p in model.parameters()],
+    "data": lambda model, _: [layer.weight.data.clone() for layer in model],
+    "state_dict": lambda model, _: list(copy.deepcopy(model.state_dict()).values()),
+    "optimizer state": lambda model, optimizer: [
+        s[key] for _, s in sorted(copy.deepcopy(optimizer.state_dict())["state"].items()) for key in sorted(s)
+    ],
+    "state of a weight": lambda model, optimizer: [optimizer.state[layer.weight]["exp_avg"].clone() for layer in model],
+    "gradients": lambda model, _: [p.grad.clone() for p in model.parameters()],
+    "one gradient": lambda model, _: [model[3].weight.grad.clone()],
+    "deepcopy": lambda model, _: list(copy.deepcopy(model).parameters()),
+    "pickle": lambda model, _: list(pickle.loads(pickle.dumps(model)).parameters()),
+    "an evaluation": lambda model, _: [torch.no_grad()(model)(X)],
+    "an average": lambda model, _: [torch.no_grad()(lambda: torch.zeros(WIDTH, WIDTH).lerp_(model[4].weight, 0.5))()],
+    "in place": lambda model, _: [torch.no_grad()(lambda: model[4].weight.mul_(2).clone())()],
+    "vector": lambda model, _: [nn.utils.parameters_to_vector(model.parameters()).detach()],
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("step", [plain_step, autocast_step], ids=["fp32", "bf16"])
+def test_whoever_looks_sees_a_finished_step(step: Step, look: Callable[[nn.Module, Optimizer], list[Tensor]]) -> None:
+    """The first look after a step, while all of its work is still to be done."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Tensor]:
+        optimizer = adam(model)
+        for _ in range(2):
+            step(model, optimizer)
+        with held_up(pipeline) if pipeline else nullcontext(threading.Event()) as gate:
+            step(model, optimizer)
+            open_soon(gate)
+            return look(model, optimizer)
+
+    expected = story(chain(), None)
+    model = chain()
+    with attached(model) as pipeline:
+        assert same(expected, story(model, pipeline))
+
+
+def test_settling_waits_for_all() -> None:
+    expected = train(adam, steps=2)
+    model = chain()
+    with attached(model) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        with held_up(pipeline) as gate:
+            plain_step(model, optimizer)
+            open_soon(gate)
+            pipeline.settle()
+        assert {type(layer.weight) for layer in model} == {nn.Parameter}
+        assert same(expected, everything(model, optimizer))
+
+
+def test_state_is_in_the_order_in_which_torch_makes_it() -> None:
+    """Of parameters, step by step; units are stepped in another one, resident weights first."""
+
+    def story(model: nn.Module) -> list[int]:
+        optimizer = adam(model)
+        for trained in (False, True):
+            model[1].requires_grad_(trained)
+            plain_step(model, optimizer)
+        return list(optimizer.state_dict()["state"])
+
+    expected = story(chain())
+    assert expected[-2:] == [2, 3]
+    with attached(model := chain(), resident=["3"]):
+        assert story(model) == expected
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "_compile_session_context"), reason="this torch compiles unnoticed by other threads"
+)
+def test_a_step_is_finished_before_anything_is_compiled() -> None:
+    """Optimizers ask torch whether it compiles, which holds for all threads, and round otherwise if it does."""
+    finished = []
+
+    with attached(model := chain()) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            finished.append(pipeline._overlap.settled)
+            return graph.forward
+
+        with held_up(pipeline) as gate:
+            plain_step(model, optimizer)
+            assert not pipeline._overlap.settled
+            open_soon(gate)
+            torch.compile(lambda x: x.sin(), backend=backend)(X)
+    assert finished == [True]
+
+
+def test_detaching_finishes_the_step() -> None:
+    expected = train(adam, autocast_step, steps=2)
+    model = chain()
+    with attached(model) as pipeline:
+        optimizer = adam(model)
+        autocast_step(model, optimizer)
+        with held_up(pipeline) as gate:
+            autocast_step(model, optimizer)
+            open_soon(gate)
+            pipeline.detach()
+    assert same(expected, everything(model, optimizer))
+
+
+@pytest.mark.parametrize("alias", ["data", "detached", "a view"])
+def test_a_weight_that_somebody_holds_an_alias_of_is_stepped_in_time(alias: str) -> None:
+    """Reading an alias is not noticed: nobody may see it unfinished; also when units are arranged anew meanwhile."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None = None) -> tuple[list[Tensor], Optimizer]:
+        aliases = [{"data": p.data, "detached": p.detach(), "a view": p.data[1:]}[alias] for p in model[1].parameters()]
+        optimizer = adam(model)
+        seen = []
+        for _ in range(3):
+            plain_step(model, optimizer)
+            seen += [tensor.clone() for tensor in aliases]
+            if pipeline is not None:
+                pipeline.rebuild()
+        return [*seen, *everything(model, optimizer)], optimizer
+
+    expected, _ = story(chain())
+    model = chain()
+    with attached(model) as pipeline:
+        found, _ = story(model, pipeline)
+        assert same(expected, found)
+
+
+def test_masters_given_other_memory_are_taken_back() -> None:
+    """`p.data = ...` between backward and step."""
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        model[2].weight.data = model[2].weight.data * 2
+        optimizer.step()
+
+    expected = train(momentum, step)
+    model = chain()
+    with attached(model):
+        optimizer = momentum(model)
+        for _ in range(4):
+            step(model, optimizer)
+        assert same(expected, everything(model, optimizer))
+
+
+def test_weights_written_right_after_a_step() -> None:
+    """After it, not in the middle of it, and seen by the next forward."""
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        plain_step(model, optimizer)
+        with torch.no_grad():
+            model[3].weight.clamp_(-0.05, 0.05)
+        model[4].weight.data.mul_(0.5)
+
+    expected = train(momentum, step)
+    model = chain()
+    with attached(model):
+        optimizer = momentum(model)
+        for _ in range(4):
+            step(model, optimizer)
+        assert same(expected, everything(model, optimizer))
+
+
+def fail_to_step(*_: Any) -> None:
+    raise ArithmeticError("the optimizer is lost")
+
+
+@pytest.mark.parametrize(
+    "use", [lambda model: model[0].weight.data, lambda model: model(X)], ids=["a look", "a forward"]
+)
+def test_an_error_in_a_step_surfaces(monkeypatch: pytest.MonkeyPatch, use: Callable[[nn.Module], Any]) -> None:
+    """With whoever looks next, or with the next forward; nothing goes on with half a step in silence."""
+    model = chain()
+    masters = list(model.parameters())
+    with attached(model) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(UnitStep, "step", fail_to_step)
+            plain_step(model, optimizer)
+            with pytest.raises(ArithmeticError, match="the optimizer is lost"):
+                use(model)
+            for p in masters:  # each group has its own failure, told of once
+                with suppress(ArithmeticError):
+                    p.sum()
+        assert pipeline._overlap.settled
+
+
+def test_detaching_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is told, and the module is plain all the same."""
+    model = chain()
+    with attached(model) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(UnitStep, "step", fail_to_step)
+            plain_step(model, optimizer)
+            with pytest.raises(ArithmeticError, match="the optimizer is lost"):
+                pipeline.detach()
+    assert {type(layer) for layer in model} == {nn.Linear}
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert model(X).isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------------- who steps what
+
+
+def test_several_optimizers() -> None:
+    """On different layers, and on parts of the same layer; in turns."""
+
+    def story(model: nn.Module) -> list[Any]:
+        first = Adam([*model[:2].parameters(), model[2].weight], lr=0.01)
+        second = SGD([model[2].bias, *model[3:].parameters()], lr=0.1, momentum=0.9)
+        for turn in range(4):
+            for optimizer in (first, second) if turn % 2 else (second, first):
+                optimizer.zero_grad()
+                model(X).square().mean().backward()
+                optimizer.step()
+        return everything(model, first, second)
+
+    expected = story(chain())
+    model = chain()
+    with attached(model) as pipeline:
+        assert same(expected, story(model))
+        assert pipeline.stats.overlapped_steps == 4 * (3 + 3)
+
+
+def test_several_optimizers_after_one_backward() -> None:
+    """The second must not step before the first has, and each only its own."""
+
+    def story(model: nn.Module) -> list[Any]:
+        optimizers = [SGD(model.parameters(), lr=0.1, momentum=0.9), Adam(model.parameters(), lr=0.01)]
+        for _ in range(3):
+            model.zero_grad()
+            model(X).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return everything(model, *optimizers)
+
+    expected = story(chain())
+    model = chain()
+    with attached(model):
+        assert same(expected, story(model))
+
+
+def test_weights_of_a_unit_in_several_param_groups() -> None:
+    """Biases without weight decay, as everyone does."""
+
+    def make(model: nn.Module) -> Optimizer:
+        decayed, others = (
+            [p for name, p in model.named_parameters() if name.endswith(kind)] for kind in ("weight", "bias")
+        )
+        return AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0, "lr": 0.1}])
+
+    expected = train(make)
+    model = chain()
+    with attached(model) as pipeline:
+        optimizer = make(model)
+        for _ in range(4):
+            plain_step(model, optimizer)
+        assert pipeline.stats.overlapped_steps == 4 * 5
+        assert same(expected, everything(model, optimizer))
+
+
+class Own(SGD):
+    """A user's optimizer; nobody knows what it does."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                assert len(group["params"]) == 10
+                total = sum(p.grad.sum() for p in group["params"])
+                for p in group["params"]:
+                    p.sub_(p.grad * group["lr"] + total * 0.001)
+
+
+@pytest.mark.parametrize("step", [plain_step, autocast_step], ids=["fp32", "bf16"])
+def test_an_unknown_optimizer_steps_plainly(step: Step) -> None:
+    """With all of its parameters, all of their gradients, and done when it returns."""
+    expected = train(lambda model: Own(model.parameters(), lr=0.1), step)
+    model = chain()
+    with attached(model) as pipeline:
+        aliases = [p.data for p in model.parameters()]
+        optimizer = Own(model.parameters(), lr=0.1)
+        for _ in range(4):
+            step(model, optimizer)
+        assert same(expected[:10], aliases)
+        assert pipeline.stats.overlapped_steps == 0
+        assert same(expected, everything(model, optimizer))
+
+
+@pytest.mark.parametrize("overlap", [False, "auto", True])
+def test_overlapping_can_be_switched_off(overlap: Any) -> None:
+    """Then a step is done when it returns."""
+    expected = train(adam)
+    model = chain()
+    with attached(model, overlap_optimizer=overlap) as pipeline:
+        optimizer = adam(model)
+        for _ in range(4):
+            plain_step(model, optimizer)
+            if overlap is False:
+                assert pipeline._overlap.settled
+        assert same(expected, everything(model, optimizer))
+
+
+def test_who_insists_on_overlapping_is_told_why_not() -> None:
+    """By name, with what to do; with 'auto' the optimizer steps plainly."""
+    model = chain()
+    with attached(model, overlap_optimizer=True):
+        optimizer = Own(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"`overlap_optimizer=True`: Own is not one of torch's.*'auto'"):
+            plain_step(model, optimizer)
+
+
+CLOSURES: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "LBFGS": lambda model: LBFGS(model.parameters(), lr=0.1, max_iter=3),
+    "SGD": momentum,
+    "Own": lambda model: Own(model.parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("make", CLOSURES.values(), ids=CLOSURES)
+@pytest.mark.parametrize("keyword", [True, False])
+def test_closures(make: Callable[[nn.Module], Optimizer], keyword: bool) -> None:
+    """As Lightning steps: gradients are made inside of `step`."""
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(X).square().mean()
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+        assert loss is None or loss.requires_grad or loss.item() >= 0
+
+    expected = train(make, step, steps=3)
+    model = chain()
+    with attached(model) as pipeline:
+        optimizer = make(model)
+        for _ in range(3):
+            step(model, optimizer)
+        assert same(expected, everything(model, optimizer))
+        assert (pipeline.stats.overlapped_steps > 0) is (make is momentum)
+
+
+def test_weights_that_are_not_streamed_are_stepped_by_torch() -> None:
+    """An optimizer over two models, of which one has a pipeline."""
+
+    def story(model: nn.Module) -> list[Any]:
+        torch.manual_seed(1)
+        other = nn.Linear(WIDTH, WIDTH)
+        optimizer = Adam([{"params": [*other.parameters(), *model.parameters()]}], lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            other(model(X)).square().mean().backward()
+            optimizer.step()
+        return everything(model, optimizer) + everything(other)
+
+    expected = story(chain())
+    model = chain()
+    with attached(model) as pipeline:
+        assert same(expected, story(model))
+        assert pipeline.stats.overlapped_steps == 3 * 5
+
+
+def test_an_optimizer_of_something_else_is_none_of_our_business() -> None:
+    """It makes nobody wait."""
+    model, other = chain(), nn.Linear(2, 2)
+    with attached(model) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        with held_up(pipeline):
+            plain_step(model, optimizer)
+            other(torch.ones(1, 2)).sum().backward()
+            SGD(other.parameters(), lr=0.1).step()
+            assert not pipeline._overlap.settled
+
+
+# --------------------------------------------------------------------------------------------------------- param groups
+
+
+def parameters_of(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+@pytest.mark.parametrize("aliased", [True, False])
+def test_an_optimizers_own_hooks_see_all_of_it(kind: str, aliased: bool) -> None:
+    """A hook on the step that clips, or logs, must not see fewer parameters than there are."""
+    model = chain()
+    with attached(model):
+        optimizer = adam(model)
+        whole, seen = parameters_of(optimizer), []
+        held = model[0].weight.data if aliased else None
+        register = optimizer.register_step_pre_hook if kind == "pre" else optimizer.register_step_post_hook
+        register(lambda *_: seen.append(parameters_of(optimizer)))
+        plain_step(model, optimizer)
+        assert seen == [whole]
+        assert parameters_of(optimizer) == whole
+        del held
+
+
+def test_a_step_hook_that_changes_gradients() -> None:
+    """Clipping in a hook on the optimizer."""
+
+    def story(model: nn.Module) -> list[Any]:
+        optimizer = momentum(model)
+
+        def clip(*_: Any) -> None:
+            for group in optimizer.param_groups:
+                nn.utils.clip_grad_norm_(group["params"], 0.01)
+
+        optimizer.register_step_pre_hook(clip)
+        for _ in range(3):
+            plain_step(model, optimizer)
+        return everything(model, optimizer)
+
+    expected = story(chain())
+    model = chain()
+    with attached(model):
+        assert same(expected, story(model))
+
+
+@pytest.mark.parametrize("who", ["a hook", "the optimizer"])
+def test_param_groups_are_whole_again_after_an_exception(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or `zero_grad` after it would miss weights; and then everything goes on."""
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    expected = train(adam, steps=2)
+    model = chain()
+    with attached(model) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        whole = parameters_of(optimizer)
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        with monkeypatch.context() as patch:
+            handle = optimizer.register_step_pre_hook(fail) if who == "a hook" else None
+            if who == "the optimizer":
+                patch.setattr(optimizer, "_init_group", fail)
+                held = model[0].weight.data  # torch's own code has something left to step
+            with pytest.raises(KeyboardInterrupt), pipeline.step():
+                optimizer.step()
+            if handle is not None:
+                handle.remove()
+            else:
+                del held
+        assert parameters_of(optimizer) == whole
+        optimizer.zero_grad()
+        assert [p.grad for p in model.parameters()] == [None] * 10
+        plain_step(model, optimizer)
+        assert same(expected, everything(model, optimizer))
+
+
+def test_a_param_group_that_is_added_later() -> None:
+    """Gradual unfreezing."""
+
+    def story(model: nn.Module) -> list[Any]:
+        optimizer = Adam(model[3:].parameters(), lr=0.01)
+        plain_step(model, optimizer)
+        optimizer.add_param_group({"params": list(model[:3].parameters()), "lr": 0.1})
+        for _ in range(2):
+            model.zero_grad()
+            plain_step(model, optimizer)
+        return everything(model, optimizer)
+
+    expected = story(chain())
+    model = chain()
+    with attached(model):
+        assert same(expected, story(model))
+
+
+def test_state_that_is_loaded() -> None:
+    """A resumed run: the state is other memory from then on."""
+
+    def story(model: nn.Module) -> list[Any]:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        plain_step(model, optimizer)
+        optimizer.load_state_dict(saved)
+        for _ in range(2):
+            plain_step(model, optimizer)
+        return everything(model, optimizer)
+
+    expected = story(chain())
+    model = chain()
+    with attached(model):
+        assert same(expected, story(model))
+
+
+# ---------------------------------------------------------------------------------------------------------- in backward
+
+
+def train_in_backward(
+    model: nn.Module,
+    optimizer: Optimizer,
+    pipeline: Pipeline | None,
+    steps: int = 3,
+    loss_of: Callable[[nn.Module], Tensor] = lambda model: model(X).square().mean(),
+    before: Callable[[nn.Module], Any] = lambda model: None,
+    autocast: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """Steps under backward where there is a pipeline; a first one, which makes the optimizer's state, after it."""
+    for number in range(steps + 1):
+        optimizer.zero_grad()
+        before(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = loss_of(model)
+        scope = pipeline.optimizers.stepping_in_backward(optimizer, **options) if pipeline and number else nullcontext()
+        with scope:
+            loss.backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()] + everything(model, optimizer)[len([*model.parameters()]) :]
+
+
+@pytest.mark.parametrize("make", [adam, momentum])
+@pytest.mark.parametrize(("k", "k_prime"), [(2, 1), (1, 1), (4, 2), (5, 5)])
+def test_units_are_stepped_while_backward_runs(k: int, k_prime: int, make: Callable[[nn.Module], Optimizer]) -> None:
+    """A group when all of its units are complete; the numbers, gradients included, are those of plain training."""
+    expected = train_in_backward(model := chain(), make(model), None)
+    with attached(model := chain(), k=k, k_prime=k_prime) as pipeline:
+        assert same(expected, train_in_backward(model, make(model), pipeline))
+        assert pipeline.stats.steps_in_backward == 3 * 5
+        assert pipeline.stats.overlapped_steps == 4 * 5
+
+
+@pytest.mark.parametrize("k_prime", [1, 2])
+def test_lowered_gradients_are_stepped_while_backward_runs(k_prime: int) -> None:
+    """They pass through: no memory of the model's size is made for them, unless somebody may ask."""
+    expected = train_in_backward(model := chain(), adam(model), None, autocast=True)
+    with attached(model := chain(), k=4, k_prime=k_prime) as pipeline:
+        found = train_in_backward(model, adam(model), pipeline, autocast=True, keep_gradients=True)
+        assert same(expected, found)
+        assert pipeline.stats.steps_in_backward == 3 * 5
+
+
+def spent(pipeline: Pipeline, model: nn.Module) -> Optimizer:
+    """After a step in backward, whose gradients arrived in a lower dtype and were not kept."""
+    optimizer = adam(model)
+    autocast_step(model, optimizer)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(X).square().mean()
+    with pipeline.optimizers.stepping_in_backward(optimizer):
+        loss.backward()
+    optimizer.step()
+    assert pipeline.stats.steps_in_backward == 5
+    return optimizer
+
+
+@pytest.mark.parametrize("after", ["at once", "a look at weights"])
+def test_a_spent_gradient_is_an_error_for_who_reads_it(after: str) -> None:
+    """It would say `None`, or the last step's, where plain training has one."""
+    with attached(model := chain()) as pipeline:
+        spent(pipeline, model)
+        if after == "a look at weights":
+            model[0].weight.data.sum()
+        with pytest.raises(RuntimeError, match=r"gradient of weight '\d.weight' was used.*`overlap_optimizer=False`"):
+            model[3].weight.grad.sum()
+        model[3].weight.grad = None
+        assert model[3].weight.grad is None
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "module", "by hand"])
+def test_a_spent_gradient_may_be_thrown_away(zero: str) -> None:
+    """As every loop does."""
+    with attached(model := chain()) as pipeline:
+        optimizer = spent(pipeline, model)
+        if zero == "by hand":
+            for p in model.parameters():
+                p.grad = None
+        else:
+            (optimizer if zero == "optimizer" else model).zero_grad()
+        assert [p.grad for p in model.parameters()] == [None] * 10
+        plain_step(model, optimizer)
+        assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_without_zero_grad_a_spent_gradient_is_missed(autocast: bool) -> None:
+    """The next one would have been added to it; also if everything is arranged anew, here as autocast is off."""
+    with attached(model := chain()) as pipeline:
+        spent(pipeline, model)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(X).sum()
+        with pytest.raises(RuntimeError, match="another gradient"):
+            loss.backward()
+
+
+def test_zeros_in_place_of_gradients() -> None:
+    """`zero_grad(set_to_none=False)` after steps in backward with gradients that are there."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizer = momentum(model)
+        for number in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            loss = model(X).square().mean()
+            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number else nullcontext():
+                loss.backward()
+            optimizer.step()
+        return everything(model, optimizer)
+
+    expected = story(chain(), None)
+    with attached(model := chain()) as pipeline:
+        assert same(expected, story(model, pipeline))
+
+
+def test_clipping_by_value_in_backward() -> None:
+    """As `clip_grad_value_` between backward and step."""
+
+    def story(model: nn.Module) -> list[Any]:
+        optimizer = momentum(model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(X).square().mean().backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.002)
+            optimizer.step()
+        return everything(model, optimizer)[:10]
+
+    def in_backward(model: nn.Module, pipeline: Pipeline) -> list[Any]:
+        optimizer = momentum(model)
+        for number in range(4):
+            optimizer.zero_grad()
+            loss = model(X).square().mean()
+            with pipeline.optimizers.stepping_in_backward(optimizer, clamp=0.002) if number else nullcontext():
+                loss.backward()
+            pipeline.optimizers.clip_grad_value(model.parameters(), 0.002)
+            optimizer.step()
+        return everything(model, optimizer)[:10]
+
+    expected = story(chain())
+    with attached(model := chain()) as pipeline:
+        assert same(expected, in_backward(model, pipeline))
+        assert pipeline.stats.steps_in_backward == 3 * 5
+
+
+class Partly(nn.Module):
+    """A layer that leaves out its bias when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.whole = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias if self.whole else None)
+
+
+def partly(count: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Partly() for _ in range(count)])
+
+
+def leave_out(model: nn.Module) -> None:
+    model[1].whole = model[3].whole = False
+
+
+def checkpointed(model: nn.Module, reentrant: bool) -> Tensor:
+    x = model[0](X)
+    x = checkpoint(lambda x: model[2](model[1](x).sin()), x, use_reentrant=reentrant)
+    x = checkpoint(lambda x: checkpoint(model[3], x.cos(), use_reentrant=reentrant), x, use_reentrant=reentrant)
+    return model[4](x).square().mean()
+
+
+kept_graphs: list[Tensor] = []
+
+
+def keep_a_graph(model: nn.Module) -> None:
+    """Somebody holds a loss whose backward may still come."""
+    kept_graphs[:] = [model[2:4](X)]
+
+
+CONDITIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "incomplete": (3 * 3, {"before": leave_out}),
+    "another graph needs weights": (3 * 4, {"before": keep_a_graph}),
+    "reentrant checkpoints": (3 * 2, {"loss_of": lambda model: checkpointed(model, True)}),
+    "checkpoints": (3 * 5, {"loss_of": lambda model: checkpointed(model, False)}),
+    "used twice": (3 * 5, {"loss_of": lambda model: model(model(X)).square().mean()}),
+}
+
+
+@pytest.mark.parametrize("k_prime", [1, 2])
+@pytest.mark.parametrize("why", CONDITIONS)
+def test_what_cannot_be_stepped_in_backward_is_stepped_after_it(why: str, k_prime: int) -> None:
+    """Gradients that are not whole, or weights that some node still needs; the numbers are the same."""
+    steps, options = CONDITIONS[why]
+    expected = train_in_backward(model := partly(), adam(model), None, **options)
+    with attached(model := partly(), units=Partly, k=4, k_prime=k_prime) as pipeline:
+        assert same(expected, train_in_backward(model, adam(model), pipeline, **options))
+        if k_prime == 1:
+            assert pipeline.stats.steps_in_backward == steps
+        else:
+            assert pipeline.stats.steps_in_backward <= steps
+        kept_graphs.clear()
+
+
+class Adapted(nn.Module):
+    """A checkpoint inside of a unit, and a weight whose gradient is there before the other weight has been read."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH, requires_grad=not frozen)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: nn.functional.linear(x, self.base) * self.scale, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(("frozen", "steps"), [(True, 3 * 1), (False, 3 * 5)])
+def test_what_a_checkpoint_inside_of_a_unit_still_reads_keeps_its_place(frozen: bool, steps: int, k: int) -> None:
+    """It holds on to weights without a handle: the place of one was free when all trained ones had their gradients."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Adapted(frozen) for _ in range(5)])
+
+    expected = train_in_backward(model := make(), adam(model), None)
+    with attached(model := make(), units=Adapted, k=k) as pipeline:
+        assert same(expected, train_in_backward(model, adam(model), pipeline))
+        assert pipeline.stats.steps_in_backward == steps  # the first unit's frozen weight is not read in backward
+
+
+@pytest.mark.timeout(30)  # slots that are not given back would be waited for, for ever
+@pytest.mark.parametrize("count", [5, 16])
+@pytest.mark.parametrize("why", ["incomplete", "another graph needs weights"])
+def test_lower_gradients_that_were_not_stepped_in_backward_are_kept(why: str, count: int) -> None:
+    """They came to pass through; some units of their group did not complete, or are still needed."""
+
+    def before(model: nn.Module) -> None:
+        for layer in model[1::2]:
+            layer.whole = why != "incomplete"
+        if why != "incomplete":
+            kept_graphs[:] = [model(X)]
+
+    def weights(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizer = adam(model)
+        for number in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                if number > 1:  # first steps show what is lowered, and a graph that is kept would hinder that
+                    before(model)
+                loss = model(X).square().mean()
+            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number > 1 else nullcontext():
+                loss.backward()
+            optimizer.step()
+        kept_graphs.clear()
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = weights(partly(count), None)
+    with attached(model := partly(count), units=Partly, k=4, k_prime=2) as pipeline:
+        assert same(expected, weights(model, pipeline))
+        assert pipeline.summary().lowered > 0
+
+
+@pytest.mark.parametrize("retained", [True, False])
+def test_a_gradient_after_the_step_is_an_error(retained: bool) -> None:
+    """The weight has taken its step: what was vouched for is not so, and that is told, and what to do."""
+    with attached(model := chain()) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        with pipeline.optimizers.stepping_in_backward(optimizer):
+            loss.backward(retain_graph=retained)
+            late = loss if retained else model(X).sum()
+            with pytest.raises(RuntimeError, match=r"got another gradient after.*`overlap_optimizer=False`"):
+                late.backward()
+
+
+@pytest.mark.parametrize("why", ["accumulated", "another optimizer's", "aliased", "unknown", "switched off", "frozen"])
+def test_who_is_not_stepped_in_backward(why: str) -> None:
+    """Numbers are right all the same."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        parameters = [*model.parameters()]
+        if why == "frozen":
+            model[2].weight.requires_grad_(False)
+        if why == "another optimizer's":
+            other = SGD(parameters[5:6], lr=0.1)
+            parameters = parameters[:5] + parameters[6:]
+        optimizer = (Own if why == "unknown" else Adam)(parameters, lr=0.01)
+        held = model[2].weight.data if why == "aliased" else None
+        for number in range(4):
+            model.zero_grad()
+            if why == "accumulated":
+                model[1:](X).sum().backward()
+            loss = model(X).square().mean()
+            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number else nullcontext():
+                loss.backward()
+            optimizer.step()
+            if why == "another optimizer's":
+                other.step()
+        del held
+        return everything(model)
+
+    expected = story(chain(), None)
+    options = {"overlap_optimizer": False} if why == "switched off" else {}
+    with attached(model := chain(), **options) as pipeline:
+        assert same(expected, story(model, pipeline))
+        steps = {"accumulated": 15, "another optimizer's": 12, "aliased": 12, "unknown": 0, "switched off": 0}
+        assert pipeline.stats.steps_in_backward == steps.get(why, 15)
+
+
+def test_param_groups_are_stepped_in_backward_by_their_own_settings() -> None:
+    """Also where both have weights of one unit."""
+
+    def make(model: nn.Module) -> Optimizer:
+        named = [*model.named_parameters()]
+        return AdamW(
+            [
+                {"params": [p for name, p in named if "weight" in name], "weight_decay": 0.3},
+                {"params": [p for name, p in named if "bias" in name], "weight_decay": 0, "lr": 0.1},
+            ]
+        )
+
+    expected = train_in_backward(model := chain(), make(model), None)
+    with attached(model := chain()) as pipeline:
+        assert same(expected, train_in_backward(model, make(model), pipeline))
+        assert pipeline.stats.steps_in_backward == 3 * 5
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in-a-step", "bare"])
+def test_an_exception_while_stepping_in_backward_is_told_of(inside: bool) -> None:
+    """Some weights have taken the step, others have not: nobody can undo that, so it is said."""
+
+    def fail(_: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    with attached(model := chain()) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        optimizer.zero_grad()
+        x = model[:2](X)
+        x.register_hook(fail)
+        loss = model[2:](x).square().mean()
+        scope = pipeline.step() if inside else nullcontext()
+
+        def story() -> None:
+            with pytest.raises(KeyboardInterrupt), scope, pipeline.optimizers.stepping_in_backward(optimizer):
+                loss.backward()
+            optimizer.zero_grad()
+            with pipeline.step():
+                model(X)
+
+        with pytest.warns(UserWarning, match=r"\d weights have taken this step, \d have not"):
+            story()
+        assert len(optimizer.param_groups[0]["params"]) == 10
+        optimizer.zero_grad()
+        plain_step(model, optimizer)
+        assert all(p.grad is not None for p in model.parameters())

@@ -1,0 +1,456 @@
+"""Streams, events and page-locks of real devices, on a simulated one that runs nothing before it must."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.arrangement import gradient_bytes
+from sp_lightning.pipeline.transfer import accelerator
+
+from ..fake_device import DeviceTensor, FakeDeviceModule
+from ..parts import DoneTicket, PendingTicket
+
+CHUNK = 16
+
+
+class Scene:
+    """A backend over the fake device, and the memory a test copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.api = FakeDeviceModule()
+        monkeypatch.setattr(torch, "get_device_module", lambda device: self.api)
+        monkeypatch.setattr(accelerator, "_CHUNK_BYTES", CHUNK)
+        monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: self.pinned)
+        self.pinned = True
+        self.backend = AcceleratorBackend(torch.device("cpu"))
+
+    def on_device(self, *values: int) -> DeviceTensor:
+        return DeviceTensor.on(self.api, torch.tensor(values, dtype=torch.uint8))
+
+    @staticmethod
+    def on_host(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.uint8)
+
+    def events(self) -> list[str]:
+        return [f"{stream}: {what}" for what, stream in self.api.log]
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    made = Scene(monkeypatch)
+    yield made
+    made.backend.close()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_an_upload_waits_for_the_slots_last_reader(scene: Scene, pinned: bool) -> None:
+    """[Note: ordering of copies] A slot that is still read must not be overwritten."""
+    scene.pinned = pinned
+    slot, read = scene.on_device(1, 1), list[list[int]]()
+    scene.api.compute(lambda: read.append(slot.plain.tolist()))
+    ticket = scene.backend.upload(slot, scene.on_host(2, 2))
+    ticket.join()
+    assert read == [[1, 1]]
+    assert slot.plain.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_download_waits_for_what_computes_the_gradient(scene: Scene, pinned: bool) -> None:
+    scene.pinned = pinned
+    gradient, target = scene.on_device(0, 0), scene.on_host(9, 9)
+    scene.api.compute(lambda: gradient.plain.fill_(3))
+    scene.backend.download(target, gradient).join()
+    assert target.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_computing_waits_for_the_copy(scene: Scene, pinned: bool) -> None:
+    """`wait` orders the compute stream behind the copy; kernels launched later see the new bytes."""
+    scene.pinned = pinned
+    slot, read = scene.on_device(1, 1), list[list[int]]()
+    ticket = scene.backend.upload(slot, scene.on_host(2, 2))
+    scene.backend.wait(ticket)
+    scene.api.compute(lambda: read.append(slot.plain.tolist()))
+    scene.api.finish_computing()
+    assert read == [[2, 2]]
+
+
+def test_what_the_simulation_shows(scene: Scene) -> None:
+    """Without a wait the kernel reads the old bytes: the tests above can fail."""
+    slot, read = scene.on_device(1, 1), list[list[int]]()
+    scene.backend.upload(slot, scene.on_host(2, 2))
+    scene.api.compute(lambda: read.append(slot.plain.tolist()))
+    scene.api.finish_computing()
+    assert read == [[1, 1]]
+
+
+def test_the_host_never_waits(scene: Scene) -> None:
+    """Upload, download and wait give work to streams; no synchronisation, and nothing has run when they return."""
+    slot, gradient, target = scene.on_device(1), scene.on_device(5), scene.on_host(0)
+    first = scene.backend.upload(slot, scene.on_host(2))
+    scene.backend.wait(first)
+    second = scene.backend.download(target, gradient)
+    scene.backend.wait(second)
+    assert scene.events() == [
+        "up: wait for compute",
+        "up: copy",
+        "up: record",
+        "compute: wait for up",
+        "down: wait for compute",
+        "down: copy",
+        "down: record",
+        "compute: wait for down",
+    ]
+    assert slot.plain.tolist() == [1]
+    assert target.tolist() == [0]
+
+
+def test_up_and_down_do_not_wait_for_each_other(scene: Scene) -> None:
+    """Two copy engines; a download that waits for its gradient does not hold up the next upload."""
+    scene.backend.upload(scene.on_device(1), scene.on_host(2))
+    scene.backend.download(scene.on_host(0), scene.on_device(1))
+    assert not {"up: wait for down", "down: wait for up"} & set(scene.events())
+
+
+@pytest.mark.parametrize("nbytes", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 5 * CHUNK + 3])
+@pytest.mark.parametrize("direction", ["upload", "download"])
+def test_memory_that_is_not_page_locked_is_copied_in_chunks(scene: Scene, direction: str, nbytes: int) -> None:
+    """Two chunks take turns: one must not be filled again before its copy has run."""
+    scene.pinned = False
+    values = torch.arange(nbytes, dtype=torch.uint8) + 1
+    empty = torch.zeros(nbytes, dtype=torch.uint8)
+    if direction == "upload":
+        target, source = DeviceTensor.on(scene.api, empty), values
+    else:
+        target, source = empty, DeviceTensor.on(scene.api, values)
+    ticket = getattr(scene.backend, direction)(target, source)
+    ticket.join()
+    assert torch.equal(empty, values)
+    stream = {"upload": "up", "download": "down"}[direction]
+    assert scene.events().count(f"{stream}: copy") == -(-nbytes // CHUNK)
+
+
+def test_staged_copies_keep_their_order(scene: Scene) -> None:
+    """A slot that is given away twice holds what came last."""
+    scene.pinned = False
+    slot = DeviceTensor.on(scene.api, torch.zeros(3 * CHUNK, dtype=torch.uint8))
+    tickets = [scene.backend.upload(slot, torch.full((3 * CHUNK,), value, dtype=torch.uint8)) for value in range(4)]
+    tickets[-1].join()
+    assert set(slot.plain.tolist()) == {3}
+
+
+def test_a_page_locked_copy_does_not_overtake_a_staged_one(scene: Scene) -> None:
+    """Where only some memory could be page-locked, a place may be asked for by both kinds in a row."""
+    slot, gate = scene.on_device(0), threading.Event()
+    scene.backend._upload_staging.lane.submit(lambda: (gate.wait(5), None)[1])
+    scene.pinned = False
+    staged = scene.backend.upload(slot, scene.on_host(1))
+    scene.pinned = True
+    opener = threading.Timer(0.05, gate.set)
+    opener.start()
+    direct = scene.backend.upload(slot, scene.on_host(2))
+    staged.join()
+    direct.join()
+    opener.join()
+    assert slot.plain.tolist() == [2]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_an_upload_after_work_brings_what_the_work_wrote(scene: Scene, pinned: bool) -> None:
+    """The thread that asks does not wait; computing does."""
+    scene.pinned = pinned
+    slot, source, step, read = scene.on_device(1, 1), scene.on_host(2, 2), PendingTicket(), list[list[int]]()
+    ticket = scene.backend.upload(slot, source, step)
+    assert not ticket.done
+    source.fill_(5)
+    threading.Timer(0.03, step.finish).start()
+    scene.backend.wait(ticket)
+    assert step.done, "an event that was not recorded yet would not be waited for"
+    scene.api.compute(lambda: read.append(slot.plain.tolist()))
+    scene.api.finish_computing()
+    assert read == [[5, 5]]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_an_upload_after_work_waits_for_the_slots_last_reader_too(scene: Scene, pinned: bool) -> None:
+    """For kernels launched before it was asked for, and for no later ones."""
+    scene.pinned = pinned
+    slot, step, read = scene.on_device(1, 1), PendingTicket(), list[list[int]]()
+    scene.api.compute(lambda: read.append(slot.plain.tolist()))
+    ticket = scene.backend.upload(slot, scene.on_host(2, 2), step)
+    step.finish()
+    ticket.join()
+    assert read == [[1, 1]]
+    assert slot.plain.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("first_pinned", [True, False])
+@pytest.mark.parametrize("second_pinned", [True, False])
+@pytest.mark.parametrize("second_waits", [True, False])
+def test_uploads_keep_their_order_when_one_waits_for_work(
+    scene: Scene, first_pinned: bool, second_pinned: bool, second_waits: bool
+) -> None:
+    """A place that is given away twice holds what came last, even if that could have been copied first."""
+    slot, step = scene.on_device(0), PendingTicket()
+    scene.pinned = first_pinned
+    first = scene.backend.upload(slot, scene.on_host(1), step)
+    scene.pinned = second_pinned
+    second = scene.backend.upload(slot, scene.on_host(2), DoneTicket() if second_waits else None)
+    assert not second.done
+    step.finish()
+    second.join()
+    assert first.done
+    assert slot.plain.tolist() == [2]
+
+
+def test_an_upload_after_work_that_is_done_is_started_at_once(scene: Scene) -> None:
+    """No thread between: the copy is on its stream before the next kernel is launched."""
+    scene.backend.upload(scene.on_device(1), scene.on_host(2), DoneTicket())
+    assert scene.events() == ["up: wait for compute", "up: copy", "up: record"]
+    assert not scene.backend._upload_staging.lane.busy
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_download_is_not_held_up_by_an_upload_that_waits(scene: Scene, pinned: bool) -> None:
+    """The step that the upload waits for may itself wait for these gradients."""
+    scene.pinned = pinned
+    slot, target = scene.on_device(0), scene.on_host(0)
+    weights = scene.on_host(0)
+    arrived = scene.backend.download(target, scene.on_device(3))
+    step = scene.backend.work(lambda: (weights.add_(target), None)[1], [arrived])
+    sent = scene.backend.upload(slot, weights, step)
+    more = scene.backend.download(scene.on_host(0), scene.on_device(4))
+    more.join()
+    sent.join()
+    assert slot.plain.tolist() == [3]
+
+
+def test_only_the_thread_for_work_waits_for_what_work_needs(scene: Scene) -> None:
+    target, done = scene.on_host(0), list[int]()
+    arrived = scene.backend.download(target, scene.on_device(3))
+    scene.backend.work(lambda: done.extend(target.tolist()), [arrived]).join()
+    assert done == [3]
+    assert set(scene.api.synchronized_by) == {"superpipeline-host"}
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_an_error_of_work_surfaces_where_its_upload_is_waited_for(scene: Scene, pinned: bool) -> None:
+    """And the next upload goes on."""
+    scene.pinned = pinned
+    step = PendingTicket()
+    slot = scene.on_device(1)
+    ticket = scene.backend.upload(slot, scene.on_host(2), step)
+    step.finish(ArithmeticError("the optimizer is lost"))
+    with pytest.raises(ArithmeticError, match="the optimizer is lost"):
+        scene.backend.wait(ticket)
+    assert slot.plain.tolist() == [1]
+    scene.backend.upload(slot, scene.on_host(4)).join()
+    assert slot.plain.tolist() == [4]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_drain_waits_for_chains_of_copies_and_work(scene: Scene, pinned: bool) -> None:
+    scene.pinned = pinned
+    gradient, weight, slot = scene.on_host(0), scene.on_host(1), scene.on_device(0)
+    arrived = scene.backend.download(gradient, scene.on_device(3))
+    step = scene.backend.work(lambda: (weight.add_(gradient), None)[1], [arrived])
+    scene.backend.upload(slot, weight, step)
+    scene.backend.drain()
+    assert slot.plain.tolist() == [4]
+
+
+def test_drain_waits_for_work_that_nothing_comes_after(scene: Scene) -> None:
+    done: list[int] = []
+    scene.backend.work(lambda: (time.sleep(0.03), done.append(1))[1])
+    scene.backend.drain()
+    assert done == [1]
+
+
+def test_only_the_staging_threads_wait_for_chunks(scene: Scene) -> None:
+    """The thread that computes waits for no chunk, in either direction."""
+    scene.pinned = False
+    big = torch.zeros(4 * CHUNK, dtype=torch.uint8)
+    up = scene.backend.upload(DeviceTensor.on(scene.api, big.clone()), big)
+    down = scene.backend.download(big, DeviceTensor.on(scene.api, big.clone()))
+    scene.backend.wait(up)
+    scene.backend.wait(down)
+    assert set(scene.api.synchronized_by) == {"superpipeline-staged-upload", "superpipeline-staged-download"}
+
+
+def test_an_error_while_staging_surfaces_at_the_wait(scene: Scene) -> None:
+    """And not as an event that was never recorded."""
+    scene.pinned = False
+    ticket = scene.backend.upload(scene.on_device(1), SimpleNamespace(is_pinned=lambda: False, nbytes=3))  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="device"):
+        scene.backend.wait(ticket)
+    scene.backend.upload(slot := scene.on_device(1), scene.on_host(4)).join()
+    assert slot.plain.tolist() == [4]
+
+
+def test_close_ends_the_threads(scene: Scene) -> None:
+    scene.pinned = False
+    scene.backend.upload(slot := scene.on_device(1), scene.on_host(4))
+    scene.backend.close()
+    assert slot.plain.tolist() == [4]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("superpipeline")]
+
+
+def test_device_memory_is_known(scene: Scene) -> None:
+    """A fraction as `memory_budget` is of all of it, not of what is free."""
+    assert scene.backend.total_memory() == 7 << 20
+
+
+def test_a_device_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    with pytest.raises(ValueError, match="`device=mps`.*no streams"):
+        AcceleratorBackend(torch.device("mps"))
+
+
+# ----------------------------------------------------------------------------------------------------------- page-locks
+
+
+class PinningBackend(AcceleratorBackend):
+    """A backend on the CPU that takes itself for CUDA where page-locks are concerned."""
+
+    cleared = 0
+
+    @property
+    @override
+    def can_pin(self) -> bool:
+        return True
+
+    @override
+    def _clear_error(self) -> None:
+        self.cleared += 1
+        super()._clear_error()
+
+
+class FakeRuntime:
+    """Registers host memory, as far as `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if sum(self.registered.values()) + nbytes > self.limit:
+            return 2
+        assert address not in self.registered
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    made = FakeRuntime(1 << 30)
+    api = FakeDeviceModule()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: api)
+    monkeypatch.setattr(accelerator, "_cudart", lambda: made)
+    monkeypatch.setattr(accelerator, "_CHUNK_BYTES", CHUNK)
+    return made
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+
+
+def attach(model: nn.Module, **options: Any) -> tuple[Pipeline, PinningBackend]:
+    backend = PinningBackend(torch.device("cpu"))
+    choices = PipelineOptions(k=2, k_prime=1, units=nn.Linear, **options)
+    return Pipeline(model, "cpu", options=choices, backend=backend), backend
+
+
+def test_what_is_sent_is_page_locked_and_released(runtime: FakeRuntime) -> None:
+    """Exactly the bytes of the buffers, and none is left registered after detach."""
+    pipe, backend = attach(chain())
+    assert pipe.summary().pinned
+    assert sum(runtime.registered.values()) == pipe.summary().host_bytes
+    pipe.detach()
+    assert not runtime.registered
+    assert backend.cleared == 0
+
+
+def test_a_failed_page_lock_is_cleared_and_warned_about(runtime: FakeRuntime) -> None:
+    """cudaHostRegister leaves an error that the next kernel launch would raise; copies go through the ring then."""
+    runtime.limit = 3000
+    with pytest.warns(UserWarning, match=r"could not be page-locked.*ulimit -l"):
+        pipe, backend = attach(chain())
+    assert backend.cleared > 0
+    assert not pipe.summary().pinned
+    assert 0 < sum(runtime.registered.values()) <= 3000
+    pipe.detach()
+    assert not runtime.registered
+
+
+def test_pinning_can_be_switched_off(runtime: FakeRuntime) -> None:
+    pipe, _ = attach(chain(), pin_memory=False)
+    assert not runtime.registered
+    assert not pipe.summary().pinned
+    pipe.detach()
+
+
+@pytest.mark.parametrize(("pin_memory", "pinned"), [("auto", False), (True, True)])
+def test_page_locks_take_no_more_than_their_share(
+    runtime: FakeRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+    pin_memory: Any,
+    pinned: bool,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Above the share the ring is used, and it says so; a user who insists gets what they ask for."""
+    monkeypatch.setattr("sp_lightning.pipeline.arrangement.total_host_memory", lambda: 5000)
+    pipe, _ = attach(chain(), pin_memory=pin_memory)
+    assert pipe.summary().pinned is pinned
+    assert [str(warning.message)[:8] for warning in recwarn if "page-locked ring" in str(warning.message)] == (
+        [] if pinned else ["4.2 KiB "]
+    )
+    pipe.detach()
+    assert not runtime.registered
+
+
+@pytest.mark.parametrize(
+    ("pin_memory", "total", "left"),
+    [(True, 5000, None), (False, 50_000, 0), ("auto", 50_000, 40_000), ("auto", 5000, 4000), ("auto", None, None)],
+)
+@pytest.mark.filterwarnings("ignore:.*page-locked ring")
+def test_what_may_be_page_locked_besides(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, pin_memory: Any, total: int | None, left: int | None
+) -> None:
+    """For activations there is what weights and gradients leave of the share; above it these are not page-locked."""
+    monkeypatch.setattr("sp_lightning.pipeline.arrangement.total_host_memory", lambda: total)
+    pipe, _ = attach(chain(), pin_memory=pin_memory)
+    plan = pipe._arrangement
+    pinnable = plan.pinnable_bytes()
+    weights = sum(parameter.nbytes for parameter in pipe.module.parameters())
+    locked = weights + sum(map(gradient_bytes, [[unit] for unit in plan.all_units])) if pipe.summary().pinned else 0
+    pipe.detach()
+    assert pinnable == (left and left - locked)
+
+
+def test_nothing_is_page_locked_where_it_does_not_help(scene: Scene) -> None:
+    """Only CUDA gains by it."""
+    assert not scene.backend.can_pin
+    assert not scene.backend.pin(torch.zeros(8, dtype=torch.uint8))
+
+
+def test_the_ring_is_page_locked_once_and_released(runtime: FakeRuntime) -> None:
+    backend = PinningBackend(torch.device("cpu"))
+    for _ in range(3):
+        backend.upload(torch.zeros(40, dtype=torch.uint8), torch.ones(40, dtype=torch.uint8)).join()
+    assert sorted(runtime.registered.values()) == [CHUNK, CHUNK]
+    backend.close()
+    assert not runtime.registered

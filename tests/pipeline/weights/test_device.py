@@ -1,0 +1,61 @@
+"""Places in the arena: neighbours in the order of use never overlap, and nothing is wasted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sp_lightning.pipeline.weights.device import place_in_arena
+
+SIZES = st.lists(st.integers(1, 50).map(lambda n: 256 * n), max_size=20)
+
+
+@given(SIZES, st.integers(1, 25))
+@example([256, 512, 256, 768], 3)
+def test_neighbours_never_overlap(sizes: list[int], window: int) -> None:
+    """Any `window` pieces in a row are there at once; the arena holds every piece and is not above window * largest."""
+    offsets, arena = place_in_arena(sizes, window)
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    for first in range(len(sizes)):
+        for second in range(first + 1, min(first + window, len(sizes))):
+            assert ends[first] <= offsets[second] or ends[second] <= offsets[first]
+    assert all(offset >= 0 for offset in offsets)
+    assert max(ends, default=0) <= arena <= window * max(sizes, default=0)
+
+
+@given(SIZES, st.integers(1, 25))
+def test_places_are_aligned(sizes: list[int], window: int) -> None:
+    """Sizes are multiples of the alignment, so places must be, too."""
+    assert all(offset % 256 == 0 for offset in place_in_arena(sizes, window)[0])
+
+
+@given(st.integers(0, 30), st.integers(1, 10), st.integers(1, 9))
+def test_equal_pieces_have_slots(count: int, window: int, size: int) -> None:
+    """With equal sizes, piece g lies in slot g mod window."""
+    offsets, arena = place_in_arena([size] * count, window)
+    assert offsets == [index % window * size for index in range(count)]
+    assert arena == min(count, window) * size
+
+
+def test_a_large_piece_does_not_inflate_every_slot() -> None:
+    """An embedding of ten blocks and twelve blocks, k = 2: eleven blocks' bytes, not twenty."""
+    _, arena = place_in_arena([10] + [1] * 12, 2)
+    assert arena == 11
+
+
+def test_all_fit_where_the_window_is_wide_enough() -> None:
+    """k >= number of units: each piece has memory of its own, and no more than all bytes are taken."""
+    offsets, arena = place_in_arena([3, 1, 2], 3)
+    assert arena == 6
+    assert len(set(offsets)) == 3
+
+
+def test_one_slot() -> None:
+    """k = 1: all pieces lie at the beginning of one place, as large as the largest."""
+    assert place_in_arena([1, 5, 2], 1) == ([0, 0, 0], 5)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_no_pieces(window: int) -> None:
+    assert place_in_arena([], window) == ([], 0)

@@ -1,0 +1,310 @@
+"""Host memory: exact, aligned, one storage per weight, and every change of a master noticed."""
+
+from __future__ import annotations
+
+import io
+import mmap
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.weights.host import (
+    ALIGNMENT,
+    GroupHost,
+    HostBuffer,
+    as_bytes,
+    available_host_memory,
+    is_dense,
+    lay_out,
+    tensor_in,
+    total_host_memory,
+)
+from sp_lightning.pipeline.weights.weight import Weight
+
+from ..parts import RecordingBackend
+
+
+def group_of(*tensors: Tensor, lowered: torch.dtype | None = None) -> GroupHost:
+    """A group of weights with these values; `lowered` is the dtype they are sent in."""
+    weights = [Weight(str(index), nn.Parameter(tensor)) for index, tensor in enumerate(tensors)]
+    for weight in weights:
+        weight.compute_dtype = lowered or weight.compute_dtype
+    return GroupHost(weights, RecordingBackend(), pin=False)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 255, 4096, 4097, 100_000])
+def test_buffers_are_exact_and_page_aligned(nbytes: int) -> None:
+    """cudaHostRegister takes whole pages; torch's own pinned allocator would take up to twice the bytes."""
+    buffer = HostBuffer(nbytes, RecordingBackend(), pin=False)
+    assert buffer.bytes.nbytes == nbytes
+    assert buffer.bytes.untyped_storage().nbytes() <= max(nbytes, 1)
+    if nbytes:
+        assert buffer.bytes.data_ptr() % mmap.PAGESIZE == 0
+
+
+def test_a_page_lock_is_undone_once() -> None:
+    backend = RecordingBackend()
+    buffer = HostBuffer(100, backend, pin=True)
+    assert buffer.pinned
+    assert backend.pinned == {buffer.bytes.data_ptr()}
+    buffer.release()
+    buffer.release()
+    assert not buffer.pinned
+    assert not backend.pinned
+
+
+def test_layout_is_aligned_and_without_gaps() -> None:
+    assert lay_out([1, 256, 257, 0, 3]) == ([0, 256, 512, 1024, 1024], 1280)
+    assert lay_out([]) == ([], 0)
+    assert ALIGNMENT == 256
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.zeros(3, 4), True),
+        (torch.zeros(3, 4).t(), True),
+        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.zeros(()), True),
+        (torch.zeros(0, 4), True),
+        (torch.zeros(1, 4).expand(3, 4), False),
+        (torch.zeros(3, 8)[:, ::2], False),
+        (torch.zeros(3, 8)[:, :4], False),
+        (torch.zeros(1, 8)[:, :4], True),
+    ],
+)
+def test_dense(tensor: Tensor, dense: bool) -> None:
+    """A tensor that fills its bytes exactly once, in any order of dimensions."""
+    assert is_dense(tensor) is dense
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(5, 3),
+        lambda: torch.randn(3, 5).t(),
+        lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.randn(7, dtype=torch.bfloat16),
+        lambda: torch.randn(3, dtype=torch.complex64),
+        lambda: torch.randn(()),
+        lambda: torch.zeros(0, 4),
+    ],
+)
+def test_masters_keep_values_strides_and_identity(make: Callable[[], Tensor]) -> None:
+    """The Parameter object, its values and its strides stay, only the memory is another."""
+    before = make()
+    parameter = nn.Parameter(before.clone(memory_format=torch.preserve_format))
+    group = GroupHost([Weight("w", parameter)], RecordingBackend(), pin=False)
+    assert torch.equal(parameter, before)
+    assert parameter.stride() == before.stride()
+    assert group.weights[0].master is parameter
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+    if parameter.numel():
+        assert parameter.data_ptr() == group.masters.bytes.data_ptr()
+
+
+def test_every_master_has_a_storage_of_its_own() -> None:
+    """A view of the buffer would drag all of it into `torch.save` and look tied to safetensors."""
+    group = group_of(torch.randn(300), torch.randn(2), torch.randn(40, 40))
+    masters = [weight.master for weight in group.weights]
+    assert [m.untyped_storage().nbytes() for m in masters] == [m.nbytes for m in masters]
+    assert len({m.untyped_storage().data_ptr() for m in masters}) == 3
+    file, plain = io.BytesIO(), io.BytesIO()
+    torch.save(masters[1].detach(), file)
+    torch.save(torch.randn(2), plain)
+    assert len(file.getvalue()) == len(plain.getvalue())
+
+
+def test_versions_of_masters_are_their_own() -> None:
+    """One version counter for the buffer would let a change of one weight look like a change of all."""
+    group = group_of(torch.randn(3), torch.randn(3))
+    with torch.no_grad():
+        group.weights[0].master.add_(1)
+    assert [weight.master._version for weight in group.weights] == [1, 0]
+
+
+def test_what_is_sent_are_the_masters_themselves() -> None:
+    """No second copy of the model where nothing is lowered; one contiguous piece."""
+    group = group_of(torch.arange(3.0), torch.arange(5.0))
+    source = group.prepare(group.state())
+    assert source.data_ptr() == group.masters.bytes.data_ptr()
+    assert source.nbytes == 512 == group.host_bytes()
+    assert torch.equal(tensor_in(source, 256, torch.empty(5), torch.float32), torch.arange(5.0))
+
+
+def test_tensors_in_memory_made_under_inference_mode_can_train() -> None:
+    """Lightning's sanity check comes first, under inference mode."""
+    with torch.inference_mode():
+        group = group_of(torch.randn(4))
+        data = tensor_in(group.masters.bytes, 0, torch.empty(4), torch.float32)
+    assert not data.is_inference()
+    assert not group.weights[0].host.is_inference()
+    assert not as_bytes(data).is_inference()
+
+
+def test_bytes_of_a_tensor_are_its_memory() -> None:
+    tensor = torch.arange(12, dtype=torch.int16)[4:8]
+    assert as_bytes(tensor).data_ptr() == tensor.data_ptr()
+    assert as_bytes(tensor).tolist() == [4, 0, 5, 0, 6, 0, 7, 0]
+
+
+def write(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+def copy_data(tensor: Tensor) -> None:
+    tensor.data.copy_(tensor.data + 1)
+
+
+def one_row(tensor: Tensor) -> None:
+    tensor.data[-1] += 1
+
+
+def new_memory(tensor: Tensor) -> None:
+    tensor.data = tensor.data + 1
+
+
+@pytest.mark.parametrize("lowered", [None, torch.bfloat16])
+@pytest.mark.parametrize("edit", [write, copy_data, one_row, new_memory])
+@pytest.mark.parametrize(
+    "shape",
+    [(40, 30), (500, 3), (64, 3, 3, 3), (7,), (1,), (1, 1000), (200, 1)],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_every_edit_of_a_master_is_noticed_and_sent(
+    shape: tuple[int, ...], edit: Callable[[Tensor], None], lowered: torch.dtype | None
+) -> None:
+    """`.data` edits do not move the version counter: a sample of the bytes tells, down to a single row."""
+    group = group_of(torch.randn(9, 9), torch.randn(*shape), lowered=lowered)
+    state = group.state()
+    group.prepare(state)
+    assert not group.has_changed(state)
+    master = group.weights[1].master
+    edit(master)
+    assert group.has_changed(state)
+    after = group.state()
+    source = group.prepare(after)
+    assert not group.has_changed(after)
+    sent = tensor_in(source, group.source_offsets[1], master, lowered or torch.float32)
+    assert torch.equal(sent, master.detach().to(sent.dtype))
+
+
+def test_a_write_to_a_single_element_is_noticed() -> None:
+    """The version counter sees what a sample of the bytes can miss."""
+    group = group_of(torch.randn(100, 100))
+    for column in range(20):
+        state = group.state()
+        with torch.no_grad():
+            group.weights[0].master[50, column] += 1
+        assert group.has_changed(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_edits_of_the_smallest_weights_are_noticed(dtype: torch.dtype, count: int) -> None:
+    """A gate or temperature of one element under bf16-true is smaller than what the sample compares at once."""
+    parameter = nn.Parameter(torch.ones(count, dtype=dtype), requires_grad=False)
+    group = GroupHost([Weight("w", parameter)], RecordingBackend(), pin=False)
+    state = group.state()
+    parameter.data.mul_(2)
+    assert group.has_changed(state)
+
+
+@pytest.mark.parametrize("row", range(0, 100, 10))
+def test_one_row_of_a_transposed_weight_is_noticed(row: int) -> None:
+    """No row changes unseen, whichever way a weight lies in memory."""
+    group = group_of(torch.randn(100, 100).t())
+    state = group.state()
+    group.weights[0].master.data[row] += 1
+    assert group.has_changed(state)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "edit"),
+    [
+        (torch.complex64, lambda tensor: tensor.imag.add_(1)),
+        (torch.complex64, lambda tensor: tensor.real.add_(1)),
+        (torch.float64, lambda tensor: tensor.mul_(2)),
+        (torch.float64, lambda tensor: tensor.mul_(1 + 2**-50)),
+    ],
+    ids=["imaginary", "real", "exponent", "last-bits"],
+)
+def test_all_of_an_element_is_looked_at(dtype: torch.dtype, edit: Callable[[Tensor], object]) -> None:
+    """Elements of eight bytes have an upper and a lower half."""
+    group = group_of(torch.ones(20, 20, dtype=dtype))
+    state = group.state()
+    edit(group.weights[0].master.data)
+    assert group.has_changed(state)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 5000), slice(70_000, 75_000), slice(135_000, None)], ids=str)
+def test_very_tall_weights_are_looked_at_everywhere(rows: slice) -> None:
+    """An embedding of more rows than samples are taken: they are spread over all of it, to the last tokens."""
+    group = group_of(torch.zeros(140_000, 1))
+    state = group.state()
+    group.weights[0].master.data[rows] = 1
+    assert group.has_changed(state)
+
+
+def test_other_memory_is_taken_back() -> None:
+    """After `p.data = ...` the master lies in the group's buffer again, with the new values."""
+    group = group_of(torch.zeros(4), torch.zeros(4))
+    master, home = group.weights[1].master, group.weights[1].host.data_ptr()
+    master.data = torch.arange(4.0)
+    group.state()
+    assert master.data_ptr() == home == group.weights[1].host.data_ptr()
+    assert master.tolist() == [0, 1, 2, 3]
+
+
+def test_lowered_copies_are_written_once_per_change() -> None:
+    """Accumulation micro-steps must not pay for a cast of the model."""
+    group = group_of(torch.randn(8), lowered=torch.bfloat16)
+    assert group.keeps_lowered_copies
+    state = group.state()
+    source = group.prepare(state)
+    source.zero_()
+    assert group.prepare(state).sum() == 0, "written although nothing changed"
+    write(group.weights[0].master)
+    assert group.prepare(group.state()).sum() != 0
+    assert group.host_bytes() == 512
+
+
+def test_a_buffer_of_an_earlier_arrangement_is_used_again() -> None:
+    """Taking in what was learned copies no model."""
+    weights = [Weight("w", nn.Parameter(torch.randn(6)))]
+    first = GroupHost(weights, RecordingBackend(), pin=True)
+    address = weights[0].master.data_ptr()
+    again = GroupHost(weights, RecordingBackend(), True, first.masters)
+    assert again.masters is first.masters
+    assert weights[0].master.data_ptr() == address
+    assert again.source.pinned
+
+
+def test_masters_that_are_not_sent_are_not_page_locked() -> None:
+    """Where a lowered copy is what is sent, page-locking the masters would be waste."""
+    weight = Weight("w", nn.Parameter(torch.randn(6)))
+    first = GroupHost([weight], RecordingBackend(), pin=True)
+    weight.compute_dtype = torch.bfloat16
+    lowered = GroupHost([weight], RecordingBackend(), True, first.masters)
+    assert not lowered.masters.pinned
+    assert lowered.source.pinned
+
+
+def test_how_much_memory_there_is() -> None:
+    free, total = available_host_memory(), total_host_memory()
+    assert free is None or total is None or 0 < free <= total
+
+
+def test_unknown_memory_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every system has /proc/meminfo."""
+
+    def no_file(*args: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", no_file)
+    assert available_host_memory() is None
+    assert total_host_memory() is None

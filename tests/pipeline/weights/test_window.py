@@ -1,0 +1,385 @@
+"""The window: in which order groups come, wait and go, and what a prefetch must leave alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.schedule import Pass, Schedule
+from sp_lightning.pipeline.weights.window import Window
+
+from ..parts import PendingTicket, RecordingBackend, slots
+
+
+class Scene:
+    """A window over groups of equal size; group i is member i of the schedule."""
+
+    def __init__(self, count: int, k: int) -> None:
+        self.groups = slots(count, k)
+        self.schedule = Schedule(count)
+        self.backend = RecordingBackend()
+        self.stats = Stats()
+        self.evicted: list[int] = []
+        self.window = Window(
+            self.groups,
+            self.groups,
+            self.schedule,
+            self.backend,
+            self.stats,
+            lambda group: self.evicted.append(group.index),
+        )
+
+    def use(self, index: int, direction: Pass = Pass.INFERENCE) -> None:
+        """What the pipeline does when a unit is called."""
+        group = self.groups[index]
+        self.schedule.visit(index, direction)
+        self.window.bring(group)
+        group.users += 1
+        self.window.prefetch()
+        assert self.bytes_of(group) == {index}, "the unit would compute with another's weights"
+        group.users -= 1
+        self.window.prefetch()
+
+    def loaded(self) -> list[int]:
+        return [group.index for group in self.groups if group.loaded]
+
+    @staticmethod
+    def bytes_of(group: Group) -> set[int]:
+        return set(group.place.tolist())
+
+    def change(self, index: int) -> None:
+        """Someone wrote to the masters of a group."""
+        self.groups[index].host.version += 1  # type: ignore[attr-defined]
+
+
+def test_what_is_absent_is_a_miss_and_is_waited_for() -> None:
+    scene = Scene(4, 2)
+    scene.window.bring(scene.groups[0])
+    assert scene.backend.said("upload", "wait") == ["upload", "wait"]
+    assert scene.groups[0].readable
+    assert (scene.stats.misses, scene.stats.loads, scene.stats.bytes_to_device) == (1, 1, 4)
+
+
+def test_what_is_there_is_waited_for_and_not_loaded_again() -> None:
+    """Each use waits: the first user of a prefetched group must not read before the copy."""
+    scene = Scene(4, 2)
+    scene.window.bring(scene.groups[0])
+    scene.window.prefetch()
+    scene.backend.calls.clear()
+    scene.window.bring(scene.groups[1])
+    assert scene.backend.said("upload", "wait")[:1] == ["wait"]
+    assert scene.stats.misses == 1
+
+
+def test_a_prefetched_group_is_not_readable_before_a_wait() -> None:
+    """debug=True stands on this."""
+    scene = Scene(4, 2)
+    scene.window.prefetch()
+    assert scene.loaded() == [0, 1]
+    assert not scene.groups[0].readable
+    scene.window.bring(scene.groups[0])
+    assert scene.groups[0].readable
+
+
+def test_a_place_is_taken_from_its_owner_before_the_copy() -> None:
+    """Evict (twins leave the tree, debug poisons the place), then copy."""
+    scene = Scene(4, 2)
+    scene.window.bring(scene.groups[0])
+    order: list[str] = []
+    scene.window._on_evict = lambda group: order.append(f"evict {group.index}")
+    upload = scene.backend.upload
+    scene.backend.upload = lambda *args: (order.append("upload"), upload(*args))[1]  # type: ignore[method-assign]
+    scene.window.bring(scene.groups[2])
+    assert order == ["evict 0", "upload"]
+    assert not scene.groups[0].loaded
+    assert not scene.groups[0].readable
+
+
+def test_an_evicted_place_is_poisoned() -> None:
+    """A read of a slot that was given away shows as NaN."""
+    scene = Scene(2, 1)
+    scene.window.bring(scene.groups[0])
+    scene.window._evict(scene.groups[0])
+    assert Scene.bytes_of(scene.groups[0]) == {0xFF}
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_a_known_loop_is_prefetched(k: int) -> None:
+    """In a forward-only loop nothing is missed once the order is known, but with one slot everything is."""
+    scene = Scene(5, k)
+    for _ in range(3):
+        for index in range(5):
+            scene.use(index)
+    scene.stats.clear()
+    for _ in range(2):
+        for index in range(5):
+            scene.use(index)
+    assert scene.stats.misses == 0, "with one slot, the next group is fetched when the call has ended"
+    assert scene.stats.loads == 2 * sum(bool(group.conflicts) for group in scene.groups)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_turn_at_the_end_keeps_what_backward_needs_first(k: int) -> None:
+    """A training step of N units loads 2N - k: forward's last k are backward's first k."""
+    scene = Scene(6, k)
+    step = [(index, Pass.FORWARD) for index in range(6)] + [(index, Pass.BACKWARD) for index in reversed(range(6))]
+    for use in step * 2:
+        scene.use(*use)
+    scene.stats.clear()
+    for index, direction in step:
+        scene.use(index, direction)
+    assert scene.stats.loads == 2 * (6 - k)  # without an optimizer step, the first k are still there
+    assert scene.stats.misses == 0
+
+
+def test_a_prefetch_does_not_evict_what_is_in_use() -> None:
+    scene = Scene(4, 2)
+    for index in (0, 1):
+        scene.window.bring(scene.groups[index])
+        scene.groups[index].users += 1
+    scene.schedule.visit(1, Pass.INFERENCE)
+    scene.window.prefetch()
+    assert scene.evicted == []
+    assert scene.loaded() == [0, 1]
+
+
+def test_a_prefetch_does_not_evict_what_is_used_sooner() -> None:
+    """After 0 comes 1, then 2 (in slot 0); 3 (in slot 1) must not push out 1."""
+    scene = Scene(4, 2)
+    scene.window.bring(scene.groups[1])
+    scene.schedule.visit(0, Pass.INFERENCE)
+    scene.window.prefetch()
+    assert scene.loaded() == [1, 2]
+    assert scene.evicted == []
+
+
+def test_a_prefetch_does_not_evict_what_backward_reads_now() -> None:
+    """No call is inside of it, its nodes run all the same."""
+    scene = Scene(4, 1)
+    scene.window.bring(scene.groups[2])
+    scene.schedule.visit(2, Pass.BACKWARD)
+    scene.window.prefetch(in_use=[scene.groups[2]])
+    assert scene.loaded() == [2]
+    scene.window.prefetch()
+    assert scene.loaded() == [1]
+
+
+def test_a_prefetch_looks_at_all_that_comes_until_a_place_is_taken() -> None:
+    """It stops at the first group that has no room: what comes later must not push out what comes sooner."""
+    scene = Scene(6, 3)
+    scene.groups[1].users = 1
+    scene.window.bring(scene.groups[1])
+    scene.schedule.visit(1, Pass.INFERENCE)
+    scene.window.prefetch()
+    assert scene.loaded() == [1, 2, 3]
+
+
+def test_blocked_means_absent_and_in_the_way_of_a_call() -> None:
+    scene = Scene(4, 2)
+    scene.window.bring(scene.groups[0])
+    assert not scene.window.is_blocked(scene.groups[2])
+    scene.groups[0].users = 1
+    assert scene.window.is_blocked(scene.groups[2])
+    assert not scene.window.is_blocked(scene.groups[1])
+    assert not scene.window.is_blocked(scene.groups[0])
+
+
+def test_a_group_in_use_is_never_evicted() -> None:
+    """A backward inside of the forward of a unit that has the place: an error that says what to do, no wrong number."""
+    scene = Scene(2, 1)
+    scene.window.bring(scene.groups[0])
+    scene.groups[0].users = 1
+    with pytest.raises(RuntimeError, match=r"larger `k`.*`resident`"):
+        scene.window.bring(scene.groups[1])
+    assert scene.loaded() == [0]
+
+
+def test_unchanged_masters_are_not_sent_again() -> None:
+    """An optimizer step elsewhere (a frozen encoder): looked at once, nothing is loaded."""
+    scene = Scene(2, 2)
+    scene.window.prefetch()
+    scene.window.suspect_all()
+    scene.window.bring(scene.groups[0])
+    scene.window.bring(scene.groups[0])
+    assert scene.stats.loads == 2
+    assert scene.groups[0].host.looks == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("by", ["bring", "prefetch"])
+def test_changed_masters_are_sent_again(by: str) -> None:
+    scene = Scene(2, 2)
+    scene.window.prefetch()
+    scene.change(1)
+    scene.window.suspect_all()
+    if by == "bring":
+        scene.window.bring(scene.groups[1])
+    else:
+        scene.window.prefetch()
+    assert scene.stats.loads == 3
+    assert not scene.groups[1].host.has_changed(scene.groups[1].state)
+
+
+def test_without_suspicion_nothing_is_looked_at() -> None:
+    """Looking at masters costs host time in every unit of every step."""
+    scene = Scene(2, 2)
+    scene.window.prefetch()
+    scene.change(1)
+    scene.window.bring(scene.groups[1])
+    assert scene.groups[1].host.looks == 0  # type: ignore[attr-defined]
+
+
+def test_stale_bytes_are_not_readable() -> None:
+    """Between the finding that masters changed and the reload, a read must show when debugging."""
+    scene = Scene(4, 2)
+    for index in (0, 1):
+        scene.window.bring(scene.groups[index])
+    scene.groups[0].users = 1
+    scene.schedule.visit(3, Pass.INFERENCE)
+    scene.change(1)
+    scene.window.suspect_all()
+    scene.window._verify(scene.groups[1])
+    assert not scene.groups[1].loaded
+    assert not scene.groups[1].readable
+
+
+def test_resident_loads_are_counted_apart() -> None:
+    """2N - k is about units that stream."""
+    scene = Scene(2, 2)
+    scene.groups[1].resident = True
+    scene.window.prefetch()
+    assert (scene.stats.loads, scene.stats.resident_loads) == (1, 1)
+
+
+def test_a_group_of_several_units_counts_as_several_loads() -> None:
+    """k_prime units travel in one copy, and are counted as what they are."""
+    scene = Scene(2, 1)
+    scene.groups[0].units = 3
+    scene.window.bring(scene.groups[0])
+    assert scene.stats.loads == 3
+    assert scene.backend.said("upload") == ["upload"]
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_autocast_casts_changed_weights_again(changed: bool) -> None:
+    """Its cache knows weights by the Parameter object, which a reload does not change; unchanged ones stay cached."""
+    scene = Scene(2, 2)
+    scene.window.bring(scene.groups[0])
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        nn.functional.linear(x, weight)
+        weight.data.fill_(2)
+        if changed:
+            scene.change(0)
+        scene.window.suspect_all()
+        scene.window.bring(scene.groups[0])
+        assert nn.functional.linear(x, weight).tolist() == ([[4, 4]] if changed else [[2, 2]])
+
+
+# ------------------------------------------------------------------------------------------- while masters are stepped
+
+
+def stepping(scene: Scene, index: int) -> PendingTicket:
+    """An optimizer starts to step the masters of a group."""
+    ticket = PendingTicket()
+    scene.window.outdate(scene.groups[index])
+    scene.groups[index].being_stepped = ticket
+    return ticket
+
+
+def test_what_is_being_stepped_is_worthless_on_the_device() -> None:
+    """At once, although masters change later: nothing may be computed with the old weights any more."""
+    scene = Scene(2, 2)
+    scene.window.bring(scene.groups[0])
+    stepping(scene, 0)
+    group = scene.groups[0]
+    assert (group.loaded, group.readable, group.suspect, group.state) == (False, False, False, None)
+
+
+@pytest.mark.parametrize("by", ["bring", "prefetch", "begin_step"])
+def test_masters_that_are_being_stepped_are_sent_after_that(by: str) -> None:
+    """Nobody looks at them before, and the host does not wait."""
+    scene = Scene(2, 2)
+    ticket = stepping(scene, 0)
+    scene.window.suspect_all()
+    scene.groups[0].resident = by == "begin_step"
+    scene.backend.calls.clear()
+    {
+        "bring": lambda: scene.window.bring(scene.groups[0]),
+        "prefetch": scene.window.prefetch,
+        "begin_step": scene.window.begin_step,
+    }[by]()
+    assert scene.backend.calls[0] == ("after", ticket)
+    assert scene.groups[0].loaded
+    assert scene.groups[0].host.looks == 0  # type: ignore[attr-defined]
+    assert scene.groups[0].state is None
+    assert not ticket.done
+
+
+def test_what_is_not_being_stepped_waits_for_nobody() -> None:
+    scene = Scene(2, 2)
+    stepping(scene, 0)
+    scene.window.bring(scene.groups[1])
+    assert scene.backend.said("after") == []
+
+
+def test_masters_that_were_stepped_are_looked_at_again() -> None:
+    """What was sent after the step is right as long as nobody has written to masters since."""
+    scene = Scene(2, 2)
+    group = scene.groups[0]
+    ticket = stepping(scene, 0)
+    scene.window.bring(group)
+    group.state = group.host.state()  # the step's own work notes what it left
+    ticket.finish()
+    scene.window.suspect_all()
+    scene.window.bring(group)
+    assert scene.stats.loads == 1
+    assert group.being_stepped is None
+    assert group.host.looks == 1  # type: ignore[attr-defined]
+    scene.change(0)
+    scene.window.suspect_all()
+    scene.window.bring(group)
+    assert scene.stats.loads == 2
+    assert scene.backend.said("after") == ["after"]
+
+
+def test_what_is_looked_at_too_early_is_looked_at_later() -> None:
+    """Somebody wrote to masters before the step was given to the thread: the suspicion stays until it is done."""
+    scene = Scene(2, 2)
+    group = scene.groups[0]
+    ticket = stepping(scene, 0)
+    scene.window.bring(group)
+    scene.window.suspect_all()
+    scene.window.bring(group)
+    assert group.suspect
+    group.state = group.host.state()
+    scene.change(0)
+    ticket.finish()
+    scene.window.bring(group)
+    assert scene.stats.loads == 2
+
+
+def test_a_step_is_waited_for_once() -> None:
+    scene = Scene(2, 2)
+    ticket = stepping(scene, 0)
+    ticket.finish()
+    for _ in range(2):
+        scene.window.finish_step(scene.groups[0])
+        assert scene.groups[0].being_stepped is None
+
+
+@pytest.mark.parametrize("by", ["finish_step", "bring", "prefetch"])
+def test_an_error_of_a_step_surfaces_once(by: str) -> None:
+    """Where the group is next wanted; after that there is nothing more to be told."""
+    scene = Scene(2, 2)
+    stepping(scene, 0).finish(ArithmeticError("the optimizer is lost"))
+    use = {
+        "finish_step": lambda: scene.window.finish_step(scene.groups[0]),
+        "bring": lambda: scene.window.bring(scene.groups[0]),
+        "prefetch": scene.window.prefetch,
+    }[by]
+    with pytest.raises(ArithmeticError, match="the optimizer is lost"):
+        use()
+    use()
