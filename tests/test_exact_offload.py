@@ -15,8 +15,8 @@ from torch.optim import SGD
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import PipelineOptions
-from sp_lightning.pipeline import offload as offload_module
 from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.pool import HostPool
 
 from .helpers import (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sp_lightning.pipeline import pool as pool_module
+from sp_lightning.pipeline.activations import pool as pool_module
 from sp_lightning.pipeline.activations.pool import HostPool, Piece
 from sp_lightning.pipeline.weights.host import ALIGNMENT
 
