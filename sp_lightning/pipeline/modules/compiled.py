@@ -50,7 +50,8 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 @functools.cache
 def keep_out_of_graphs() -> None:
     """`torch.compile` of what is around a gate leaves the engine out, but for `_call` below, which is compiled."""
-    hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name != __name__)
+    own = (__name__, __package__)  # to hide a package is to hide all that lies beside it
+    hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in own)
 
 
 def finish_before_compiling(backend: Backend) -> None:

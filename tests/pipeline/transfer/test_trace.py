@@ -17,9 +17,9 @@ from sp_lightning.pipeline.transfer.trace import _LANES
 from ...helpers import attached
 from ...simulated import Lane as Clock
 from ...simulated import SimulatedBackend, TimedBlock
+from ...zoo.blocks import Chain, chain, rows
 from ..fake_device import DeviceTensor, FakeDeviceModule
 from ..parts import DoneTicket
-from ..zoo.blocks import Chain, chain, rows
 
 UNITS, WIDTH = 6, 8
 UNIT_BYTES = 4 * WIDTH * WIDTH

@@ -18,9 +18,9 @@ from sp_lightning.pipeline.arrangement import largest_unit_bytes
 from sp_lightning.pipeline.weights.finder import find_units
 from sp_lightning.pipeline.weights.units import Division
 
-from ..zoo.blocks import Block, Chain, chain
-from ..zoo.language import gpt2, t5
-from ..zoo.vision import UNet
+from ...zoo.blocks import Block, Chain, chain
+from ...zoo.language import gpt2, t5
+from ...zoo.vision import UNet
 
 
 def in_full_size(build: Callable[[], nn.Module]) -> nn.Module:
