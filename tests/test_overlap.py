@@ -474,6 +474,18 @@ def test_clipping_by_norm(clip: float, accumulate: int, precision: str) -> None:
     assert stats.overlapped_steps > 0
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gradients_are_clipped_after_training_too(precision: str) -> None:
+    """Those that came in a lower dtype are shown when the arrangement ends, while masters are still guarded."""
+    found = []
+    for streamed in (False, True):
+        torch.manual_seed(1)
+        module = Module()
+        fit(module, strategy_for(streamed), gradient_clip_val=1e-3, precision=precision)
+        found.append([parameter.grad for parameter in module.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 class Looking(Module):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         self.losses += [p.grad.detach().clone() for p in self.parameters()]

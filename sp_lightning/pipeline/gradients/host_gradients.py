@@ -125,10 +125,10 @@ class HostGradients:
         """Make the gradient the master's `.grad`, in the master's dtype, with all that was to be done to it."""
         self._norms.pop(weight, None)
         low = self._low.pop(weight, None)
+        scaling = self._scaling.pop(weight, None)  # before `.grad` is set: the guard may take that for somebody else's
         with torch.inference_mode(False), torch.no_grad():
             if low is not None:
                 weight.master.grad = self._homes.room_for(weight).copy_(low)
-            scaling = self._scaling.pop(weight, None)
             if scaling is not None and weight.master.grad is not None:
                 scaling.apply_(weight.master.grad)
 
