@@ -379,7 +379,7 @@ class Pipeline:
             settle=self.settle,
         )
         clipping = Clipping(plan.weights, plan.on_device, self._backend, self._returns, self._overlap)
-        self.optimizers.work_with(self._overlap, clipping, self._returns, self._window, plan.on_device)
+        self.optimizers.work_with(self._overlap, clipping, self._returns, self._window, plan.on_device, plan.twins)
         self._backward = BackwardPass(
             window=self._window,
             schedule=self._schedule,
@@ -535,7 +535,7 @@ class Pipeline:
         if self._depth == 0:
             self._open(look_for_new_parameters)
         self._depth += 1
-        pushed = self._saved.push()
+        pushed = self._saved.push(ahead=True)
         try:
             with self._checked():
                 yield
