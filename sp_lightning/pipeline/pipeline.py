@@ -385,7 +385,9 @@ class Pipeline:
         clipping = Clipping(
             arrangement.weights_by_master, arrangement.on_device, self._backend, self._gradients, self._overlap
         )
-        self.optimizers.work_with(self._overlap, clipping, self._returns, self._window, arrangement.on_device)
+        self.optimizers.work_with(
+            self._overlap, clipping, self._returns, self._window, arrangement.on_device, arrangement.twins
+        )
         self._backward = BackwardPass(
             window=self._window,
             schedule=self._schedule,
@@ -517,7 +519,7 @@ class Pipeline:
         if self._depth == 0:
             self._open(look_for_new_parameters)
         self._depth += 1
-        pushed = self._saved.push()
+        pushed = self._saved.push(ahead=True)
         try:
             with self._checked():
                 yield

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 from torch.optim import SGD
@@ -486,3 +487,76 @@ class Remembering(RecordingBackend):
         if nbytes:
             self.memory.append(StorageWeakRef(memory.untyped_storage()))
         return memory
+
+
+class Prior(nn.Module):
+    """A distribution of its own weights: they leave the module inside of an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.randn(8))
+        self.log_scale = nn.Parameter(torch.randn(8))
+
+    def forward(self) -> Normal:
+        return Normal(self.mean, self.log_scale.exp())
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_a_distribution_over_weights_outlives_its_units_place(activations: str) -> None:
+    def losses(model: nn.ModuleList, step: Callable[[], Any]) -> list[Tensor]:
+        optimizer = SGD(model.parameters(), lr=0.001)
+        found = []
+        for _ in range(2):
+            with step():
+                priors = [block() for block in model]
+                loss = torch.stack([prior.log_prob(torch.ones(8)).sum() for prior in priors]).sum()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with step(), torch.no_grad():
+                priors = [block() for block in model]
+                found += [loss.detach(), *(prior.log_prob(torch.zeros(8)) for prior in priors)]
+        return found
+
+    torch.manual_seed(0)
+    model = nn.ModuleList(Prior() for _ in range(4))
+    expected = losses(copy.deepcopy(model), nullcontext)
+    with attached(model, k=1, units=Prior, activations=activations) as pipeline:
+        found = losses(model, pipeline.step)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Store(nn.Linear):
+    """Keeps what it finds on itself in its forward, as Pyro's parameter store does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.__dict__.setdefault("found", []).append(self.weight)
+        return super().forward(input)
+
+
+def test_an_optimizer_that_is_given_a_twin_is_refused() -> None:
+    """It would find no gradient, and the weight would never change."""
+    model = nn.Sequential(*[Store(8, 8) for _ in range(4)])
+    refused = pytest.raises(RuntimeError, match=r"SGD is to step a copy of weight '1\.weight'")
+    with attached(model, k=2) as pipeline, refused, pipeline.step():
+        model(torch.randn(2, 8)).sum().backward()
+        SGD(model[1].found, lr=0.1).step()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_gradients_of_gradients_where_autograd_was_off_when_the_step_began(k: int) -> None:
+    """A validation step may switch autograd on, for forces or a Laplacian."""
+
+    def laplacian(model: nn.Module) -> Tensor:
+        x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+        energy = model(x).sin().sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return torch.stack([torch.autograd.grad(slope[:, i].sum(), x, retain_graph=True)[0][:, i] for i in range(8)])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())])
+    expected = laplacian(model)
+    with attached(model, k=k) as pipeline:
+        for _ in range(2):
+            with torch.no_grad(), pipeline.step(), torch.enable_grad():
+                assert torch.equal(laplacian(model), expected)

@@ -124,9 +124,14 @@ class SavedTensors:
         self._offloader = offloader
         self._pushed = 0
 
-    def push(self) -> bool:
-        """Make the hooks active unless they are on top already; True if `pop` must follow."""
-        if not torch.is_grad_enabled():
+    def push(self, ahead: bool = False) -> bool:
+        """Make the hooks active unless they are on top already; True if `pop` must follow.
+
+        Args:
+            ahead: Also where autograd is off now. A validation step may switch it on, and what saves weights there need
+                not be a unit's call: the gradient of a gradient does, too.
+        """
+        if not torch.is_grad_enabled() and not (ahead and saved_tensor_hooks_allowed()):
             return False
         if not saved_tensor_hooks_allowed():
             raise RuntimeError(

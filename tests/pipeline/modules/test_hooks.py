@@ -374,6 +374,27 @@ def test_tensors_are_replaced_in_outputs() -> None:
     assert changed.right.rest[1] == "text"
 
 
+class Holder:
+    """An object as a module may return it, with a way back to itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensors = [tensor]
+        self.module = nn.Linear(1, 1)
+        self.holder = {"held": self}
+
+
+def test_tensors_in_objects_are_found_and_replaced() -> None:
+    """Not in modules that they refer to; and what needs no change stays the same object."""
+    held = Holder(A)
+    kept = held.tensors
+    assert [tensor is A for tensor in tensors_in([held])] == [True]
+    assert replace_tensors(held, lambda tensor: tensor) is held
+    assert held.tensors is kept
+    assert replace_tensors(held, lambda tensor: tensor + 1) is held
+    assert held.tensors[0].tolist() == [2]
+    assert held.holder["held"] is held
+
+
 # ------------------------------------------------------------------------------------------------------ before backward
 
 
