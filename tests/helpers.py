@@ -42,7 +42,7 @@ class Plan:
     accumulate: int = 2
     clip: float | None = None
     autocast: bool = False
-    cast_cache: bool = True  # Lightning's autocast has none: each use of a weight is cast, gradients add up in fp32
+    cast_cache: bool = True  # Lightning's autocast has none from 2.5.5 on: each use is cast, gradients add up in fp32
     sanity: bool = False  # an evaluation under inference_mode comes first, as under Lightning
     set_to_none: bool = True
 
@@ -50,6 +50,18 @@ class Plan:
     def of(case: Case, **changes: Any) -> Plan:
         """The plan that a zoo entry asks for."""
         return replace(Plan(accumulate=case.accumulate, clip=case.clip), **changes)
+
+
+def autocast_forgets_gradients() -> bool:
+    """Whether autocast's cache gives a graph what was cast where none was built (up to torch 2.10).
+
+    The cast's weight then gets no gradient from that graph in plain training, and with superpipeline gets its own.
+    """
+    layer, x = nn.Linear(1, 1), torch.ones(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            layer(x)
+        return not layer(x).requires_grad
 
 
 # --------------------------------------------------------------------------------------------------------------- traces

@@ -321,10 +321,11 @@ def test_wrappers_get_the_streaming_one(tmp_path):
             enable_checkpointing=True)  # fmt: skip
     names = sorted(path.name for path in tmp_path.glob("*.ckpt"))
     assert names == sorted(path.name for path in (tmp_path / "p").glob("*.ckpt"))
-    for name in names:
-        expected, actual = (torch.load(folder / name, weights_only=False) for folder in (tmp_path / "p", tmp_path))
-        assert_same_trace(flat(expected["state_dict"]), flat(actual["state_dict"]))
-        assert_same_trace(flat(expected["optimizer_states"]), flat(actual["optimizer_states"]))
+    # Up to Lightning 2.5.3 the wrapper makes no copy: what it writes while training goes on is of no one step.
+    last = max(names, key=lambda name: (tmp_path / name).stat().st_mtime_ns)
+    expected, actual = (torch.load(folder / last, weights_only=False) for folder in (tmp_path / "p", tmp_path))
+    assert_same_trace(flat(expected["state_dict"]), flat(actual["state_dict"]))
+    assert_same_trace(flat(expected["optimizer_states"]), flat(actual["optimizer_states"]))
 
     own = AsyncCheckpointIO(Own())
     assert SuperpipelineStrategy(checkpoint_io=own).checkpoint_io.checkpoint_io is own.checkpoint_io

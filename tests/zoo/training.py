@@ -280,6 +280,7 @@ def gan_step(model: nn.Module, batch: Batch, optimizers: list[Optimizer]) -> Ite
     loss.backward()
     generator.step()
     generator.zero_grad()
+    torch.clear_autocast_cache()  # autocast up to Lightning 2.5.4 has one, with which plain training uses old weights
     model.critic.requires_grad_(True)
     yield loss
 
@@ -292,6 +293,7 @@ def gan_step(model: nn.Module, batch: Batch, optimizers: list[Optimizer]) -> Ite
         critic.zero_grad()
         for parameter in model.critic.parameters():
             parameter.data.clamp_(-0.1, 0.1)
+        torch.clear_autocast_cache()
         model.generator.requires_grad_(True)
         yield loss
 

@@ -2,9 +2,9 @@
 
 Under `bf16-mixed` autocast casts each Linear or Conv weight to bf16, autograd saves the copy, and a cache keeps every
 copy until the region ends: streaming would save nothing. A weight that is only ever used through such a cast gives
-the same bits when it is cast once on the host, and half the bytes travel. Without its cache, as Lightning has it,
-autocast casts for each use, and the gradients of several uses add up in fp32: then only what is used once for a
-graph is sent lowered.
+the same bits when it is cast once on the host, and half the bytes travel. Without its cache, as Lightning has it from
+2.5.5 on, autocast casts for each use, and the gradients of several uses add up in fp32: then only what is used once
+for a graph is sent lowered.
 
 Layers of torch whose forward is nothing but such an operation are known from the start. Other weights are watched in
 their unit's first forward under autocast. A weight that is also used as it is (a tied embedding, a norm, a layer in a
