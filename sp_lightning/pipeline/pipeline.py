@@ -379,7 +379,7 @@ class Pipeline:
             settle=self.settle,
         )
         clipping = Clipping(plan.weights, plan.on_device, self._backend, self._returns, self._overlap)
-        self.optimizers.work_with(self._overlap, clipping, self._returns, self._window, plan.on_device, plan.twins)
+        self.optimizers.work_with(self._overlap, clipping, self._returns, self._window, plan.on_device)
         self._backward = BackwardPass(
             window=self._window,
             schedule=self._schedule,
