@@ -385,9 +385,7 @@ class Pipeline:
         clipping = Clipping(
             arrangement.weights_by_master, arrangement.on_device, self._backend, self._gradients, self._overlap
         )
-        self.optimizers.work_with(
-            self._overlap, clipping, self._returns, self._window, arrangement.on_device, arrangement.twins
-        )
+        self.optimizers.work_with(self._overlap, clipping, self._returns, self._window, arrangement.on_device)
         self._backward = BackwardPass(
             window=self._window,
             schedule=self._schedule,

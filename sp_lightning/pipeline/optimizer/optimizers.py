@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, Protocol
@@ -19,14 +19,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.modules.guard import EngineAtWork, guards_resumed, resume_guards, suspend_guards
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.on_device import move_state
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.weights.weight import Twin
 from sp_lightning.pipeline.weights.window import Window
 
 
@@ -65,7 +63,6 @@ class Optimizers:
         self._returns: GradientReturn
         self._window: Window
         self._on_device: Sequence[nn.Parameter]
-        self._twins: Mapping[int, Twin]
 
     def work_with(
         self,
@@ -74,11 +71,10 @@ class Optimizers:
         returns: GradientReturn,
         window: Window,
         on_device: Sequence[nn.Parameter],
-        twins: Mapping[int, Twin],
     ) -> None:
         """Units were arranged anew."""
         self._overlap, self._clipping, self._returns = overlap, clipping, returns
-        self._window, self._on_device, self._twins = window, on_device, twins
+        self._window, self._on_device = window, on_device
 
     def before_closure(self) -> None:
         """An optimizer is about to call its closure, and may have written to its parameters since the last time."""
@@ -98,10 +94,10 @@ class Optimizers:
     def _refuse_twins(self, optimizer: Optimizer) -> None:
         # A twin has no gradient, so an optimizer would leave it as it is, and nobody would notice.
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            twin = self._twins.get(storage_key(parameter))
-            if twin is not None:
+            name = parameter.__dict__.get("twin_of")
+            if name is not None:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step a copy of weight {twin.weight.name!r} that is on the device"
+                    f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on the device"
                     " while it is used there; the weight itself would never change. Whoever gave it to the optimizer"
                     " took it from its module in the middle of a forward, as Pyro's parameter store does. Give the"
                     " optimizer what `module.parameters()` yields outside of the forward; where that is not possible,"

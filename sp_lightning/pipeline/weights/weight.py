@@ -70,6 +70,7 @@ class Twin:
         with torch.inference_mode(False):
             kind = LoweredParameter if weight.lowered and CAN_SAY_OTHER_DTYPE else nn.Parameter
             self.parameter = kind(data, requires_grad=False)
+        self.parameter.__dict__["twin_of"] = weight.name  # it may be kept by somebody for longer than this is here
         self.key = storage_key(data)
         self.gradient_hook: RemovableHandle | None = None
         self._seen_version = self.parameter._version
