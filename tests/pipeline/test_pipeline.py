@@ -543,6 +543,16 @@ def test_an_optimizer_that_is_given_a_twin_is_refused() -> None:
         SGD(model[1].found, lr=0.1).step()
 
 
+def test_an_optimizer_that_kept_a_twin_of_an_earlier_attachment_is_refused() -> None:
+    """What belonged to it is gone, and the weight would never change either."""
+    model = nn.Sequential(*[Store(8, 8) for _ in range(4)])
+    with attached(model, k=2):
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer = SGD(model[1].found, lr=0.1)
+    with attached(model, k=2), pytest.raises(RuntimeError, match=r"SGD is to step a copy of weight '1\.weight'"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_gradients_of_gradients_where_autograd_was_off_when_the_step_began(k: int) -> None:
     """A validation step may switch autograd on, for forces or a Laplacian."""
