@@ -185,7 +185,8 @@ class GradientReturn:
         weights = [weight for weight in unit.weights if weight in gathered]
         gradients = [gathered[weight] for weight in weights]
         dtypes = [gradient.dtype for gradient in gradients]
-        piece = self._pieces.take(lay_out_gradients(weights, dtypes)[1])
+        _, nbytes, norms_at = lay_out_gradients(weights, dtypes)
+        piece = self._pieces.take(nbytes)
         if piece.ticket is not None:
             self._backend.trace.wait(piece.ticket, "gradients")
         gathered_there, norms = piece.tensors(weights, dtypes)
@@ -195,12 +196,27 @@ class GradientReturn:
             torch.stack(torch._foreach_norm(gathered_there, 2, torch.float32), out=norms)
         self.stepper.finish_step(unit.group)
         self.gradients.expect_more(weights)
-        self._send(unit, piece, weights, dtypes, measures)
+        self._send(unit, piece, weights, dtypes, nbytes, None if measures else norms_at)
 
     def _send(
-        self, unit: Unit, piece: Piece, weights: list[Weight], dtypes: list[torch.dtype], has_norms: bool
+        self,
+        unit: Unit,
+        piece: Piece,
+        weights: list[Weight],
+        dtypes: list[torch.dtype],
+        nbytes: int,
+        without_norms: int | None,
     ) -> None:
-        """Start the copy to where gradients stay, or through a slot to where they are added or used."""
+        """Start the copy to where gradients stay, or through a slot to where they are added or used.
+
+        Args:
+            unit: Whose gradients.
+            piece: Where they have been put together.
+            weights: Which of the unit's weights.
+            dtypes: Of each gradient.
+            nbytes: Bytes of the gradients, with their norms.
+            without_norms: How many of these to send if the norms have not been taken; None if they have.
+        """
         complete, first = len(weights) == self._expected[unit], self._are_first(weights)
         steps_now = complete and self.stepper.wants(unit)
         lower = any(dtype != weight.master.dtype for weight, dtype in zip(weights, dtypes, strict=True))
@@ -211,15 +227,14 @@ class GradientReturn:
         home = None
         if first and not passes_through and (complete or not lower):
             home = self._homes.in_lower_dtypes(unit, weights, dtypes) if lower else self._homes.of(unit, weights)
-        _, nbytes, norms_at = lay_out_gradients(weights, dtypes)
-        sent = nbytes if has_norms else norms_at
+        sent = nbytes if without_norms is None else without_norms
         if home is not None and home.weights == weights:
             self.gradients.let_land(weights)
             home.vacate()
             piece.ticket = self._backend.download(home.memory[:sent], piece.memory[:sent])
             shipment = Shipment(unit, weights, home.tensors, piece.ticket, None)
             self._landed.update(zip(weights, home.tensors, strict=True))
-            if has_norms:
+            if without_norms is None:
                 self.gradients.measured(dict(zip(weights, home.norms, strict=True)))
         else:
             slot = self._ring.take(nbytes)
