@@ -38,6 +38,11 @@ class Namespace:
         wrapping_checkpoint_io: Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
         update_properties: Private. Sets `LightningModule.device` without moving a weight.
         empty_init: Private. The mode behind `trainer.init_module(empty_init=True)`.
+        script_launcher: Private. Starts the user's script once more for each further device.
+        init_process_group: Private. Meets the other processes, at the address that the cluster environment knows.
+        reset_seed: Gives all processes the same seed, if there is one.
+        reduce: Private. What `self.log(sync_dist=True)` does.
+        rank_zero_only: Has the rank, for everything that is said or written once.
         info: Logs on rank zero.
         warn: Warns on rank zero.
     """
@@ -56,6 +61,11 @@ class Namespace:
     wrapping_checkpoint_io: type
     update_properties: Callable[..., None]
     empty_init: Callable[..., Any]
+    script_launcher: Callable[..., Any]
+    init_process_group: Callable[..., None]
+    reset_seed: Callable[[], None]
+    reduce: Callable[..., Any]
+    rank_zero_only: Any
     info: Callable[..., None]
     warn: Callable[..., None]
 
@@ -103,6 +113,7 @@ def namespace(name: str) -> Namespace:
     plugins = import_module(f"{name}.plugins")
     callbacks = import_module(f"{name}.callbacks")
     rank_zero = import_module(f"{name}.utilities.rank_zero")
+    distributed = import_module(f"{fabric}.utilities.distributed")
     # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
     averaging = (getattr(callbacks, name, None) for name in ("StochasticWeightAveraging", "WeightAveraging"))
     return Namespace(
@@ -120,6 +131,11 @@ def namespace(name: str) -> Namespace:
         wrapping_checkpoint_io=import_module(f"{name}.plugins.io.wrapper")._WrappingCheckpointIO,
         update_properties=import_module(f"{fabric}.utilities.device_dtype_mixin")._update_properties,
         empty_init=import_module(f"{fabric}.utilities.init")._EmptyInit,
+        script_launcher=import_module(f"{name}.strategies.launchers")._SubprocessScriptLauncher,
+        init_process_group=distributed._init_dist_connection,
+        reset_seed=import_module(f"{fabric}.utilities.seed").reset_seed,
+        reduce=distributed._sync_ddp_if_available,
+        rank_zero_only=rank_zero.rank_zero_only,
         info=rank_zero.rank_zero_info,
         warn=rank_zero.rank_zero_warn,
     )

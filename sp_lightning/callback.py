@@ -153,7 +153,7 @@ class CallbackMixin(_Base):
 
     def _write(self, trainer: Trainer, recording: Recording) -> None:
         pipeline = _pipeline(trainer)
-        if self.timeline is None or pipeline is None:
+        if self.timeline is None or pipeline is None or not trainer.is_global_zero:
             return
         plan = pipeline.summary()
         name = type(trainer.lightning_module).__name__

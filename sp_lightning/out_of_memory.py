@@ -40,9 +40,11 @@ class OutOfMemoryRetry:
         pipeline: The engine, which makes room.
         module: The user's module, whose changes are undone.
         lightning: What is borrowed from the namespace.
+        enabled: Whether steps may run again at all.
     """
 
-    def __init__(self, pipeline: Pipeline, module: LightningModule, lightning: Namespace) -> None:
+    def __init__(self, pipeline: Pipeline, module: LightningModule, lightning: Namespace, enabled: bool = True) -> None:
+        self._enabled = enabled
         self._pipeline = pipeline
         self._module = module
         self._lightning = lightning
@@ -126,6 +128,8 @@ class OutOfMemoryRetry:
         return result
 
     def _is_watched(self) -> bool:
+        if not self._enabled:
+            return False
         if self._arranged != self._pipeline.stats.arrangements:
             self._arranged, self._left = self._pipeline.stats.arrangements, _WATCHED
         self._left -= 1

@@ -65,13 +65,14 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
 
     Args:
         accelerator: As in every Lightning strategy; the Trainer sets it.
-        parallel_devices: As in every Lightning strategy; the Trainer sets it. One device.
+        parallel_devices: As in every Lightning strategy; the Trainer sets it. With more than one device
+            there is a process for each, with a replica of the model, and gradients are averaged as DDP does.
         cluster_environment: As in every Lightning strategy; the Trainer sets it.
         checkpoint_io: How checkpoints are written and read. By default they are streamed, without a second copy in
             memory.
         precision_plugin: As in every Lightning strategy; the Trainer sets it.
-        process_group_backend: For training on several devices, which is not built yet.
-        timeout: For training on several devices, which is not built yet.
+        process_group_backend: How processes on several devices talk; by default what torch has for the device.
+        timeout: How long one of them waits for the others.
         k: How many units are on the device at once. With `k` at least the number of units, nothing is streamed.
             "auto" begins with two and chooses what the first steps show to be fastest within `memory_budget`.
         k_prime: How many units one transfer moves, at most `k`. "auto" begins with one and is chosen with `k`.
@@ -96,7 +97,7 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: igno
 
     Raises:
         ValueError: An argument has a value that it cannot have.
-        MisconfigurationException: There is more than one device, node or process.
+        MisconfigurationException: The Trainer's other arguments do not go with the strategy.
 
     Example::
 

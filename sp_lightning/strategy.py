@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from sp_lightning._host import use_all_cores
-from sp_lightning._namespace import Namespace, is_tuning
+from sp_lightning._namespace import is_tuning
 from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
 from sp_lightning.materialize import materialize
 from sp_lightning.monitor.progress import SetUpProgress
@@ -34,27 +33,21 @@ from sp_lightning.overlap import OverlapPlan, plan_overlap
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.precision import host_precision, lend_pipeline
+from sp_lightning.processes import ProcessesMixin
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins import Precision
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
-
-T = TypeVar("T")
 
 
-class SuperpipelineMixin(_Base):
+class SuperpipelineMixin(ProcessesMixin):
     """What `SuperpipelineStrategy` is in every namespace.
 
     Attributes:
         presets: Other registered names, and the arguments that each stands for.
-        lightning: What is borrowed from the namespace.
         streaming_checkpoint_io: The namespace's default checkpoint plugin.
         callback: The namespace's `SuperpipelineCallback`.
-        num_nodes: Set by the Trainer.
         pipeline: The engine, from `setup` to `teardown`; `None` otherwise.
     """
 
@@ -62,18 +55,12 @@ class SuperpipelineMixin(_Base):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         f"superpipeline_{activations}": {"activations": activations} for activations in ("recompute", "offload")
     }
-    lightning: ClassVar[Namespace]
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
     callback: ClassVar[type[Any]]
 
-    def __init__(
-        self, *, options: PipelineOptions, process_group_backend: str | None, timeout: timedelta | None, **plugins: Any
-    ) -> None:
-        super().__init__(**plugins)
+    def __init__(self, *, options: PipelineOptions, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self.options = options
-        self.process_group_backend = process_group_backend
-        self.timeout = timeout
-        self.num_nodes = 1
         self.pipeline: Pipeline | None = None
         self._progress = SetUpProgress()
         self._summarizes = False
@@ -81,72 +68,6 @@ class SuperpipelineMixin(_Base):
         self._overlap: OverlapPlan | None = None
         self._retry: OutOfMemoryRetry | None = None
         self._said: set[str] = set()
-
-    # ---------------------------------------------------------------------------------------------- topology
-    # One process: neither a launcher (hazard 27: notebooks) nor a process group, and no question to the cluster
-    # environment about ranks (hazard 26: variables are missing in an interactive SLURM shell). Attributes, which may be
-    # set, as those of Lightning's own strategy for one device.
-
-    global_rank = 0
-    local_rank = 0
-    node_rank = 0
-    world_size = 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[0]
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there is more than one process. Lightning adds distributed samplers and refuses its tuners if so."""
-        return self.world_size > 1
-
-    def set_world_ranks(self) -> None:
-        """Refuse what is not built. The Trainer calls this when it has assigned devices, nodes and the environment."""
-        devices = self.parallel_devices or []
-        self.lightning.check(
-            len(devices) <= 1 and self.num_nodes == 1,
-            f"`strategy='superpipeline'` trains on one device so far, found {len(devices)} device(s) per node and"
-            f" {self.num_nodes} node(s). Set `Trainer(devices=1, num_nodes=1)`.",
-        )
-        processes = self._launched_processes()
-        self.lightning.check(
-            processes == 1,
-            f"`strategy='superpipeline'` trains in one process so far, but {type(self.cluster_environment).__name__}"
-            f" says that {processes} were launched, and each would train a model of its own. Launch one: `torchrun"
-            " --nproc-per-node=1`, `srun --ntasks=1`.",
-        )
-
-    def _launched_processes(self) -> int:
-        environment = self.cluster_environment
-        if environment is None or not environment.creates_processes_externally:
-            return 1
-        try:
-            return environment.world_size()
-        except KeyError:  # an interactive SLURM shell has no SLURM_NTASKS, and runs one process
-            return 1
-
-    @override
-    def reduce(self, tensor: T, *args: Any, **kwargs: Any) -> T:
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return tensor
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        pass
 
     # ---------------------------------------------------------------------------------------------- plugins
 
@@ -181,11 +102,17 @@ class SuperpipelineMixin(_Base):
         # Before any work: callbacks copy the model in their `setup`, long before ours.
         self._refuse_averaging_on_device()
         self._refuse_pruning_on_device()
+        self.lightning.check(
+            not (self.is_distributed and self.options.resident_optimizer),
+            "`resident_optimizer=True` works on one device only: which units live on the device would differ between"
+            " processes. Leave it out, or set `Trainer(devices=1, num_nodes=1)`.",
+        )
         super().setup_environment()
+        self.setup_processes()
         if self.root_device.type != "cpu" and self._threads_before is None:
             # On the CPU the same threads compute the model, and other numbers of threads sum in another order than
             # plain training.
-            self._threads_before = use_all_cores()
+            self._threads_before = use_all_cores(self.num_processes)
             if self._threads_before is not None:
                 self.lightning.info(
                     f"The optimizer steps on the host: torch uses {torch.get_num_threads()} threads there, and not the"
@@ -236,6 +163,7 @@ class SuperpipelineMixin(_Base):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == self.lightning.fitting
+        self.buffers_due = fitting  # only then do the processes see as many batches
         assert self.model is not None
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
@@ -258,11 +186,17 @@ class SuperpipelineMixin(_Base):
         if next(module.parameters(), None) is None:
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
         else:
-            progress = None if module.trainer.progress_bar_callback is None else self._progress
+            shows_progress = self.is_global_zero and module.trainer.progress_bar_callback is not None
             self.pipeline = Pipeline(
-                module, self.root_device, options=self.options, planner=AutoPlanner(), progress=progress
+                module,
+                self.root_device,
+                options=self.options,
+                planner=AutoPlanner(),
+                progress=self._progress if shows_progress else None,
+                replicas=self.replicas,
             )
-            self._retry = OutOfMemoryRetry(self.pipeline, module, self.lightning)
+            # A step that ran again in one process alone would leave the others waiting.
+            self._retry = OutOfMemoryRetry(self.pipeline, module, self.lightning, enabled=not self.is_distributed)
             # Around whatever `backward` is now, a subclass's or one put in its place: all of it belongs to the step,
             # and may have to run again. A method would be called by what wraps Lightning's, and call that again.
             self.backward = _Around(self._backward_in_step, self.backward)  # type: ignore[method-assign]
@@ -287,7 +221,7 @@ class SuperpipelineMixin(_Base):
         return any(chosen or (isinstance(callback, self.lightning.summary) for callback in callbacks))
 
     def _show_plan(self, trainer: Trainer) -> None:
-        if self._summarizes:
+        if self._summarizes and self.is_global_zero:
             assert self.pipeline is not None
             callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
             rich = any(isinstance(callback, self.lightning.rich) for callback in callbacks)
@@ -319,8 +253,18 @@ class SuperpipelineMixin(_Base):
     def _step(self) -> AbstractContextManager[None]:
         return nullcontext() if self.pipeline is None else self.pipeline.step()
 
+    def _evaluation_step(self) -> AbstractContextManager[None]:
+        self._share_buffers()
+        return self._step()
+
+    def _share_buffers(self) -> None:
+        if self.pipeline is not None and self.takes_buffers():
+            self.pipeline.share_buffers()
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._share_buffers()
+
         def run() -> Any:
             with self._step():
                 return super(SuperpipelineMixin, self).training_step(*args, **kwargs)
@@ -329,17 +273,17 @@ class SuperpipelineMixin(_Base):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._evaluation_step():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._evaluation_step():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._evaluation_step():
             return super().predict_step(*args, **kwargs)
 
     def _backward_in_step(

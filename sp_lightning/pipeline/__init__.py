@@ -1,5 +1,6 @@
 """The engine: streams a module's units between host and device. Imports torch and nothing of Lightning."""
 
+from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.planned import Planner, WindowPlan
@@ -21,6 +22,7 @@ __all__ = [
     "PipelineOptions",
     "Planner",
     "Recording",
+    "Replicas",
     "Span",
     "Stats",
     "Summary",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.gradients.landing import PIECES, lay_out_gradients
+from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.learned import Learned
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.planned import WindowPlan
@@ -48,6 +49,7 @@ class Arrangement:
         backend: Allocates and pins.
         autocast: The dtype that autocast lowers to in the steps to come, if it is on.
         progress: Told how many bytes of weights have been laid out, and of how many: it may take minutes.
+        replicas: Other processes that train the same model, if there are any.
 
     Attributes:
         units: Streamed units in expected order.
@@ -78,12 +80,15 @@ class Arrangement:
         backend: Backend,
         autocast: torch.dtype | None = None,
         progress: Callable[[int, int], None] | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.autocast = autocast
         self.untouched = True
         self._options = options
         self._short_of_memory = learned.short_of_memory
         self._backend = backend
+        self._replicas = replicas
+        self._sharing = 1 if replicas is None else replicas.on_this_machine
         device_bytes = backend.total_memory()
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
         largest = largest_unit_bytes(self.budget or device_bytes)
@@ -100,13 +105,15 @@ class Arrangement:
         for weight in [weight for unit in division.units for weight in unit.weights]:  # resident ones do not travel
             if autocast is not None and id(weight.master) in learned.lowered - learned.used_as_is:
                 weight.compute_dtype = autocast
+        for weight in [weight for unit in self.all_units for weight in unit.weights]:
+            weight.averaged = replicas is not None
         self._choose_window(learned.plan)
         division.leave_on_device(self._on_device)
         self.on_device = [weight.master for unit in self._on_device for weight in unit.on_device]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
         self._check_budget()
-        self._check_host_memory()
+        self._check_host_memory(others=0 if learned.buffers else self._sharing - 1)
         self.pin, self.pin_gradients = self._may_pin()
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
@@ -157,14 +164,16 @@ class Arrangement:
             return None
         weights = sum(weight.compute_bytes for weight in self.weights) if self.pin else 0
         gradients = self._gradient_bytes() if self.pin_gradients else 0
-        return max(0, int(_PINNED_SHARE * total) - weights - gradients)
+        return max(0, int(_PINNED_SHARE * total) // self._sharing - weights - gradients)
 
     def streaming_bytes(self) -> int:
         """Device memory for weights, and for gradients on their way to the host."""
         return self.device_bytes() + self._bytes_of_gradients_on_their_way()
 
     def _bytes_of_gradients_on_their_way(self) -> int:
-        return PIECES * max((gradient_bytes([u]) for u in self.all_units if u not in self._on_device), default=0)
+        averaged = 0 if self._replicas is None else 1  # while the next ones are put together
+        largest = max((gradient_bytes([u]) for u in self.all_units if u not in self._on_device), default=0)
+        return (PIECES + averaged) * largest
 
     def _on_device_bytes(self) -> int:
         return 0 if self.plan is None else self.plan.on_device_bytes
@@ -218,15 +227,17 @@ class Arrangement:
             f"({readable_bytes(least)})."
         )
 
-    def _check_host_memory(self) -> None:
+    def _check_host_memory(self, others: int) -> None:
+        """Refuse what does not fit, here and in other processes that arrange the same at this moment."""
         free = available_host_memory()
         gradients = self._gradient_bytes()
         copies = sum(weight.compute_bytes for weight in self.weights if weight.lowered)
         moving = max(sent_bytes(part) for part in [*self._parts, [self.resident]])
         needed = gradients + copies + moving
-        if free is not None and needed > free:
+        if free is not None and needed * (1 + others) > free:
+            each = f" in each of {1 + others} processes" if others else ""
             raise ValueError(
-                f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model "
+                f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model{each} "
                 f"({readable_bytes(gradients)} for gradients, the rest for copies of weights; optimizer state is not "
                 f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights."
             )
@@ -245,7 +256,7 @@ class Arrangement:
             return True, True
         weights = sum(weight.compute_bytes for weight in self.weights)
         gradients = self._gradient_bytes()
-        share = _PINNED_SHARE * total
+        share = _PINNED_SHARE * total / self._sharing
         if weights + gradients > share:
             warnings.warn(
                 f"{readable_bytes(weights)} of weights and {readable_bytes(gradients)} of gradients would page-lock "
@@ -357,4 +368,4 @@ def sent_bytes(units: Sequence[Unit]) -> int:
 def gradient_bytes(units: Sequence[Unit]) -> int:
     """Bytes of the gradients of units, as they are sent to the host, with their norms."""
     weights = [weight for unit in units for weight in unit.weights if weight.master.requires_grad]
-    return lay_out_gradients(weights, [weight.compute_dtype for weight in weights])[1]
+    return lay_out_gradients(weights, [weight.gradient_dtype for weight in weights])[1]

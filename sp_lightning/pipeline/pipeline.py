@@ -33,6 +33,7 @@ from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.gradients.replicas import Averaging, Replicas
 from sp_lightning.pipeline.learned import Learned
 from sp_lightning.pipeline.modules.compiled import compiled_call, finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.modules.guard import (
@@ -85,6 +86,7 @@ class Pipeline:
         backend: How to copy; made for the device by default.
         planner: Chooses what `options` leave to it, between steps; without one the window stays as small as it is.
         progress: Told how many bytes of weights have been laid out on the host, and of how many.
+        replicas: Other processes that train the same model: gradients are averaged with theirs.
 
     Attributes:
         optimizers: What is done for optimizers: steps while the device computes, clipping, unscaling.
@@ -108,14 +110,19 @@ class Pipeline:
         backend: Backend | None = None,
         planner: Planner | None = None,
         progress: Callable[[int, int], None] | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.module = module
+        self._replicas = replicas
         self._progress = progress
         self.device = full_device(device)
         self.options = options or PipelineOptions()
         self.stats = Stats()
         _check_not_attached(module)
-        self._backend = backend or make_backend(self.device, self.options)
+        if replicas is not None:
+            replicas.begin_alike(module)
+        processes = 1 if replicas is None else replicas.on_this_machine
+        self._backend = backend or make_backend(self.device, self.options, processes)
         keep_out_of_graphs()
         finish_before_compiling(self._backend)
         self._learned = Learned()
@@ -175,6 +182,11 @@ class Pipeline:
             self._steps.settle()
             self._gradients.settle()
             self._close()
+
+    def share_buffers(self) -> None:
+        """Between steps, if there are several processes: all have the buffers of the first one from now on."""
+        if self._replicas is not None:
+            self._replicas.share_buffers(self.module)
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What `backward(inputs=...)` needs in place of these tensors: for a master, the leaf that is in the graph."""
@@ -353,7 +365,9 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------ attach and take off
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
-        arrangement = Arrangement(self.module, self.options, self._learned, self._backend, autocast, self._progress)
+        arrangement = Arrangement(
+            self.module, self.options, self._learned, self._backend, autocast, self._progress, self._replicas
+        )
         self._settle_on_device(arrangement)
         self._arrangement = arrangement
         self.stats.arrangements += 1
@@ -366,7 +380,12 @@ class Pipeline:
         self._schedule = Schedule(len(arrangement.streamed_members))
         self._saved.twins = arrangement.twins
         self._returns = GradientReturn(
-            arrangement.all_units, self._backend, self.stats, arrangement.pin_gradients, self._sign_of_backward
+            arrangement.all_units,
+            self._backend,
+            self.stats,
+            arrangement.pin_gradients,
+            self._sign_of_backward,
+            self._averaging_of(arrangement),
         )
         self._gradients = self._returns.gradients
         groups = [member.unit.group for member in arrangement.streamed_members if member.unit is not None]
@@ -441,6 +460,13 @@ class Pipeline:
         self._activations.auto = self._auto_policy()  # units have changed: measured anew
         for member in arrangement.members:
             install_gate(member, self)
+
+    def _averaging_of(self, arrangement: Arrangement) -> Averaging | None:
+        if self._replicas is None:
+            return None
+        weights = arrangement.weights_by_master
+        in_order = [weights[id(parameter)] for parameter in self.module.parameters() if id(parameter) in weights]
+        return Averaging(self._replicas, in_order, lambda: self.stats.optimizer_steps)
 
     def _settle_on_device(self, arrangement: Arrangement) -> None:
         """Let units live on the device, if there is really room for all of them."""
@@ -656,10 +682,21 @@ class Pipeline:
         self._backward.note()
 
     def _end_backward(self) -> None:
+        if self._replicas is not None:
+            self._check_all_are_averaged()
         self._backend.trace.end()
         self._activations.end_backward()
         self._offloader.end_backward()
         self._close()
+
+    def _check_all_are_averaged(self) -> None:
+        for name, parameter in self._arrangement.unmanaged.items():
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"Parameter {name!r} lives on the device (a tensor subclass, a scripted module, or memory that it "
+                    "shares with another parameter), where gradients are not averaged over processes. Freeze it, or "
+                    "train on one device."
+                )
 
     def _evict(self, group: Group) -> None:
         self._backward.evict(group)

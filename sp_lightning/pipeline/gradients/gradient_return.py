@@ -13,7 +13,7 @@ What is there, and what is still to be done to it, is in host_gradients.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from sp_lightning.pipeline._private import post_accumulate_hooks, tensor_hooks, 
 from sp_lightning.pipeline.gradients.homes import Homes, is_only_shown
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.landing import Piece, Pieces, Ring, Slot, cast_and_add, lay_out_gradients
+from sp_lightning.pipeline.gradients.replicas import Averaging
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend, Ticket
 from sp_lightning.pipeline.transfer.trace import Kind
@@ -94,6 +95,7 @@ class GradientReturn:
         stats: Counters.
         pin: Whether to page-lock host memory.
         on_arrival: Called when autograd has finished a gradient.
+        averaging: Averages gradients with those of other processes, if there are any.
 
     Attributes:
         gradients: Those that are on the host, or on their way there.
@@ -105,18 +107,25 @@ class GradientReturn:
     measures_norms = False
 
     def __init__(
-        self, units: Sequence[Unit], backend: Backend, stats: Stats, pin: bool, on_arrival: Callable[[], None]
+        self,
+        units: Sequence[Unit],
+        backend: Backend,
+        stats: Stats,
+        pin: bool,
+        on_arrival: Callable[[], None],
+        averaging: Averaging | None = None,
     ) -> None:
         self._backend = backend
         self._stats = stats
         self._on_arrival = on_arrival
+        self._averaging = averaging
         self._units = list(units)
         self._gathered: dict[Unit, dict[Weight, Tensor]] = {}
         self._expected: dict[Unit, int] = {}
         self._arrived: dict[Weight, None] = {}
         self._sparse: dict[Weight, list[Tensor]] = {}
         self._held_back: dict[Weight, list[Tensor]] = {}
-        self._shipped: set[Weight] = set()
+        self._shipped: dict[Weight, None] = {}
         self._landed: dict[Weight, Tensor] = {}
         self._must_settle = False
         self._homes = Homes(backend, pin)
@@ -158,11 +167,7 @@ class GradientReturn:
         if gradient.layout is not torch.strided:
             self._sparse.setdefault(weight, []).append(gradient)
             return
-        if self.stepper.has_stepped(weight):
-            raise RuntimeError(
-                f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
-                "`overlap_optimizer=False`."
-            )
+        self._check_not_stepped([weight])
         unit = weight.unit
         if weight in self._gathered.get(unit, ()):  # reentrant checkpoints accumulate several times in one backward
             self._ship(unit)
@@ -173,6 +178,14 @@ class GradientReturn:
         if len(self._gathered[unit]) == self._expected[unit]:
             self._ship(unit)
 
+    def _check_not_stepped(self, weights: Iterable[Weight]) -> None:
+        for weight in weights:
+            if self.stepper.has_stepped(weight):
+                raise RuntimeError(
+                    f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train "
+                    "with `overlap_optimizer=False`."
+                )
+
     def ship_all_but(self, units: Sequence[Unit]) -> None:
         """Backward has moved on to these units: what others gathered can leave."""
         for unit in [unit for unit in self._gathered if unit not in units]:
@@ -180,8 +193,59 @@ class GradientReturn:
 
     @torch.no_grad()
     def _ship(self, unit: Unit) -> None:
-        """Put a unit's gathered gradients together, and send them to the host."""
+        """What a unit has gathered leaves the device, once it is averaged if there are other processes."""
         gathered = self._gathered.pop(unit)
+        if self._averaging is None:
+            self._put_together(unit, gathered)
+            return
+        replicas = self._averaging.replicas
+        now = {w: g for w, g in gathered.items() if not replicas.accumulates or tensor_hooks(w.master)}
+        later = {w: g for w, g in gathered.items() if w not in now}
+        if later:
+            replicas.unaveraged.update(id(weight.master) for weight in later)
+            self._put_together(unit, later)
+        if now:
+            self._ship_averaged(self._averaging.average(now, self._take_back))
+
+    def _take_back(self, weight: Weight) -> Tensor | None:
+        """What earlier micro-batches have left on the host, if it has not been averaged yet."""
+        total = self._unaveraged(weight)
+        if total is None:
+            return None
+        self.gradients.expect_more([weight])
+        self.gradients.let_land([weight])
+        total = self._unaveraged(weight)
+        assert total is not None
+        self.gradients.drop(weight)
+        weight.master.grad = None
+        return total.to(weight.twin.data.device, weight.master.dtype, copy=True)
+
+    def _unaveraged(self, weight: Weight) -> Tensor | None:
+        if self._averaging is None or id(weight.master) not in self._averaging.replicas.unaveraged:
+            return None
+        return self.gradients.get(weight)
+
+    def check_averaged(self, weights: Iterable[Weight]) -> None:
+        """Called before weights are stepped.
+
+        Raises:
+            RuntimeError: A gradient is the sum of this process alone.
+        """
+        for weight in weights if self._averaging is not None else ():
+            if self._unaveraged(weight) is not None:
+                raise RuntimeError(
+                    f"The gradient of {weight.name!r} would be stepped before it was averaged over processes, because "
+                    "the last micro-batch of the step had no backward. `training_step` may not return None there."
+                )
+
+    def _ship_averaged(self, averaged: Iterable[Mapping[Weight, Tensor]]) -> None:
+        for gradients in averaged:
+            self._check_not_stepped(gradients)
+            for unit in dict.fromkeys(weight.unit for weight in gradients):
+                self._put_together(unit, gradients)
+
+    def _put_together(self, unit: Unit, gathered: Mapping[Weight, Tensor]) -> None:
+        """Put a unit's gradients together, and send them to the host."""
         weights = [weight for weight in unit.weights if weight in gathered]
         gradients = [gathered[weight] for weight in weights]
         dtypes = [gradient.dtype for gradient in gradients]
@@ -217,8 +281,9 @@ class GradientReturn:
             nbytes: Bytes of the gradients, with their norms.
             without_norms: How many of these to send if the norms have not been taken; None if they have.
         """
-        complete, first = len(weights) == self._expected[unit], self._are_first(weights)
-        steps_now = complete and self.stepper.wants(unit)
+        complete, first = len(weights) == self._expected.get(unit), self._are_first(weights)
+        # what others averaged may be followed by a gradient of our own
+        steps_now = complete and self._arrived.keys() >= set(weights) and self.stepper.wants(unit)
         lower = any(dtype != weight.master.dtype for weight, dtype in zip(weights, dtypes, strict=True))
         passes_through = first and lower and steps_now and not self.stepper.keeps_gradients
         if passes_through and self._homes.has_lower(unit):  # of the time before the optimizer stepped in backward
@@ -242,7 +307,7 @@ class GradientReturn:
             shipment = Shipment(unit, weights, slot.tensors(weights, dtypes)[0], piece.ticket, slot)
         self._stats.bytes_to_host += sent
         self._backend.trace.moved(Kind.GRADIENTS, unit.name, sent, piece.ticket)
-        self._shipped.update(weights)
+        self._shipped.update(dict.fromkeys(weights))
         if not first or (shipment.slot is not None and not passes_through):
             shipment = self._add(shipment)
         self.gradients.wait_for(weights, shipment.ticket)
@@ -311,12 +376,19 @@ class GradientReturn:
     def finish(self) -> None:
         """Send what is left. Gradients are known from now on, though some may still have to land."""
         self.ship_all_but([])
+        if self._averaging is not None and self._arrived:
+            accumulates = self._averaging.replicas.accumulates
+            all_weights = [] if accumulates else [weight for unit in self._units for weight in unit.weights]
+            left = [weight for weight in all_weights if self._unaveraged(weight) is not None]
+            self._ship_averaged(self._averaging.finish(left, self._take_back))
+            self._sparse = self._averaging.average_sparse(self._sparse)
         self.stepper.end_of_backward()
         hooks = any(post_accumulate_hooks(weight.master) for weight in self._arrived)
         if self._held_back or self._sparse or self._must_settle or hooks:
             self.gradients.settle()
         self.gradients.forget_norms([*self._held_back, *self._sparse])  # what a hook makes of them was not measured
-        for weight in self._arrived:  # in autograd's order, in which a user's hooks expect to be called
+        # in autograd's order, in which a user's hooks expect to be called; then what only other processes have used
+        for weight in dict.fromkeys([*self._arrived, *self._shipped, *self._sparse]):
             for gradient in self._held_back.get(weight, ()):
                 self._add_now(weight, _through_hooks(weight, gradient))
             for gradient in self._sparse.get(weight, ()):
@@ -349,6 +421,8 @@ class GradientReturn:
     def abandon(self) -> None:
         """After an exception: forget what has not landed."""
         self.gradients.abandon()
+        if self._averaging is not None:
+            self._averaging.abandon()
         self._ring.release_all()
         self._pieces.forget_copies()
         self._forget()

@@ -105,8 +105,11 @@ class Overlap:
         """The optimizer is about to update its parameters: take out what will be stepped unit by unit."""
         self.put_back()
         self._to_step.clear()  # of a step that ended with an exception
-        if not any(id(p) in self._weights for group in optimizer.param_groups for p in group["params"]):
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        known = [self._weights[id(p)] for p in parameters if id(p) in self._weights]
+        if not known:
             return
+        self._returns.check_averaged(known)
         if self.why_not(optimizer) is not None:
             self._steps.settle()
             self._gradients.show_all()

@@ -61,12 +61,13 @@ class HostCores(NamedTuple):
 ANYWHERE = HostCores()
 
 
-def choose_cores(device: torch.device, threads: int | Literal["auto"]) -> HostCores:
+def choose_cores(device: torch.device, threads: int | Literal["auto"], processes: int = 1) -> HostCores:
     """The cores for work on host memory beside a device.
 
     Args:
         device: The device. If it is the CPU, torch's own number of threads is the default: the same sums as elsewhere.
         threads: The user's choice.
+        processes: How many processes like this one share the machine.
     """
     if device.type == "cpu":
         return HostCores(None if threads == "auto" else threads)
@@ -75,7 +76,7 @@ def choose_cores(device: torch.device, threads: int | Literal["auto"]) -> HostCo
     if near == allowed or any(name in os.environ for name in _BOUND_BY_USER):
         near = frozenset()
     if threads == "auto":
-        cores = _physical(near or allowed)
+        cores = max(1, _physical(near or allowed) // processes)
         free = max(1, cores - max(1, cores // _LEFT_SHARE))
         threads = torch.get_num_threads() if user_chose_threads() else free
     return HostCores(threads, near)

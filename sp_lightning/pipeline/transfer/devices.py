@@ -28,9 +28,15 @@ def full_device(device: torch.device | str | None) -> torch.device:
     return device
 
 
-def make_backend(device: torch.device, options: PipelineOptions) -> Backend:
-    """The backend for a device; `debug` adds poison, and delays where copies run on threads."""
-    cores = choose_cores(device, options.host_threads)
+def make_backend(device: torch.device, options: PipelineOptions, processes: int = 1) -> Backend:
+    """The backend for a device; `debug` adds poison, and delays where copies run on threads.
+
+    Args:
+        device: The device.
+        options: The user's choices.
+        processes: How many processes like this one share the machine.
+    """
+    cores = choose_cores(device, options.host_threads, processes)
     if device.type == "cpu":
         return HostBackend(device, poison=options.debug, max_delay=0.002 if options.debug else 0.0, cores=cores)
     return AcceleratorBackend(device, poison=options.debug, cores=cores)

@@ -147,6 +147,7 @@ class Weight:
     Attributes:
         host: The master's memory as a plain tensor.
         compute_dtype: The dtype in which it is sent: the master's, or the one that autocast lowers it to.
+        averaged: Whether its gradient is averaged over several processes.
         unit: The unit it belongs to.
         used_for: The graph that it was last used for, where that matters (autocast without its cache).
         twin: Its current twin.
@@ -160,6 +161,7 @@ class Weight:
         self.master = master
         self.host = master.data
         self.compute_dtype = master.dtype
+        self.averaged = False
         self.used_for: weakref.ref[Graph] | None = None
 
     @property
@@ -171,6 +173,11 @@ class Weight:
     def compute_bytes(self) -> int:
         """Bytes of the weight as it is sent."""
         return self.master.numel() * self.compute_dtype.itemsize
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which its gradient leaves the device; averages are taken in the master's."""
+        return self.master.dtype if self.averaged else self.compute_dtype
 
     def adopt(self, host: Tensor) -> None:
         """Move the master's values into `host` and point the master there; the Parameter object stays the same."""

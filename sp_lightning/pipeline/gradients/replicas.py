@@ -1,0 +1,212 @@
+"""Several processes that train one model: each has its own data and a replica of the weights, and gradients are averaged.
+
+Every replica takes the same optimizer steps from the same weights and the same gradients, so they stay equal without
+another exchange. Gradients are averaged on the device, before they leave it, in the dtype of their masters.
+
+[Note: whose turn it is]
+What one process sends, all others have to wait for, and it must belong to the same weights everywhere. But each
+follows a backward pass of its own: a layer may be left out in one of them, or a weight may have left its unit. So
+before gradients are averaged, the processes tell each other which weights they have gradients of. This is a small
+message between hosts, which runs ahead of the devices. They agree on one of these sets; who has no gradient of a
+weight in it adds zero. Who has ended its backward pass takes part until nobody has any gradient left.
+
+[Note: accumulation]
+As under torch's DDP, the sums of micro-batches are averaged, with the last one, and not each micro-batch: other sums
+would round otherwise. So while `accumulates` is set, gradients are added up on the host of each process; with the last
+micro-batch's they go to the device once more. Those that a user's hook must see, and sparse ones, are averaged in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.weights.weight import Weight
+
+Gradients = dict[Weight, Tensor]
+TakeBack = Callable[[Weight], Tensor | None]
+
+
+class Replicas:
+    """The processes of torch's default group, each with a replica of the model.
+
+    Args:
+        host_group: The same processes, for tensors in host memory; None if the default group takes these, too.
+        on_this_machine: How many of them share this machine's memory and cores.
+
+    Attributes:
+        count: How many there are.
+        accumulates: Whether another micro-batch will add to the gradients of backward passes that run now.
+        unaveraged: Parameters whose gradients are sums of this process alone, by identity.
+    """
+
+    def __init__(self, host_group: dist.ProcessGroup | None = None, on_this_machine: int = 1) -> None:
+        self.host_group = host_group
+        self.on_this_machine = on_this_machine
+        self.count = dist.get_world_size()
+        self.accumulates = False
+        self.unaveraged: set[int] = set()
+
+    @torch.no_grad()
+    def begin_alike(self, module: nn.Module) -> None:
+        """Give all replicas the weights and buffers of the first one; all of them are on the host still.
+
+        Raises:
+            ValueError: The processes have built different models, or a weight has no shape yet.
+        """
+        self.unaveraged.clear()
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name, tensor in tensors.items():
+            if nn.parameter.is_lazy(tensor):
+                raise ValueError(
+                    f"Parameter {name!r} has no shape yet, and each process would give it values of its own. Run a "
+                    "forward once in `setup` or `configure_model`."
+                )
+        described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+        self._check_alike(described)
+        for tensor in tensors.values():
+            self._broadcast([tensor])
+
+    def _check_alike(self, described: list[tuple[str, tuple[int, ...], str]]) -> None:
+        everyones: list[list[tuple[str, tuple[int, ...], str]]] = [[] for _ in range(self.count)]
+        dist.all_gather_object(everyones, described, group=self.host_group)
+        for rank, others in enumerate(everyones):
+            if others != everyones[0]:
+                differing = next(iter(set(others) ^ set(everyones[0])), None)
+                what = "their order" if differing is None else f"{differing[0]!r} (shape and dtype are compared, too)"
+                raise ValueError(
+                    f"Processes 0 and {rank} have built different models, the first difference is in {what}. Build the "
+                    "same one in all of them."
+                )
+
+    @torch.no_grad()
+    def share_buffers(self, module: nn.Module) -> None:
+        """Give all replicas the first one's buffers: running means are those of its data."""
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for buffer in module.buffers():
+            alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        for buffers in alike.values():
+            self._broadcast(buffers)
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the first process's values into all others' tensors, of one device and dtype, with one message."""
+        group = self.host_group if tensors[0].device.type == "cpu" else None
+        message = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        dist.broadcast(message.view(torch.uint8), 0, group=group)  # there are dtypes that groups cannot send
+        if dist.get_rank() != 0:
+            for tensor, values in zip(tensors, message.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
+
+class Averaging:
+    """Averages the gradients of an arrangement's weights.
+
+    Args:
+        replicas: The processes.
+        weights: All weights, in an order that is the same in all processes.
+        moment: What has to be the same in all processes whenever gradients are averaged: a number of steps.
+    """
+
+    def __init__(self, replicas: Replicas, weights: Iterable[Weight], moment: Callable[[], int]) -> None:
+        self.replicas = replicas
+        self._weights = list(weights)
+        self._numbers = {weight: number for number, weight in enumerate(self._weights)}
+        self._moment = moment
+        self._under_way: tuple[Gradients, list[dist.Work]] | None = None
+
+    def average(self, gradients: Mapping[Weight, Tensor], take_back: TakeBack) -> Iterator[Gradients]:
+        """Have gradients averaged while backward goes on.
+
+        Args:
+            gradients: On the device. They are not changed.
+            take_back: Brings what earlier micro-batches have left of a gradient, which has not been averaged yet.
+
+        Yields:
+            What has been averaged since the last call: as a rule what was given then.
+        """
+        left: dict[Weight, Tensor | None] = dict(gradients)
+        while left:
+            yield from self._start(self._agree(left), left, take_back)
+
+    def finish(self, left: Iterable[Weight], take_back: TakeBack) -> Iterator[Gradients]:
+        """Backward is over in this process: take part until it is over in all of them.
+
+        Args:
+            left: Weights of which there is nothing but what `take_back` brings.
+            take_back: As in `average`.
+
+        Yields:
+            What has been averaged since the last call.
+        """
+        nothing_new: dict[Weight, Tensor | None] = dict.fromkeys(left)
+        while turn := self._agree(nothing_new):
+            yield from self._start(turn, nothing_new, take_back)
+        yield from self._complete()
+
+    def average_sparse(self, gradients: Mapping[Weight, list[Tensor]]) -> dict[Weight, list[Tensor]]:
+        """Average sparse gradients, when backward is over in all processes.
+
+        Args:
+            gradients: For each weight what backward has brought, one after the other.
+        """
+        left = {weight: reduce(torch.add, parts).to("cpu") for weight, parts in gradients.items()}
+        averaged = {}
+        while turn := self._agree(left):
+            for weight in turn:
+                own = left.pop(weight, None)
+                part = (torch.zeros_like(weight.host).to_sparse(1) if own is None else own).coalesce()
+                part = part * (1 / self.replicas.count)
+                dist.all_reduce(part, group=self.replicas.host_group)
+                averaged[weight] = [part]
+        return averaged
+
+    def abandon(self) -> None:
+        """After an exception: nothing is on its way any more."""
+        self._under_way = None
+
+    def _agree(self, mine: Collection[Weight]) -> list[Weight]:
+        """Whose gradients are averaged next (see the note above); nobody's when no process has any left.
+
+        Raises:
+            RuntimeError: The processes are not at the same moment of the training.
+        """
+        message = torch.zeros(1 + len(self._weights), dtype=torch.int32, device="cpu")
+        message[0] = self._moment()
+        for weight in mine:
+            message[1 + self._numbers[weight]] = 1
+        answers = [torch.empty_like(message) for _ in range(self.replicas.count)]
+        dist.all_gather(answers, message, group=self.replicas.host_group)
+        moments = [int(answer[0]) for answer in answers]
+        if len(set(moments)) > 1:
+            raise RuntimeError(
+                f"The processes have taken different numbers of optimizer steps ({moments}) when they average "
+                "gradients. Every process has to run backward as often as the others between two steps; a "
+                "`training_step` that returns None in one of them does not."
+            )
+        sets = [answer[1:].nonzero().flatten().tolist() for answer in answers]
+        latest = max(sets, key=lambda numbers: numbers[-1] if numbers else -1)  # backward comes to later layers first
+        return [self._weights[number] for number in latest]
+
+    def _start(
+        self, turn: Sequence[Weight], left: dict[Weight, Tensor | None], take_back: TakeBack
+    ) -> Iterator[Gradients]:
+        averaged = {}
+        for weight in turn:
+            parts = [part for part in (take_back(weight), left.pop(weight, None)) if part is not None]
+            own = [part.to(weight.master.dtype) for part in parts] or [torch.zeros_like(weight.twin.data, dtype=weight.master.dtype)]
+            averaged[weight] = (reduce(torch.add, own) * (1 / self.replicas.count)).contiguous()
+            self.replicas.unaveraged.discard(id(weight.master))
+        works = [dist.all_reduce(gradient, async_op=True) for gradient in averaged.values()]
+        yield from self._complete()
+        self._under_way = averaged, works
+
+    def _complete(self) -> Iterator[Gradients]:
+        if self._under_way is not None:
+            (averaged, works), self._under_way = self._under_way, None
+            for work in works:
+                work.wait()
+            yield averaged

@@ -1,0 +1,189 @@
+"""Topology: which device this process has, and how it talks to others, if there are any.
+
+With one process there is neither a launcher (hazard 27: notebooks) nor a process group, and no question to the cluster
+environment about ranks (hazard 26: variables are missing in an interactive SLURM shell). With more, each has a device
+and a replica of the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from sp_lightning._namespace import Namespace
+from sp_lightning.pipeline import Replicas
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _Base
+else:
+    _Base = object
+
+T = TypeVar("T")
+
+
+class ProcessesMixin(_Base):
+    """What a strategy says of its processes.
+
+    Attributes:
+        lightning: What is borrowed from the namespace.
+        num_nodes: Set by the Trainer.
+        global_rank: Which of all processes this is.
+        local_rank: Which of those on this machine.
+        node_rank: Which machine.
+        world_size: How many processes there are.
+        replicas: The processes, for the engine, once they have met; None if this is the only one.
+        buffers_due: Whether in the next step all processes take the first one's buffers.
+    """
+
+    lightning: ClassVar[Namespace]
+
+    # Attributes, which may be set, as those of Lightning's own strategy for one device.
+    global_rank = 0
+    local_rank = 0
+    node_rank = 0
+    world_size = 1
+
+    def __init__(self, *, process_group_backend: str | None, timeout: timedelta | None, **plugins: Any) -> None:
+        super().__init__(**plugins)
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
+        self.num_nodes = 1
+        self.replicas: Replicas | None = None
+        self.buffers_due = False
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are on each machine."""
+        return len(self.parallel_devices or [None])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process. Lightning adds distributed samplers and refuses its tuners if so."""
+        return self.world_size > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """The Trainer calls this when it has assigned devices, nodes and the environment.
+
+        Raises:
+            MisconfigurationException: Other processes were launched than the Trainer is to have.
+        """
+        environment = self.cluster_environment
+        count = self.num_nodes * self.num_processes
+        if environment is None:
+            return
+        environment.set_world_size(count)  # which has no effect where processes were launched by others
+        launched = self._launched_processes()
+        self.lightning.check(
+            launched in (None, count),
+            f"{type(environment).__name__} says that {launched} process(es) were launched, but `Trainer(devices="
+            f"{self.num_processes}, num_nodes={self.num_nodes})` asks for {count}, one per device. Launch as many"
+            " (`torchrun --nproc-per-node`, `srun --ntasks`), or set `devices` and `num_nodes` accordingly.",
+        )
+        if count == 1:
+            return
+        self.local_rank, self.node_rank = environment.local_rank(), environment.node_rank()
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.global_rank, self.world_size = environment.global_rank(), environment.world_size()
+        self.lightning.rank_zero_only.rank = self.global_rank
+
+    def _launched_processes(self) -> int | None:
+        """How many there are already; None if the Trainer launches them, or nobody knows."""
+        environment = self.cluster_environment
+        if environment is None or not environment.creates_processes_externally:
+            return None
+        try:
+            return environment.world_size()
+        except KeyError:  # an interactive SLURM shell has no SLURM_NTASKS, and runs one process
+            return None
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:
+            self._launcher = self.lightning.script_launcher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def setup_processes(self) -> None:
+        """Meet the others, once the device is set up."""
+        if not self.is_distributed:
+            return
+        self.lightning.reset_seed()
+        on_device = dist.Backend.default_device_backend_map.get(self.root_device.type, "gloo")
+        self.lightning.init_process_group(
+            self.cluster_environment, self.process_group_backend or on_device, timeout=self.timeout
+        )
+        if self.replicas is None:
+            on_host = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=self.timeout)
+            self.replicas = Replicas(on_host, self.num_processes)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        # around all micro-batches of a step but the last one
+        if self.replicas is None:
+            yield
+            return
+        self.replicas.accumulates = True
+        try:
+            yield
+        finally:
+            self.replicas.accumulates = False
+
+    def takes_buffers(self) -> bool:
+        """Asked in each step: whether all processes take the first one's buffers now, as they would under DDP.
+
+        They do in the first step after one that has changed weights, be it an evaluation.
+        """
+        if self.replicas is None:
+            return False
+        due, self.buffers_due = self.buffers_due, torch.is_grad_enabled() and not self.replicas.accumulates
+        return due
+
+    @property
+    def _is_connected(self) -> bool:
+        return self.is_distributed and dist.is_initialized()
+
+    @override
+    def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
+        if not (self._is_connected and isinstance(tensor, Tensor)):
+            return tensor
+        return cast("T", self.lightning.reduce(tensor, group, reduce_op=reduce_op))
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return super().reduce_boolean_decision(decision, all) if self._is_connected else decision
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group, sync_grads) if self._is_connected else tensor
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not self._is_connected:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._is_connected:
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
