@@ -39,6 +39,7 @@ _LOWERED_LAYERS = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _LOWERED_FORWARDS = {layer.forward for layer in _LOWERED_LAYERS}
 
 
@@ -126,9 +127,9 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
-        if isinstance(module, nn.TransformerEncoderLayer) and not torch.is_autocast_enabled():
+        if isinstance(module, _WITH_FAST_PATH) and not torch.is_autocast_enabled():
             # torch asks about CUDA's autocast alone before it takes the fast path of evaluation, one operation that is
-            # given the weights as they are
+            # given the weights as they are; another of its questions is about their dtype
             keys = map(storage_key, module.parameters())
             self.used_as_is |= {self._twins[key].weight for key in keys if key in self._twins}
             for part in module.modules():
