@@ -466,7 +466,8 @@ class Pipeline:
             return None
         weights = arrangement.weights_by_master
         in_order = [weights[id(parameter)] for parameter in self.module.parameters() if id(parameter) in weights]
-        return Averaging(self._replicas, in_order, lambda: self.stats.optimizer_steps)
+        elsewhere = list(arrangement.unmanaged.values())
+        return Averaging(self._replicas, in_order, elsewhere, lambda: self.stats.optimizer_steps)
 
     def _settle_on_device(self, arrangement: Arrangement) -> None:
         """Let units live on the device, if there is really room for all of them."""
@@ -682,21 +683,10 @@ class Pipeline:
         self._backward.note()
 
     def _end_backward(self) -> None:
-        if self._replicas is not None:
-            self._check_all_are_averaged()
         self._backend.trace.end()
         self._activations.end_backward()
         self._offloader.end_backward()
         self._close()
-
-    def _check_all_are_averaged(self) -> None:
-        for name, parameter in self._arrangement.unmanaged.items():
-            if parameter.grad is not None:
-                raise RuntimeError(
-                    f"Parameter {name!r} lives on the device (a tensor subclass, a scripted module, or memory that it "
-                    "shares with another parameter), where gradients are not averaged over processes. Freeze it, or "
-                    "train on one device."
-                )
 
     def _evict(self, group: Group) -> None:
         self._backward.evict(group)

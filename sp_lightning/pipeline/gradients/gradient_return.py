@@ -195,30 +195,37 @@ class GradientReturn:
     def _ship(self, unit: Unit) -> None:
         """What a unit has gathered leaves the device, once it is averaged if there are other processes."""
         gathered = self._gathered.pop(unit)
+        if not gathered:  # others' turn came first
+            return
         if self._averaging is None:
             self._put_together(unit, gathered)
             return
-        replicas = self._averaging.replicas
-        now = {w: g for w, g in gathered.items() if not replicas.accumulates or tensor_hooks(w.master)}
-        later = {w: g for w, g in gathered.items() if w not in now}
+        now = {weight: gradient for weight, gradient in gathered.items() if self._is_due(weight)}
+        later = {weight: gradient for weight, gradient in gathered.items() if weight not in now}
         if later:
-            replicas.unaveraged.update(id(weight.master) for weight in later)
+            self._averaging.replicas.unaveraged.update(id(weight.master) for weight in later)
             self._put_together(unit, later)
         if now:
-            self._ship_averaged(self._averaging.average(now, self._take_back))
+            self._ship_averaged(self._averaging.average(now, self._hand_over))
 
-    def _take_back(self, weight: Weight) -> Tensor | None:
-        """What earlier micro-batches have left on the host, if it has not been averaged yet."""
+    def _is_due(self, weight: Weight) -> bool:
+        """Whether a gradient is averaged in this backward pass, and not with those of later ones."""
+        assert self._averaging is not None
+        return not self._averaging.replicas.accumulates or bool(tensor_hooks(weight.master))
+
+    def _hand_over(self, weight: Weight) -> list[Tensor]:
+        """What this process has of a gradient whose turn has come: sums on the host, and what has been gathered."""
+        parts = []
         total = self._unaveraged(weight)
-        if total is None:
-            return None
-        self.gradients.expect_more([weight])
-        self.gradients.let_land([weight])
-        total = self._unaveraged(weight)
-        assert total is not None
-        self.gradients.drop(weight)
-        weight.master.grad = None
-        return total.to(weight.twin.data.device, weight.master.dtype, copy=True)
+        if total is not None:
+            self.gradients.expect_more([weight])
+            self.gradients.let_land([weight])
+            parts.append(total.to(weight.twin.data.device, weight.master.dtype, copy=True))
+            self.gradients.drop(weight)
+            weight.master.grad = None
+        if weight in self._gathered.get(weight.unit, ()) and self._is_due(weight):
+            parts.append(self._gathered[weight.unit].pop(weight))
+        return parts
 
     def _unaveraged(self, weight: Weight) -> Tensor | None:
         if self._averaging is None or id(weight.master) not in self._averaging.replicas.unaveraged:
@@ -376,12 +383,14 @@ class GradientReturn:
     def finish(self) -> None:
         """Send what is left. Gradients are known from now on, though some may still have to land."""
         self.ship_all_but([])
-        if self._averaging is not None and self._arrived:
+        if self._averaging is not None and (self._arrived or self._averaging.has_elsewhere()):
             accumulates = self._averaging.replicas.accumulates
             all_weights = [] if accumulates else [weight for unit in self._units for weight in unit.weights]
             left = [weight for weight in all_weights if self._unaveraged(weight) is not None]
-            self._ship_averaged(self._averaging.finish(left, self._take_back))
+            self._ship_averaged(self._averaging.finish(left, self._hand_over))
             self._sparse = self._averaging.average_sparse(self._sparse)
+            if not accumulates:
+                self._averaging.average_elsewhere()
         self.stepper.end_of_backward()
         hooks = any(post_accumulate_hooks(weight.master) for weight in self._arrived)
         if self._held_back or self._sparse or self._must_settle or hooks:

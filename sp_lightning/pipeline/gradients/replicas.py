@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.weights.weight import Weight
 
 Gradients = dict[Weight, Tensor]
-TakeBack = Callable[[Weight], Tensor | None]
+HandOver = Callable[[Weight], list[Tensor]]
 
 
 class Replicas:
@@ -108,43 +108,51 @@ class Averaging:
     Args:
         replicas: The processes.
         weights: All weights, in an order that is the same in all processes.
+        elsewhere: Parameters that autograd itself collects gradients of, on the device.
         moment: What has to be the same in all processes whenever gradients are averaged: a number of steps.
     """
 
-    def __init__(self, replicas: Replicas, weights: Iterable[Weight], moment: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        weights: Iterable[Weight],
+        elsewhere: Sequence[nn.Parameter],
+        moment: Callable[[], int],
+    ) -> None:
         self.replicas = replicas
         self._weights = list(weights)
         self._numbers = {weight: number for number, weight in enumerate(self._weights)}
+        self._elsewhere = elsewhere
         self._moment = moment
         self._under_way: tuple[Gradients, list[dist.Work]] | None = None
 
-    def average(self, gradients: Mapping[Weight, Tensor], take_back: TakeBack) -> Iterator[Gradients]:
+    def average(self, gradients: Mapping[Weight, Tensor], hand_over: HandOver) -> Iterator[Gradients]:
         """Have gradients averaged while backward goes on.
 
         Args:
             gradients: On the device. They are not changed.
-            take_back: Brings what earlier micro-batches have left of a gradient, which has not been averaged yet.
+            hand_over: Gives whatever else there is of a gradient: what was not averaged with earlier micro-batches.
 
         Yields:
             What has been averaged since the last call: as a rule what was given then.
         """
         left: dict[Weight, Tensor | None] = dict(gradients)
         while left:
-            yield from self._start(self._agree(left), left, take_back)
+            yield from self._start(self._agree(left), left, hand_over)
 
-    def finish(self, left: Iterable[Weight], take_back: TakeBack) -> Iterator[Gradients]:
+    def finish(self, left: Iterable[Weight], hand_over: HandOver) -> Iterator[Gradients]:
         """Backward is over in this process: take part until it is over in all of them.
 
         Args:
-            left: Weights of which there is nothing but what `take_back` brings.
-            take_back: As in `average`.
+            left: Weights of which there is nothing but what `hand_over` gives.
+            hand_over: As in `average`.
 
         Yields:
             What has been averaged since the last call.
         """
         nothing_new: dict[Weight, Tensor | None] = dict.fromkeys(left)
         while turn := self._agree(nothing_new):
-            yield from self._start(turn, nothing_new, take_back)
+            yield from self._start(turn, nothing_new, hand_over)
         yield from self._complete()
 
     def average_sparse(self, gradients: Mapping[Weight, list[Tensor]]) -> dict[Weight, list[Tensor]]:
@@ -158,11 +166,29 @@ class Averaging:
         while turn := self._agree(left):
             for weight in turn:
                 own = left.pop(weight, None)
-                part = (torch.zeros_like(weight.host).to_sparse(1) if own is None else own).coalesce()
-                part = part * (1 / self.replicas.count)
+                part = (_no_rows(weight) if own is None else own).coalesce() * (1 / self.replicas.count)
                 dist.all_reduce(part, group=self.replicas.host_group)
                 averaged[weight] = [part]
         return averaged
+
+    def has_elsewhere(self) -> bool:
+        """Whether there are gradients of parameters that are elsewhere."""
+        return any(parameter.grad is not None for parameter in self._elsewhere)
+
+    def average_elsewhere(self) -> None:
+        """Average the gradients of parameters that are elsewhere, when backward is over in all processes.
+
+        What was averaged before is in them, and is not changed by it: it is the same in all processes.
+        """
+        used = torch.tensor([parameter.grad is not None for parameter in self._elsewhere], dtype=torch.int32)
+        if used.numel():
+            dist.all_reduce(used, group=self.replicas.host_group)
+        for parameter, users in zip(self._elsewhere, used.tolist(), strict=True):
+            if users:
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                average = (own * (1 / self.replicas.count)).contiguous()
+                dist.all_reduce(average)
+                parameter.grad = own.copy_(average)
 
     def abandon(self) -> None:
         """After an exception: nothing is on its way any more."""
@@ -192,13 +218,15 @@ class Averaging:
         return [self._weights[number] for number in latest]
 
     def _start(
-        self, turn: Sequence[Weight], left: dict[Weight, Tensor | None], take_back: TakeBack
+        self, turn: Sequence[Weight], left: dict[Weight, Tensor | None], hand_over: HandOver
     ) -> Iterator[Gradients]:
         averaged = {}
         for weight in turn:
-            parts = [part for part in (take_back(weight), left.pop(weight, None)) if part is not None]
-            own = [part.to(weight.master.dtype) for part in parts] or [torch.zeros_like(weight.twin.data, dtype=weight.master.dtype)]
-            averaged[weight] = (reduce(torch.add, own) * (1 / self.replicas.count)).contiguous()
+            parts, latest = hand_over(weight), left.pop(weight, None)
+            if latest is not None:
+                parts.append(latest)
+            own = reduce(torch.add, [part.to(weight.master.dtype) for part in parts] or [_nothing(weight)])
+            averaged[weight] = (own * (1 / self.replicas.count)).contiguous()
             self.replicas.unaveraged.discard(id(weight.master))
         works = [dist.all_reduce(gradient, async_op=True) for gradient in averaged.values()]
         yield from self._complete()
@@ -210,3 +238,15 @@ class Averaging:
             for work in works:
                 work.wait()
             yield averaged
+
+
+def _nothing(weight: Weight) -> Tensor:
+    """The part of a process that has not used a weight."""
+    return torch.zeros(weight.host.shape, dtype=weight.master.dtype, device=weight.twin.data.device)
+
+
+def _no_rows(weight: Weight) -> Tensor:
+    """The same of a sparse gradient."""
+    rows, *columns = weight.host.shape
+    values = torch.empty(0, *columns, dtype=weight.master.dtype)
+    return torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), values, (rows, *columns))

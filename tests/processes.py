@@ -1,0 +1,62 @@
+"""Runs checks in several processes at once, which meet in a process group, as a launcher would start them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+Check = Callable[[], None]
+
+_PATIENCE = timedelta(seconds=20)  # of one process with the others: a check that hangs fails
+
+
+def in_processes(checks: Sequence[Check], count: int = 2) -> None:
+    """Run checks, one after the other, in each of several new processes; fail with what went wrong in any of them.
+
+    Args:
+        checks: Functions of a module, which are the same in all processes.
+        count: How many processes.
+    """
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+        free.close()
+        multiprocessing.spawn(_run, (list(checks), count, port, folder), nprocs=count)
+        failures = [path.read_text() for path in sorted(Path(folder).iterdir())]
+    assert not failures, "\n\n".join(failures)
+
+
+def _run(rank: int, checks: list[Check], count: int, port: int, folder: str) -> None:
+    os.environ.update(
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        RANK=str(rank),
+        WORLD_SIZE=str(count),
+    )
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=_PATIENCE)
+    for check in checks:
+        torch.manual_seed(rank)
+        try:
+            check()
+            failed = False
+        except BaseException:
+            failed = True
+            text = f"{check.__name__}, process {rank}:\n{traceback.format_exc()}"
+            Path(folder, f"{check.__name__}-{rank}").write_text(text)
+        answers = [False] * count
+        dist.all_gather_object(answers, failed)
+    dist.destroy_process_group()
