@@ -294,7 +294,7 @@ class SuperpipelineMixin(ProcessesMixin):
         pipeline = self.pipeline
 
         def run(loss: Tensor) -> Tensor:
-            with self._step(), self._around_backward():
+            with self._step(), self._around_backward(), pipeline.in_all_processes():
                 named = kwargs.get("inputs")
                 if named is None:
                     return backward(loss, optimizer, *args, **kwargs)

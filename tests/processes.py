@@ -17,7 +17,7 @@ from torch import multiprocessing
 
 Check = Callable[[], None]
 
-_PATIENCE = timedelta(seconds=20)  # of one process with the others: a check that hangs fails
+_PATIENCE = timedelta(seconds=30)  # of one process with the others: a check that hangs fails
 
 
 def in_processes(checks: Sequence[Check], count: int = 2) -> None:
@@ -31,9 +31,14 @@ def in_processes(checks: Sequence[Check], count: int = 2) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
         free.close()
-        multiprocessing.spawn(_run, (list(checks), count, port, folder), nprocs=count)
-        failures = [path.read_text() for path in sorted(Path(folder).iterdir())]
+        ended: Exception | None = None
+        try:
+            multiprocessing.spawn(_run, (list(checks), count, port, folder), nprocs=count)
+        except Exception as error:  # the group has broken down; the cause comes first
+            ended = error
+        failures = [path.read_text() for path in sorted(Path(folder).iterdir(), key=os.path.getmtime)]
     assert not failures, "\n\n".join(failures)
+    assert ended is None, ended
 
 
 def _run(rank: int, checks: list[Check], count: int, port: int, folder: str) -> None:

@@ -89,6 +89,7 @@ class Pipeline:
         replicas: Other processes that train the same model: gradients are averaged with theirs.
 
     Attributes:
+        replicas: See above.
         optimizers: What is done for optimizers: steps while the device computes, clipping, unscaling.
 
     Raises:
@@ -113,7 +114,7 @@ class Pipeline:
         replicas: Replicas | None = None,
     ) -> None:
         self.module = module
-        self._replicas = replicas
+        self.replicas = replicas
         self._progress = progress
         self.device = full_device(device)
         self.options = options or PipelineOptions()
@@ -183,10 +184,19 @@ class Pipeline:
             self._gradients.settle()
             self._close()
 
+    @contextmanager
+    def in_all_processes(self) -> Iterator[None]:
+        """Scope around a backward pass that runs in all processes, even if in this one it comes to no weight."""
+        before = None if self.replicas is None else self.replicas.passes
+        yield
+        if self.replicas is not None and self.replicas.passes == before:
+            with self._at_work:
+                self._returns.finish(takes_part=True)
+
     def share_buffers(self) -> None:
         """Between steps, if there are several processes: all have the buffers of the first one from now on."""
-        if self._replicas is not None:
-            self._replicas.share_buffers(self.module)
+        if self.replicas is not None:
+            self.replicas.share_buffers(self.module)
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What `backward(inputs=...)` needs in place of these tensors: for a master, the leaf that is in the graph."""
@@ -366,7 +376,7 @@ class Pipeline:
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
         arrangement = Arrangement(
-            self.module, self.options, self._learned, self._backend, autocast, self._progress, self._replicas
+            self.module, self.options, self._learned, self._backend, autocast, self._progress, self.replicas
         )
         self._settle_on_device(arrangement)
         self._arrangement = arrangement
@@ -462,12 +472,12 @@ class Pipeline:
             install_gate(member, self)
 
     def _averaging_of(self, arrangement: Arrangement) -> Averaging | None:
-        if self._replicas is None:
+        if self.replicas is None:
             return None
         weights = arrangement.weights_by_master
         in_order = [weights[id(parameter)] for parameter in self.module.parameters() if id(parameter) in weights]
         elsewhere = list(arrangement.unmanaged.values())
-        return Averaging(self._replicas, in_order, elsewhere, lambda: self.stats.optimizer_steps)
+        return Averaging(self.replicas, in_order, elsewhere, lambda: self.stats.optimizer_steps)
 
     def _settle_on_device(self, arrangement: Arrangement) -> None:
         """Let units live on the device, if there is really room for all of them."""

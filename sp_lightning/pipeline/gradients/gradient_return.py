@@ -380,10 +380,15 @@ class GradientReturn:
     # ------------------------------------------------------------------------------------------------ when it ends
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Send what is left. Gradients are known from now on, though some may still have to land."""
+    def finish(self, takes_part: bool = False) -> None:
+        """Send what is left. Gradients are known from now on, though some may still have to land.
+
+        Args:
+            takes_part: Whether other processes average gradients now even if there is none here. As a rule that is
+                so if there is one: what `torch.autograd.grad` does in some of them is their own affair.
+        """
         self.ship_all_but([])
-        if self._averaging is not None and (self._arrived or self._averaging.has_elsewhere()):
+        if self._averaging is not None and (takes_part or self._arrived or self._averaging.has_elsewhere()):
             accumulates = self._averaging.replicas.accumulates
             all_weights = [] if accumulates else [weight for unit in self._units for weight in unit.weights]
             left = [weight for weight in all_weights if self._unaveraged(weight) is not None]

@@ -41,6 +41,7 @@ class Replicas:
     Attributes:
         count: How many there are.
         accumulates: Whether another micro-batch will add to the gradients of backward passes that run now.
+        passes: Backward passes that this process has taken part in.
         unaveraged: Parameters whose gradients are sums of this process alone, by identity.
     """
 
@@ -49,6 +50,7 @@ class Replicas:
         self.on_this_machine = on_this_machine
         self.count = dist.get_world_size()
         self.accumulates = False
+        self.passes = 0
         self.unaveraged: set[int] = set()
 
     @torch.no_grad()
@@ -150,6 +152,7 @@ class Averaging:
         Yields:
             What has been averaged since the last call.
         """
+        self.replicas.passes += 1
         nothing_new: dict[Weight, Tensor | None] = dict.fromkeys(left)
         while turn := self._agree(nothing_new):
             yield from self._start(turn, nothing_new, hand_over)
@@ -214,7 +217,8 @@ class Averaging:
                 "`training_step` that returns None in one of them does not."
             )
         sets = [answer[1:].nonzero().flatten().tolist() for answer in answers]
-        latest = max(sets, key=lambda numbers: numbers[-1] if numbers else -1)  # backward comes to later layers first
+        # backward came to its first layer last; where that is a later one, others are as far or further
+        latest = max(sets, key=lambda numbers: numbers[0] if numbers else -1)
         return [self._weights[number] for number in latest]
 
     def _start(

@@ -1,0 +1,315 @@
+"""Gradients averaged over processes: always what each process has by itself, averaged afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer, SparseAdam
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Replicas
+
+from ...helpers import Trace, assert_same_trace, frozen, note_gradients, note_state
+from ...processes import in_processes
+from ...test_exact_random_graphs import Example, examples
+from ...zoo.blocks import WIDTH, Block
+
+Model = Callable[[], nn.Module]
+
+
+def chain(blocks: int = 4) -> nn.Module:
+    return nn.Sequential(*[Block() for _ in range(blocks)])
+
+
+def rows(generator: torch.Generator) -> Tensor:
+    return torch.randn(5, WIDTH, generator=generator)
+
+
+def average_gradients(model: nn.Module) -> None:
+    """What the others do after backward, in plain sight. A gradient that nobody has stays None."""
+    count = dist.get_world_size()
+    for parameter in model.parameters():
+        everyones: list[Tensor | None] = [None] * count
+        dist.all_gather_object(everyones, parameter.grad)
+        parts = [gradient * (1 / count) for gradient in everyones if gradient is not None]
+        if parts:
+            parameter.grad = reduce(torch.add, parts)
+
+
+def train(
+    build: Model,
+    options: PipelineOptions | None,
+    accumulate: int = 1,
+    batch: Callable[[torch.Generator], Tensor] = rows,
+    make_optimizer: Callable[[nn.Module], Optimizer] = lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    clip: float | None = None,
+) -> Trace:
+    """Three steps with data of each process's own; without options in a plain loop."""
+    trace: Trace = {}
+    torch.manual_seed(0 if options is None else dist.get_rank())  # replicas take the first one's weights
+    model = build()
+    optimizer = make_optimizer(model)
+    replicas = Replicas()
+    pipeline = None if options is None else Pipeline(model, "cpu", options=options, replicas=replicas)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    torch.manual_seed(100 + dist.get_rank())  # which layers a model leaves out
+    for step in range(3):
+        for micro in range(accumulate):
+            replicas.accumulates = micro < accumulate - 1
+            with nullcontext() if pipeline is None else pipeline.step():
+                loss = model(batch(generator)).square().mean()
+                with nullcontext() if pipeline is None else pipeline.in_all_processes():
+                    loss.backward()
+            trace[f"step {step} / loss {micro}"] = frozen(loss)
+        if pipeline is None:
+            average_gradients(model)
+        note_gradients(trace, f"step {step}", dict(model.named_parameters()))
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    if pipeline is not None:
+        pipeline.detach()
+    note_state(trace, "end", model, [optimizer])
+    return trace
+
+
+def assert_averages(build: Model, options: PipelineOptions | None = None, **how: Any) -> None:
+    options = options or PipelineOptions(k=2, debug=True)
+    assert_same_trace(train(build, None, **how), train(build, options, **how))
+
+
+# --------------------------------------------------------------------------------------------------- random graphs
+
+
+def drawn(count: int) -> list[Example]:
+    """The same random examples in all processes."""
+    found: list[Example] = []
+
+    @seed(0)
+    @settings(
+        max_examples=count, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), deadline=None
+    )
+    @given(examples())
+    def collect(example: Example) -> None:
+        found.append(example)
+
+    collect()
+    return found
+
+
+def random_graphs() -> None:
+    """Processes leave out different layers ("some"), and use weights several times in one backward ("reentrant")."""
+    for example in drawn(60):
+        options = PipelineOptions(
+            k=example.k,
+            k_prime=example.k_prime,
+            units=example.units,
+            activations=example.activations,  # type: ignore[arg-type]
+            debug=True,
+        )
+        accumulate, clip = example.plan.accumulate, example.plan.clip
+        expected = train(example.model, None, accumulate, clip=clip)
+        actual = train(example.model, options, accumulate, clip=clip)
+        # A weight may be finished at different moments of backward: then parts of its gradient are averaged one after
+        # the other, and sums round otherwise.
+        if "reentrant" in str(example.trees) or ("some" in str(example.trees) and accumulate > 1):
+            assert list(expected) == list(actual)
+            for label, value in expected.items():
+                assert (value is None) == (actual[label] is None), (label, example)
+                if isinstance(value, Tensor):
+                    torch.testing.assert_close(actual[label], value, rtol=1e-4, atol=1e-5)
+        else:
+            assert_same_trace(expected, actual)
+
+
+def test_random_graphs() -> None:
+    in_processes([random_graphs])
+
+
+# ----------------------------------------------------------------------------------------------------- single things
+
+
+class SparseRows(nn.Module):
+    """Each process looks up other rows, and one of them none at all in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH, sparse=True)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps == 1 and dist.get_rank() == 1:
+            return x.requires_grad_() * 2
+        numbers = torch.tensor([dist.get_rank(), 3, 5])
+        return x[:3] + self.table(numbers)
+
+
+def sparse_gradients() -> None:
+    assert_averages(SparseRows, make_optimizer=lambda model: SparseAdam(model.parameters()))
+
+
+def four_sums() -> None:
+    """The order of sums differs between collective operations of more than two processes, but not by more."""
+    expected, actual = train(chain, None), train(chain, PipelineOptions(k=2, debug=True))
+    for label, value in expected.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(actual[label], value, rtol=1e-4, atol=1e-6)
+
+
+class Tied(nn.Module):
+    """Two parameters in one memory stay on the device, and one of them is not used by everybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.randn(2 * WIDTH, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.first.weight = nn.Parameter(memory[:WIDTH])
+        self.second.weight = nn.Parameter(memory[:WIDTH])
+        self.blocks = chain(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        return self.first(x) if dist.get_rank() else self.first(x) + self.second(x)
+
+
+def parameters_that_stay_on_the_device() -> None:
+    for accumulate in (1, 2):
+        assert_averages(Tied, accumulate=accumulate)
+
+
+class Hooked(nn.Module):
+    """A user's hook masks a gradient: it is called in each backward pass, with what was averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = chain(3)
+        self.blocks[1].up.weight.register_hook(lambda gradient: gradient * (torch.arange(len(gradient))[:, None] > 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def hooks_on_weights() -> None:
+    assert_averages(Hooked)
+
+
+def mixed_dtypes() -> None:
+    assert_averages(lambda: chain().to(torch.float64), batch=lambda generator: rows(generator).double())
+
+
+def accumulation() -> None:
+    for accumulate in (2, 3):
+        assert_averages(chain, accumulate=accumulate)
+
+
+def gradients_that_were_read_in_between() -> None:
+    """Sums are taken back from wherever they are, also if somebody has looked at them."""
+    traces = []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        model, replicas = chain(), Replicas()
+        pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, debug=True), replicas=replicas) if streamed else None
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for micro in range(2):
+            replicas.accumulates = micro == 0
+            model(rows(generator)).square().mean().backward()
+            if micro == 0:
+                for parameter in model.parameters():
+                    parameter.grad *= 0.5
+        if pipeline is None:
+            average_gradients(model)
+        trace: Trace = {}
+        note_gradients(trace, "end", dict(model.named_parameters()))
+        traces.append(trace)
+        if pipeline is not None:
+            pipeline.detach()
+    assert_same_trace(*traces)
+
+
+def buffers_of_the_first() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
+    model[2].register_buffer("odd", torch.arange(3, dtype=torch.uint8) + dist.get_rank())
+    pipeline = Pipeline(model, "cpu", replicas=Replicas())
+    model(torch.randn(5, WIDTH) + dist.get_rank())
+    pipeline.share_buffers()
+    everyones: list[Any] = [None, None]
+    dist.all_gather_object(everyones, {name: buffer.clone() for name, buffer in model.named_buffers()})
+    assert_same_trace(*everyones)
+    assert everyones[1]["2.odd"].tolist() == [0, 1, 2]
+    pipeline.detach()
+
+
+def test_single_things() -> None:
+    in_processes(
+        [
+            sparse_gradients,
+            parameters_that_stay_on_the_device,
+            hooks_on_weights,
+            mixed_dtypes,
+            accumulation,
+            gradients_that_were_read_in_between,
+            buffers_of_the_first,
+        ]
+    )
+
+
+def test_more_than_two() -> None:
+    in_processes([four_sums], count=3)
+
+
+# ----------------------------------------------------------------------------------------------- what cannot be right
+
+
+@contextmanager
+def attached(model: nn.Module) -> Iterator[Pipeline]:
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2), replicas=Replicas())
+    try:
+        yield pipeline
+    finally:
+        pipeline.detach()
+
+
+def other_models() -> None:
+    with pytest.raises(ValueError, match="have built different models, the first difference is in"):
+        Pipeline(chain(2 + dist.get_rank()), "cpu", replicas=Replicas())
+
+
+def no_shape_yet() -> None:
+    with pytest.raises(ValueError, match=r"Parameter 'weight' has no shape yet"):
+        Pipeline(nn.LazyLinear(3), "cpu", replicas=Replicas())
+
+
+def other_numbers_of_steps() -> None:
+    model = chain()
+    with attached(model) as pipeline:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        loss = model(torch.randn(5, WIDTH)).square().mean()
+        if dist.get_rank():
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"different numbers of optimizer steps \(\[0, 1\]\)"):
+            loss.backward()
+        pipeline.reset()
+
+
+def a_step_before_sums_were_averaged() -> None:
+    model = chain()
+    with attached(model) as pipeline:
+        assert pipeline.replicas is not None
+        pipeline.replicas.accumulates = True
+        model(torch.randn(5, WIDTH)).square().mean().backward()
+        with pytest.raises(RuntimeError, match="would be stepped before it was averaged over processes"):
+            SGD(model.parameters(), lr=0.1).step()
+
+
+def test_what_cannot_be_right() -> None:
+    in_processes([other_models, no_shape_yet, other_numbers_of_steps, a_step_before_sums_were_averaged])
