@@ -131,7 +131,9 @@ class ProcessesMixin(_Base):
             self.cluster_environment, self.process_group_backend or on_device, timeout=self.timeout
         )
         if self.replicas is None:
-            on_host = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=self.timeout)
+            on_host = None
+            if dist.get_backend() != "gloo":
+                on_host = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=self.timeout))
             self.replicas = Replicas(on_host, self.num_processes)
 
     @contextmanager

@@ -157,7 +157,8 @@ def run(
     ours = trainer(strategy, **arguments())
     torch.manual_seed(12)
     note_outputs(module.trace, "returned", drive(ours, module))
-    assert_plain(module)
+    if isinstance(strategy, SuperpipelineStrategy):
+        assert_plain(module)
     return note_end(module, ours)
 
 

@@ -61,7 +61,8 @@ def test_zoo_is_exact_under_lightning(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2-tied", "gpt2-checkpoint-plain", "llava", "unet", "siamese", "albert", "gan", "lstm", "multihead-attention"]
+    "name",
+    ["gpt2-tied", "gpt2-checkpoint-plain", "llava", "unet", "siamese", "albert", "gan", "lstm", "multihead-attention"],
 )
 def test_zoo_is_exact_under_lightnings_mixed_precision(name: str) -> None:
     """``precision="bf16-mixed"`` gives autocast's own numbers."""

@@ -621,30 +621,7 @@ def test_hazard_23_threads_are_given_back(module, monkeypatch, caplog):
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize("arguments", [{"devices": 2}, {"num_nodes": 2}, {"devices": 2, "num_nodes": 3}], ids=str)
-def test_hazard_24_more_than_one_device_is_refused(arguments):
-    with pytest.raises(MisconfigurationException, match=r"on one device so far.*Trainer\(devices=1, num_nodes=1\)"):
-        trainer("superpipeline", **arguments)
-    with pytest.raises(MisconfigurationException, match="trains on one device so far"):
-        trainer(SuperpipelineStrategy(parallel_devices=[torch.device("cpu")] * 2))
-
-
-def test_hazard_24_more_than_one_process_is_refused(monkeypatch):
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    for name, value in {**variables, "TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(MisconfigurationException, match="TorchElasticEnvironment says that 2 were launched"):
-        trainer("superpipeline")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert trainer("superpipeline").world_size == 1
-
-
-def test_hazard_24_slurm_tasks_are_refused(monkeypatch):
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
-    monkeypatch.setenv("SLURM_JOB_NAME", "train")
-    with pytest.raises(MisconfigurationException, match="SLURMEnvironment says that 4 were launched"):
-        trainer("superpipeline")
+# Hazard 24, more than one process, is in test_processes.py.
 
 
 # Hazard 25, a compiled LightningModule, is in test_strategy.py.

@@ -100,7 +100,9 @@ class Pieces:
 
     def _largest(self) -> int:
         trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in self._units)
-        return max(lay_out_gradients(weights, [weight.gradient_dtype for weight in weights])[1] for weights in trainable)
+        return max(
+            lay_out_gradients(weights, [weight.gradient_dtype for weight in weights])[1] for weights in trainable
+        )
 
     def forget_copies(self) -> None:
         """After an exception: nothing is on its way any more."""

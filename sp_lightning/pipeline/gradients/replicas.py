@@ -1,7 +1,7 @@
-"""Several processes that train one model: each has its own data and a replica of the weights, and gradients are averaged.
+"""Several processes that train one model: each has data of its own and a replica of the weights.
 
-Every replica takes the same optimizer steps from the same weights and the same gradients, so they stay equal without
-another exchange. Gradients are averaged on the device, before they leave it, in the dtype of their masters.
+Gradients are averaged on the device, before they leave it, in the dtype of their masters. So every replica takes the
+same optimizer steps, and they stay equal without another exchange.
 
 [Note: whose turn it is]
 What one process sends, all others have to wait for, and it must belong to the same weights everywhere. But each
@@ -100,7 +100,7 @@ class Replicas:
         message = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         dist.broadcast(message.view(torch.uint8), 0, group=group)  # there are dtypes that groups cannot send
         if dist.get_rank() != 0:
-            for tensor, values in zip(tensors, message.split([t.numel() for t in tensors]), strict=True):
+            for tensor, values in zip(tensors, torch.split(message, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
 
 

@@ -95,7 +95,11 @@ def drawn(count: int) -> list[Example]:
 
     @seed(0)
     @settings(
-        max_examples=count, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), deadline=None
+        max_examples=count,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
     )
     @given(examples())
     def collect(example: Example) -> None:
@@ -217,7 +221,9 @@ def gradients_that_were_read_in_between() -> None:
     for streamed in (False, True):
         torch.manual_seed(0)
         model, replicas = chain(), Replicas()
-        pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, debug=True), replicas=replicas) if streamed else None
+        pipeline = (
+            Pipeline(model, "cpu", options=PipelineOptions(k=2, debug=True), replicas=replicas) if streamed else None
+        )
         generator = torch.Generator().manual_seed(dist.get_rank())
         for micro in range(2):
             replicas.accumulates = micro == 0

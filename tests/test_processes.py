@@ -1,0 +1,377 @@
+"""Several processes under Lightning: each number is that of Lightning's `DDPStrategy`, in every process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
+
+from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+
+from .helpers import assert_same_trace
+from .lightning_modules import WIDTH, Base, Block, fit, loader, plain, run, streamed, trainer
+from .processes import in_processes
+
+Drive = Callable[[L.Trainer, Any], Any]
+
+
+def assert_as_ddp(
+    make: Callable[[], Base] = Base,
+    drive: Drive = fit,
+    strategy: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> None:
+    """Bit-equality with `DDPStrategy`, of all that this process sees."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    arguments = {"devices": 2, **arguments}
+    expected = run(DDPStrategy(find_unused_parameters=True), make, drive, lambda: arguments)
+    actual = run(streamed(**(strategy or {})), make, drive, lambda: arguments)
+    assert any("loss" in label for label in expected), "nothing was compared"
+    assert_same_trace(expected, actual)
+
+
+# ------------------------------------------------------------------------------------------------- ways of training
+
+
+def as_it_comes() -> None:
+    assert_as_ddp()
+
+
+def clipping() -> None:
+    assert_as_ddp(gradient_clip_val=0.1)
+    assert_as_ddp(gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+
+
+def accumulation() -> None:
+    assert_as_ddp(accumulate_grad_batches=2, num_sanity_val_steps=1)
+
+
+def mixed_precision() -> None:
+    assert_as_ddp(Silent, precision="bf16-mixed", gradient_clip_val=0.1)
+    assert_as_ddp(Silent, precision="bf16-mixed", accumulate_grad_batches=2)
+    assert_as_ddp(precision="16-mixed")
+    assert_as_ddp(precision="bf16-true")
+
+
+def activations() -> None:
+    for policy in ("recompute", "offload"):
+        assert_as_ddp(strategy={"activations": policy, "k": 1})
+
+
+def stepping() -> None:
+    for overlap in (True, False):
+        assert_as_ddp(Silent, strategy={"overlap_optimizer": overlap})
+
+
+def test_ways_of_training() -> None:
+    in_processes([as_it_comes, clipping, accumulation, mixed_precision, activations, stepping])
+
+
+# --------------------------------------------------------------------------------------------------------- modules
+
+
+class Silent(Base):
+    """Nobody looks at gradients, so units are stepped in backward."""
+
+    on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
+
+
+class LeftOut(Base):
+    """Each process leaves out other blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if (number + self.global_rank + self.global_step) % 3:
+                x = block(x)
+        return self.head(x)
+
+
+class LeftOutSilently(LeftOut, Silent):
+    """The same with steps in backward."""
+
+
+class NobodyUses(Base):
+    """A weight without a gradient keeps none, and AdamW does not decay it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+class Synced(Base):
+    """Values are logged as means over processes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("everyones_loss", loss, sync_dist=True)
+        self.note("all losses", self.all_gather(loss.detach()))
+        return loss
+
+
+class Adversaries(Base):
+    """Manual optimization with two optimizers.
+
+    Without buffers: in manual optimization DDP gives the others those of the first process in the first step alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
+        for block in (*self.blocks, *self.critic[:2]):
+            block.norm = nn.LayerNorm(2 * WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generate, judge = self.optimizers()
+        x, _ = batch
+        made = torch.cat([self(x)] * (WIDTH // 2), 1)
+        for optimizer, loss in (
+            (judge, lambda: self.critic(x).mean() - self.critic(made.detach()).mean()),
+            (generate, lambda: self.critic(made).square().mean()),
+        ):
+            self.toggle_optimizer(optimizer)
+            value = loss()
+            optimizer.zero_grad()
+            self.manual_backward(value)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.note("loss", value)
+
+    def configure_optimizers(self) -> Any:
+        ours = [*self.blocks.parameters(), *self.head.parameters()]
+        return torch.optim.AdamW(ours, lr=1e-2), torch.optim.SGD(self.critic.parameters(), lr=1e-2)
+
+
+class WithoutDropout(Silent):
+    """The same numbers whatever random numbers were drawn before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.drop.p = 0.0
+
+
+class Frozen(Base):
+    """Half of it is frozen, and thawed later."""
+
+    def on_train_epoch_start(self) -> None:
+        self.blocks[:2].requires_grad_(self.current_epoch > 0)
+
+
+def modules() -> None:
+    for make in (LeftOut, LeftOutSilently, NobodyUses, Synced, Frozen):
+        assert_as_ddp(make)
+        torch.manual_seed(0)
+    assert_as_ddp(Adversaries)
+
+
+def test_modules() -> None:
+    in_processes([modules])
+
+
+# ------------------------------------------------------------------------------------------------------- the Trainer
+
+
+def evaluation() -> None:
+    """Also with batches that the processes cannot share equally."""
+
+    def drive(trainer: L.Trainer, module: Base) -> Any:
+        results = [trainer.validate(module, loader(3), verbose=False), trainer.test(module, loader(3), verbose=False)]
+        return [results, trainer.predict(module, loader(3))]
+
+    assert_as_ddp(Synced, lambda trainer, module: (drive(trainer, module), fit(trainer, module)))
+
+
+def different_seeds() -> None:
+    """All begin with the first one's weights, and end with the same."""
+    torch.manual_seed(dist.get_rank())
+    module, ours = Base(), trainer(streamed(), devices=2)
+    fit(ours, module)
+    everyones: list[Any] = [None, None]
+    dist.all_gather_object(everyones, {name: p.detach().clone() for name, p in module.named_parameters()})
+    assert_same_trace(*everyones)
+
+
+def collectives() -> None:
+    strategy, rank = trainer(streamed(), devices=2).strategy, dist.get_rank()
+    strategy.setup_environment()
+    assert (strategy.world_size, strategy.global_rank, strategy.local_rank) == (2, rank, rank)
+    assert strategy.is_distributed
+    assert strategy.is_global_zero is (rank == 0)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank}
+    assert strategy.reduce(torch.tensor(1.0 + rank)).item() == 1.5
+    assert strategy.reduce(torch.tensor(1 + rank), reduce_op="sum").item() == 3
+    assert strategy.reduce("text") == "text"
+    assert strategy.broadcast(f"from {rank}") == "from 0"
+    assert strategy.all_gather(torch.tensor(rank)).tolist() == [0, 1]
+    assert strategy.reduce_boolean_decision(rank == 0) is False
+    assert strategy.reduce_boolean_decision(rank == 0, all=False) is True
+    strategy.barrier()
+
+
+def data_is_shared_out() -> None:
+    ours = trainer(streamed(), devices=2)
+    fit(ours, Base())
+    assert isinstance(ours.train_dataloader.sampler, DistributedSampler)
+    assert ours.num_training_batches == 3
+
+
+def checkpoints() -> None:
+    """The first process writes them, all resume from them, and so does plain training in one process."""
+    folder = [str(Path.cwd() / "shared")]
+    dist.broadcast_object_list(folder)
+    arguments = {"devices": 2, "enable_checkpointing": True}
+    whole, half = WithoutDropout(), WithoutDropout()
+    half.load_state_dict(whole.state_dict())
+    fit(trainer(streamed(), devices=2), whole)
+    kept = ModelCheckpoint(folder[0], save_last=True)
+    fit(trainer(streamed(), max_epochs=1, callbacks=[kept], **arguments), half)
+    resumed = WithoutDropout()
+    trainer(streamed(), devices=2).fit(resumed, loader(), loader(2), ckpt_path=kept.last_model_path)
+    names = [name for name, _ in whole.named_parameters()]
+    for name in names:
+        assert torch.equal(whole.get_parameter(name), resumed.get_parameter(name)), name
+    alone = WithoutDropout()
+    trainer(plain(), max_epochs=1).fit(alone, loader(), ckpt_path=kept.last_model_path)
+    for name in names:
+        assert torch.equal(half.get_parameter(name), alone.get_parameter(name)), name
+
+
+def timeline_and_table() -> None:
+    """One process draws and prints."""
+    path = Path(f"timeline-{dist.get_rank()}.json")
+    ours = trainer(
+        SuperpipelineStrategy(k=2),
+        devices=2,
+        enable_model_summary=True,
+        callbacks=[SuperpipelineCallback(timeline=path)],
+    )
+    fit(ours, Base())
+    assert path.exists() is (dist.get_rank() == 0)
+
+
+def residents_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"`resident_optimizer=True` works on one device only"):
+        fit(trainer(streamed(resident_optimizer=True), devices=2), Base())
+
+
+def threads_are_shared() -> None:
+    """Each process has its part of the machine's cores and memory."""
+    seen: list[int] = []
+
+    def drive(trainer: L.Trainer, module: Base) -> None:
+        fit(trainer, module)
+        seen.append(trainer.strategy.replicas.on_this_machine)
+
+    drive(trainer(streamed(), devices=2), Base())
+    assert seen == [2]
+
+
+def test_trainer() -> None:
+    in_processes(
+        [
+            evaluation,
+            different_seeds,
+            collectives,
+            data_is_shared_out,
+            checkpoints,
+            timeline_and_table,
+            residents_are_refused,
+            threads_are_shared,
+        ]
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- launching
+
+SCRIPT = """
+import lightning as L
+import torch
+
+import sp_lightning
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+if __name__ == "__main__":
+    trainer = L.Trainer(strategy="superpipeline", accelerator="cpu", devices=2, max_steps=2, barebones=True)
+    net = Net()
+    trainer.fit(net, torch.utils.data.DataLoader(torch.randn(8, 16), batch_size=2))
+    print(f"process {trainer.global_rank} of {trainer.world_size}: {net.layers[0].weight.sum().item():.6f}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]], ids=["script", "torchrun"]
+)
+def test_launched_by(launcher: list[str]) -> None:
+    Path("train.py").write_text(SCRIPT)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run(
+        [sys.executable, *launcher, "train.py"], capture_output=True, text=True, env=variables, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"process (\d) of 2: (\S+)", done.stdout)
+    assert sorted(rank for rank, _ in lines) == ["0", "1"]
+    assert len({total for _, total in lines}) == 1, "replicas have trained apart"
+
+
+@pytest.mark.parametrize("launched", [1, 2])
+def test_other_numbers_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch, launched: int) -> None:
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(launched),
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "0",
+    }
+    for name, value in {**variables, "TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        MisconfigurationException,
+        match=rf"TorchElasticEnvironment says that {launched} process\(es\) were launched.*asks for {3 - launched}",
+    ):
+        trainer("superpipeline", devices=3 - launched)
+
+
+def test_slurm_tasks_that_the_trainer_does_not_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    with pytest.raises(MisconfigurationException, match="SLURMEnvironment says that 4"):
+        trainer("superpipeline")
+
+
+def test_ranks_are_assigned_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # is put back, too
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    strategy = trainer(SuperpipelineStrategy(k=2), devices=2, num_nodes=2).strategy
+    assert (strategy.world_size, strategy.local_rank, strategy.global_rank) == (4, 1, 1)
+    assert strategy.broadcast("alone still") == "alone still"
+    assert strategy.reduce(torch.tensor(3.0)).item() == 3
