@@ -106,6 +106,15 @@ class LeftOutSilently(LeftOut, Silent):
     """The same with steps in backward."""
 
 
+class InOtherOrders(Silent):
+    """The processes come to the same weights at different moments, while units are stepped in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks if self.global_rank else reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
 class NobodyUses(Base):
     """A weight without a gradient keeps none, and AdamW does not decay it."""
 
@@ -175,7 +184,7 @@ class Frozen(Base):
 
 
 def modules() -> None:
-    for make in (LeftOut, LeftOutSilently, NobodyUses, Synced, Frozen):
+    for make in (LeftOut, LeftOutSilently, InOtherOrders, NobodyUses, Synced, Frozen):
         assert_as_ddp(make)
         torch.manual_seed(0)
     assert_as_ddp(Adversaries)
@@ -337,7 +346,7 @@ def test_launched_by(launcher: list[str]) -> None:
         [sys.executable, *launcher, "train.py"], capture_output=True, text=True, env=variables, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.findall(r"process (\d) of 2: (\S+)", done.stdout)
+    lines = re.findall(r"process (\d) of 2: (-?\d+\.\d{6})", done.stdout)
     assert sorted(rank for rank, _ in lines) == ["0", "1"]
     assert len({total for _, total in lines}) == 1, "replicas have trained apart"
 

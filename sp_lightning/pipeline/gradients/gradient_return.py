@@ -167,7 +167,11 @@ class GradientReturn:
         if gradient.layout is not torch.strided:
             self._sparse.setdefault(weight, []).append(gradient)
             return
-        self._check_not_stepped([weight])
+        if self.stepper.has_stepped(weight):
+            raise RuntimeError(
+                f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
+                "`overlap_optimizer=False`."
+            )
         unit = weight.unit
         if weight in self._gathered.get(unit, ()):  # reentrant checkpoints accumulate several times in one backward
             self._ship(unit)
@@ -177,14 +181,6 @@ class GradientReturn:
         self._gathered[unit][weight] = gradient
         if len(self._gathered[unit]) == self._expected[unit]:
             self._ship(unit)
-
-    def _check_not_stepped(self, weights: Iterable[Weight]) -> None:
-        for weight in weights:
-            if self.stepper.has_stepped(weight):
-                raise RuntimeError(
-                    f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train "
-                    "with `overlap_optimizer=False`."
-                )
 
     def ship_all_but(self, units: Sequence[Unit]) -> None:
         """Backward has moved on to these units: what others gathered can leave."""
@@ -247,7 +243,6 @@ class GradientReturn:
 
     def _ship_averaged(self, averaged: Iterable[Mapping[Weight, Tensor]]) -> None:
         for gradients in averaged:
-            self._check_not_stepped(gradients)
             for unit in dict.fromkeys(weight.unit for weight in gradients):
                 self._put_together(unit, gradients)
 
@@ -289,8 +284,8 @@ class GradientReturn:
             without_norms: How many of these to send if the norms have not been taken; None if they have.
         """
         complete, first = len(weights) == self._expected.get(unit), self._are_first(weights)
-        # what others averaged may be followed by a gradient of our own
-        steps_now = complete and self._arrived.keys() >= set(weights) and self.stepper.wants(unit)
+        final = self._averaging is None or self._averaging.is_final(weights)
+        steps_now = complete and final and self.stepper.wants(unit)
         lower = any(dtype != weight.master.dtype for weight, dtype in zip(weights, dtypes, strict=True))
         passes_through = first and lower and steps_now and not self.stepper.keeps_gradients
         if passes_through and self._homes.has_lower(unit):  # of the time before the optimizer stepped in backward

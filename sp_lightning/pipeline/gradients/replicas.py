@@ -8,7 +8,8 @@ What one process sends, all others have to wait for, and it must belong to the s
 follows a backward pass of its own: a layer may be left out in one of them, or a weight may have left its unit. So
 before gradients are averaged, the processes tell each other which weights they have gradients of. This is a small
 message between hosts, which runs ahead of the devices. They agree on one of these sets; who has no gradient of a
-weight in it adds zero. Who has ended its backward pass takes part until nobody has any gradient left.
+weight in it adds zero, and may come to it later: then it has another turn, and cannot be stepped before backward ends.
+Who has ended its backward pass takes part until nobody has any gradient left.
 
 [Note: accumulation]
 As under torch's DDP, the sums of micro-batches are averaged, with the last one, and not each micro-batch: other sums
@@ -126,6 +127,7 @@ class Averaging:
         self._numbers = {weight: number for number, weight in enumerate(self._weights)}
         self._elsewhere = elsewhere
         self._moment = moment
+        self._open: set[Weight] = set()
         self._under_way: tuple[Gradients, list[dist.Work]] | None = None
 
     def average(self, gradients: Mapping[Weight, Tensor], hand_over: HandOver) -> Iterator[Gradients]:
@@ -140,7 +142,7 @@ class Averaging:
         """
         left: dict[Weight, Tensor | None] = dict(gradients)
         while left:
-            yield from self._start(self._agree(left), left, hand_over)
+            yield from self._start(self._agree(left, goes_on=True), left, hand_over)
 
     def finish(self, left: Iterable[Weight], hand_over: HandOver) -> Iterator[Gradients]:
         """Backward is over in this process: take part until it is over in all of them.
@@ -157,6 +159,11 @@ class Averaging:
         while turn := self._agree(nothing_new):
             yield from self._start(turn, nothing_new, hand_over)
         yield from self._complete()
+        self._open.clear()
+
+    def is_final(self, weights: Iterable[Weight]) -> bool:
+        """Whether no process can come to these weights any more in this backward pass, once their turn has come."""
+        return self._open.isdisjoint(weights)
 
     def average_sparse(self, gradients: Mapping[Weight, list[Tensor]]) -> dict[Weight, list[Tensor]]:
         """Average sparse gradients, when backward is over in all processes.
@@ -196,17 +203,21 @@ class Averaging:
     def abandon(self) -> None:
         """After an exception: nothing is on its way any more."""
         self._under_way = None
+        self._open.clear()
 
-    def _agree(self, mine: Collection[Weight]) -> list[Weight]:
+    def _agree(self, mine: Collection[Weight], goes_on: bool = False) -> list[Weight]:
         """Whose gradients are averaged next (see the note above); nobody's when no process has any left.
+
+        Args:
+            mine: What this process has.
+            goes_on: Whether its backward pass goes on and may bring more.
 
         Raises:
             RuntimeError: The processes are not at the same moment of the training.
         """
-        message = torch.zeros(1 + len(self._weights), dtype=torch.int32, device="cpu")
-        message[0] = self._moment()
-        for weight in mine:
-            message[1 + self._numbers[weight]] = 1
+        has = torch.zeros(len(self._weights), dtype=torch.int32, device="cpu")
+        has[[self._numbers[weight] for weight in mine]] = 1
+        message = torch.cat([torch.tensor([self._moment(), goes_on], dtype=torch.int32, device="cpu"), has])
         answers = [torch.empty_like(message) for _ in range(self.replicas.count)]
         dist.all_gather(answers, message, group=self.replicas.host_group)
         moments = [int(answer[0]) for answer in answers]
@@ -216,10 +227,12 @@ class Averaging:
                 "gradients. Every process has to run backward as often as the others between two steps; a "
                 "`training_step` that returns None in one of them does not."
             )
-        sets = [answer[1:].nonzero().flatten().tolist() for answer in answers]
+        sets = [answer[2:].nonzero().flatten().tolist() for answer in answers]
         # backward came to its first layer last; where that is a later one, others are as far or further
-        latest = max(sets, key=lambda numbers: numbers[0] if numbers else -1)
-        return [self._weights[number] for number in latest]
+        turn = max(sets, key=lambda numbers: numbers[0] if numbers else -1)
+        missing = (set(turn) - set(numbers) for numbers, answer in zip(sets, answers, strict=True) if answer[1])
+        self._open.update(self._weights[number] for number in set[int]().union(*missing))
+        return [self._weights[number] for number in turn]
 
     def _start(
         self, turn: Sequence[Weight], left: dict[Weight, Tensor | None], hand_over: HandOver
