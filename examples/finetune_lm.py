@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trainer.fit(model, TextData(options.text, options.model, options.batch_size, options.length, options.stride))
     if options.save is not None:
         trainer.save_checkpoint(options.save)
-    print(losses)
+    recipe.say(losses)
     return 0
 
 

@@ -187,9 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = ImageClassifier(options.model, data.classes, options.lr)
     (before,) = trainer.validate(model, data, verbose=False)
     trainer.fit(model, data)
-    print(losses)
+    recipe.say(losses)
     after = trainer.callback_metrics["val_accuracy"].item()
-    print(f"Accuracy: before {before['val_accuracy']:.0%}, after {after:.0%}")
+    recipe.say(f"Accuracy: before {before['val_accuracy']:.0%}, after {after:.0%}")
     return 0
 
 

@@ -223,9 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data = ImagesAndTexts(options.examples, options.model, options.question, options.batch_size, options.digits)
     (before,) = trainer.validate(model, data, verbose=False)
     trainer.fit(model, data)
-    print(losses)
+    recipe.say(losses)
     after = trainer.callback_metrics["val_accuracy"].item()
-    print(f"Right answers: before {before['val_accuracy']:.0%}, after {after:.0%}")
+    recipe.say(f"Right answers: before {before['val_accuracy']:.0%}, after {after:.0%}")
     return 0
 
 

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import sp_lightning
 
 PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+
+say = rank_zero_only(print)  # with several devices the script runs once for each
 
 
 def positive(text: str) -> int:
@@ -54,6 +57,7 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     run = parser.add_argument_group("running")
     run.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: %(default)s)")
     run.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="where to compute")
+    run.add_argument("--devices", type=positive, default=1, help="how many, a process for each (default: %(default)s)")
     run.add_argument("--precision", choices=PRECISIONS, default="32-true", help="as in Trainer (default: %(default)s)")
     stream = parser.add_argument_group("streaming")
     stream.add_argument("--strategy", choices=["superpipeline", "auto"], default="superpipeline")
@@ -102,7 +106,7 @@ def trainer(options: argparse.Namespace, callbacks: Sequence[L.Callback] = (), *
     return L.Trainer(
         strategy=options.strategy,
         accelerator=options.accelerator,
-        devices=1,
+        devices=options.devices,
         precision=options.precision,
         # says what the units are, and what came of it
         callbacks=[*callbacks, *([sp_lightning.SuperpipelineCallback()] if streaming else [])],

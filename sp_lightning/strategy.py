@@ -427,8 +427,8 @@ class SuperpipelineMixin(ProcessesMixin):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # threads, streams and device memory belong to this process
-        state = {**super().__getstate__(), "pipeline": None, "_retry": None}
+        # threads, streams, device memory and groups belong to this process
+        state = {**super().__getstate__(), "pipeline": None, "_retry": None, "replicas": None}
         state.pop("backward", None)
         return state
 

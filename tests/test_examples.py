@@ -80,6 +80,13 @@ def losses(output: str) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------- language models
 
 
+def test_two_devices() -> None:
+    """A process for each; one of them speaks."""
+    output = run("finetune_lm.py", *SMALL, "--devices=2", "--steps=4")
+    assert "Starting with 2 processes" in output
+    assert output.count("Loss: first") == output.count("k, k_prime ") == 1
+
+
 def test_finetune_lm_learns_and_says_what_it_streamed(call):
     output = run("finetune_lm.py", *SMALL, "--steps=30", "--k=2", "--k-prime=1")
     first, last = losses(output)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sp_lightning.pipeline.weights.parameters import check_parameter
 from sp_lightning.pipeline.weights.weight import Weight
 
 Gradients = dict[Weight, Tensor]
@@ -59,16 +60,12 @@ class Replicas:
         """Give all replicas the weights and buffers of the first one; all of them are on the host still.
 
         Raises:
-            ValueError: The processes have built different models, or a weight has no shape yet.
+            ValueError: The processes have built different models, or a weight has no values on the host.
         """
         self.unaveraged.clear()
+        for name, parameter in module.named_parameters():
+            check_parameter(name, parameter, on_meta=False)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name, tensor in tensors.items():
-            if nn.parameter.is_lazy(tensor):
-                raise ValueError(
-                    f"Parameter {name!r} has no shape yet, and each process would give it values of its own. Run a "
-                    "forward once in `setup` or `configure_model`."
-                )
         described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
         self._check_alike(described)
         for tensor in tensors.values():
