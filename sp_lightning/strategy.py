@@ -77,6 +77,7 @@ class SuperpipelineMixin(_Base):
         self.pipeline: Pipeline | None = None
         self._progress = SetUpProgress()
         self._summarizes = False
+        self._shown: list[tuple[str, str]] | None = None
         self._threads_before: int | None = None
         self._overlap: OverlapPlan | None = None
         self._retry: OutOfMemoryRetry | None = None
@@ -246,7 +247,7 @@ class SuperpipelineMixin(_Base):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._summarizes = self.pipeline is not None and self._is_summary_wanted(trainer)
-        self._show_plan(trainer)
+        self._show_plan(trainer, always=fitting)
 
     @override
     def model_to_device(self) -> None:
@@ -286,12 +287,17 @@ class SuperpipelineMixin(_Base):
         chosen = [callback.summary for callback in callbacks if isinstance(callback, self.callback)]
         return any(chosen or (isinstance(callback, self.lightning.summary) for callback in callbacks))
 
-    def _show_plan(self, trainer: Trainer) -> None:
+    def _show_plan(self, trainer: Trainer, always: bool) -> None:
+        """Show it; but of evaluations in a loop nothing is said, also in the end, while their plan stays the same."""
         if self._summarizes:
             assert self.pipeline is not None
+            rows = plan_rows(self.pipeline, self._describe_optimizers())
+            self._summarizes = always or rows != self._shown
+        if self._summarizes:
+            self._shown = rows
             callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
             rich = any(isinstance(callback, self.lightning.rich) for callback in callbacks)
-            show_table(plan_rows(self.pipeline, self._describe_optimizers()), rich, self.lightning.info)
+            show_table(rows, rich, self.lightning.info)
 
     def _say_outcome(self) -> None:
         if self._summarizes and self.pipeline is not None:
