@@ -64,6 +64,7 @@ class SuperpipelineMixin(ProcessesMixin):
         self.pipeline: Pipeline | None = None
         self._progress = SetUpProgress()
         self._summarizes = False
+        self._shown: list[tuple[str, str]] | None = None
         self._threads_before: int | None = None
         self._overlap: OverlapPlan | None = None
         self._retry: OutOfMemoryRetry | None = None
@@ -98,15 +99,19 @@ class SuperpipelineMixin(ProcessesMixin):
     # ---------------------------------------------------------------------------------------------- set up
 
     @override
-    def setup_environment(self) -> None:
-        # Before any work: callbacks copy the model in their `setup`, long before ours.
-        self._refuse_averaging_on_device()
-        self._refuse_pruning_on_device()
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
         self.lightning.check(
             not (self.is_distributed and self.options.resident_optimizer),
             "`resident_optimizer=True` works on one device only: which units live on the device would differ between"
             " processes. Leave it out, or set `Trainer(devices=1, num_nodes=1)`.",
         )
+
+    @override
+    def setup_environment(self) -> None:
+        # Before any work: callbacks copy the model in their `setup`, long before ours.
+        self._refuse_averaging_on_device()
+        self._refuse_pruning_on_device()
         super().setup_environment()
         self.setup_processes()
         if self.root_device.type != "cpu" and self._threads_before is None:
@@ -174,7 +179,7 @@ class SuperpipelineMixin(ProcessesMixin):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._summarizes = self.pipeline is not None and self._is_summary_wanted(trainer)
-        self._show_plan(trainer)
+        self._show_plan(trainer, always=fitting)
 
     @override
     def model_to_device(self) -> None:
@@ -215,17 +220,22 @@ class SuperpipelineMixin(ProcessesMixin):
 
     def _is_summary_wanted(self, trainer: Trainer) -> bool:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if is_tuning(trainer):
+        if is_tuning(trainer) or not self.is_global_zero:
             return False
         chosen = [callback.summary for callback in callbacks if isinstance(callback, self.callback)]
         return any(chosen or (isinstance(callback, self.lightning.summary) for callback in callbacks))
 
-    def _show_plan(self, trainer: Trainer) -> None:
-        if self._summarizes and self.is_global_zero:
+    def _show_plan(self, trainer: Trainer, always: bool) -> None:
+        """Show it; but of evaluations in a loop nothing is said, also in the end, while their plan stays the same."""
+        if self._summarizes:
             assert self.pipeline is not None
+            rows = plan_rows(self.pipeline, self._describe_optimizers())
+            self._summarizes = always or rows != self._shown
+        if self._summarizes:
+            self._shown = rows
             callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
             rich = any(isinstance(callback, self.lightning.rich) for callback in callbacks)
-            show_table(plan_rows(self.pipeline, self._describe_optimizers()), rich, self.lightning.info)
+            show_table(rows, rich, self.lightning.info)
 
     def _say_outcome(self) -> None:
         if self._summarizes and self.pipeline is not None:

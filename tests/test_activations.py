@@ -825,6 +825,63 @@ def test_what_is_counted(policy: str) -> None:
         assert pipe.stats.activation_bytes == 0
 
 
+class Remembering:
+    """A cache that the model changes after each block's call, in one of the ways in which models do."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(5, WIDTH)
+        self.entries = [torch.zeros(5, WIDTH)]
+
+
+class ReadsMemory(Block):
+    def forward(self, x: Tensor, given: Remembering | Tensor) -> Tensor:
+        past = given if isinstance(given, Tensor) else given.memory + given.entries[0]
+        return super().forward(x + past)
+
+
+class Updates(Chain):
+    """Changes a tensor that it gives to its blocks, a tensor in a cache, or what a cache contains."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(ReadsMemory() for _ in range(4))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Remembering()
+        for block in self.blocks:
+            x = block(x, cache.memory if self.way == "argument" else cache)
+            if self.way == "contents":
+                cache.entries[0] = x.detach()
+            else:
+                cache.memory.copy_(x.detach())
+        return x
+
+
+def updates_are_exact(way: str, **options: Any) -> None:
+    def story(run: Run) -> None:
+        for step in range(4):
+            with run.step():
+                run.model(run.rows(step)).square().mean().backward()
+            for name, parameter in run.model.named_parameters():
+                run.note(f"{step} {name}", parameter.grad.clone())
+
+    assert_same_story(story, lambda: Updates(way), **options)
+
+
+def test_what_a_cache_contains_may_change_after_a_call() -> None:
+    updates_are_exact("contents", activations="recompute")
+
+
+@pytest.mark.parametrize("way", ["argument", "inside"])
+def test_a_cache_that_is_changed_in_place_after_a_call_raises(way: str) -> None:
+    with (
+        attached(Updates(way), activations="recompute") as pipe,
+        pytest.raises(RuntimeError, match=r"'blocks.3' has been modified by an inplace .* `activations='keep'`"),
+        pipe.step(),
+    ):
+        pipe.module(Run.rows(0)).square().mean().backward()
+
+
 # ---------------------------------------------------------------------------------------------------------------- auto
 
 

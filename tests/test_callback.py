@@ -142,6 +142,22 @@ def test_what_is_said_of_a_run(messages, entry, module, given, model_summary, to
     assert kinds == (["k, k_prime", *["A step takes"] * bool(given), "unit loads"] if told else [])
 
 
+def test_evaluations_in_a_loop_say_it_once(messages):
+    """As long as the plan stays the same; a run that trains always says it."""
+    run = trainer(streamed(), callbacks=[ModelSummary()], enable_model_summary=True, max_epochs=0)
+    told, model, other = [], Base(), Base()
+    other.more = torch.nn.Linear(64, 64)
+    entries = ["predict", "predict", "test", "validate", "fit", "fit", "predict", "predict"]
+    for entry, module in [*((entry, model) for entry in entries), ("predict", other)]:
+        before = len(messages())
+        run.fit_loop.max_epochs += entry == "fit"
+        getattr(run, entry)(module, loader(2))
+        said = "\n".join(messages()[before:])
+        assert ("k, k_prime" in said) == ("unit loads" in said)
+        told.append("unit loads" in said)
+    assert told == [True, False, False, False, True, True, True, False, True]
+
+
 def test_nothing_is_said_where_nothing_but_speed_counts(messages):
     fit(L.Trainer(strategy=streamed(), accelerator="cpu", max_steps=1, barebones=True), Base())
     assert not [text for text in messages() if "k_prime" in text]

@@ -316,7 +316,12 @@ def test_a_run_writes_its_configuration_beside_its_logs(tmp_path, monkeypatch):
         ),
         (f"fit --model {BORING} --trainer.strategy.k=1 --trainer.strategy.k_prime=2", 2, "`k_prime=2` is larger than"),
         (f"fit --model {BORING} --trainer.strategy=superpipelines", 2, "invalid strategy name"),
-        (f"fit --model {BORING} --trainer.devices=2 --trainer.accelerator=cpu", 1, "trains on one device so far"),
+        (
+            f"fit --model {BORING} --trainer.devices=2 --trainer.accelerator=cpu"
+            " --trainer.strategy.resident_optimizer=true",
+            1,
+            "`resident_optimizer=True` works on one device only",
+        ),
         (f"fit --model {BORING} --trainer.strategy.units=Block", 1, "`units='Block'` matches no module"),
         ("fit --model lightning.pytorch.LightningModule", 1, "No `training_step()` method defined"),
     ],

@@ -275,11 +275,6 @@ def timeline_and_table() -> None:
     assert path.exists() is (dist.get_rank() == 0)
 
 
-def residents_are_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"`resident_optimizer=True` works on one device only"):
-        fit(trainer(streamed(resident_optimizer=True), devices=2), Base())
-
-
 def threads_are_shared() -> None:
     """Each process has its part of the machine's cores and memory."""
     seen: list[int] = []
@@ -301,7 +296,6 @@ def test_trainer() -> None:
             data_is_shared_out,
             checkpoints,
             timeline_and_table,
-            residents_are_refused,
             threads_are_shared,
         ]
     )
@@ -367,6 +361,11 @@ def test_other_numbers_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch,
         match=rf"TorchElasticEnvironment says that {launched} process\(es\) were launched.*asks for {3 - launched}",
     ):
         trainer("superpipeline", devices=3 - launched)
+
+
+def test_residents_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"`resident_optimizer=True` works on one device only"):
+        trainer(streamed(resident_optimizer=True), devices=2)
 
 
 def test_slurm_tasks_that_the_trainer_does_not_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ that as it was before the first time, and must not leave a second trace.
 
 What can change is found by looking: the module's attributes and buffers, what its hooks hold on to, the objects among
 its inputs. Of lists, dicts, sets and attributes a shallow copy tells what was changed; tensors of the module are copied
-whole, since they change in place. After the forward only what it did change is still remembered. What no object leads
-to is not seen: global variables, files.
+whole, since they change in place. After the forward only what it did change is still remembered, and what the objects
+among its inputs contained, which others may change as well: a model that puts into a cache what its block has computed.
+What no object leads to is not seen: global variables, files.
 """
 
 from __future__ import annotations
@@ -78,8 +79,10 @@ class SideEffects:
         for inner, _ in self._modes:
             for hook in (*inner._forward_pre_hooks.values(), *inner._forward_hooks.values()):
                 self._look_at(hook, own=False)
+        self._of_inputs, others = len(self._before), set(self._held)
         for value in inputs:
             self._look_at(value, own=False)
+        self._watched = [held for key, held in self._held.items() if key not in others]
         self._seen.clear()
 
     def settle(self) -> str | None:
@@ -91,15 +94,23 @@ class SideEffects:
         changed = [held for held in self._held.values() if held.may_have_changed]
         self._held.clear()
         self._copies = {id(held.tensor): held.copy for held in changed if held.copy is not None}
-        self._before = [
-            (place, content)
-            for place, content in self._before
-            if not _is_same(content, _read(place)) or self._has_copies(content)
-        ]
+        self._before = [*self._differing(self._before[: self._of_inputs]), *self._before[self._of_inputs :]]
         lost = [held.tensor for held in changed if held.copy is None]
         if lost:
             return f"changes a tensor of shape {list(lost[0].shape)} in place"
         return "has a scripted part with buffers" if self._has_scripted_buffers else None
+
+    @property
+    def cannot_be_undone(self) -> bool:
+        """Whether a tensor that an object among the inputs led to was changed in place since."""
+        return any(held.tensor._version != held.version for held in self._watched)
+
+    def _differing(self, before: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        return [
+            (place, content)
+            for place, content in before
+            if not _is_same(content, _read(place)) or self._has_copies(content)
+        ]
 
     def _has_copies(self, content: Any) -> bool:
         return bool(self._copies) and any(id(value) in self._copies for value in _values(content))
@@ -108,10 +119,11 @@ class SideEffects:
     def undone(self) -> Iterator[None]:
         """Everything is as it was before the forward; afterwards, as it is now."""
         copies = {key: copy.clone() for key, copy in self._copies.items()}
-        now = [(place, _read(place)) for place, _ in self._before]
+        before = self._differing(self._before)
+        now = [(place, _read(place)) for place, _ in before]
         modes = [(module, module.training) for module, _ in self._modes]
         try:
-            for place, content in self._before:
+            for place, content in before:
                 _write(place, _replace(content, copies))
             for module, training in self._modes:
                 module.training = training
@@ -124,7 +136,7 @@ class SideEffects:
 
     def undo(self) -> None:
         """Put everything back as it was before the forward, for good; the same tensors hold the values of then."""
-        for place, content in self._before:
+        for place, content in self._differing(self._before):
             for value in _values(content):
                 if id(value) in self._copies:
                     value.data.copy_(self._copies[id(value)])

@@ -187,7 +187,7 @@ class UnitCall:
 
     def _repeat(self) -> None:
         """Run the forward again until all that was dropped, and is still asked for, is there."""
-        if self._inputs.are_changed or self._weights_are_changed():
+        if self._inputs.are_changed or self._effects.cannot_be_undone or self._weights_are_changed():
             raise RuntimeError(_changed_since(self.member.name))
         refill = _Refill(self._kept)
         args, kwargs = self._inputs.again()
@@ -335,7 +335,7 @@ def _is_data(value: Any) -> bool:
 def _changed_since(name: str) -> str:
     return (
         f"an input or a weight of {name!r} has been modified by an inplace operation between forward and backward, so "
-        "its forward cannot run again. Use `activations='keep'`, or change it after backward."
+        "its forward cannot run again. Use `activations='keep'` or `'offload'`, or change it after backward."
     )
 
 
