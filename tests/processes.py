@@ -17,7 +17,7 @@ from torch import multiprocessing
 
 Check = Callable[[], None]
 
-_PATIENCE = timedelta(seconds=30)  # of one process with the others: a check that hangs fails
+_PATIENCE = timedelta(seconds=60)  # of one process with the others: a check that hangs fails
 
 
 def in_processes(checks: Sequence[Check], count: int = 2) -> None:

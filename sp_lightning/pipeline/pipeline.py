@@ -31,9 +31,10 @@ from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.arrangement import Arrangement, move_buffers, move_unmanaged
 from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.debug import AccessCheck
+from sp_lightning.pipeline.gradients.averaging import Averaging
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
-from sp_lightning.pipeline.gradients.replicas import Averaging, Replicas
+from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.learned import Learned
 from sp_lightning.pipeline.modules.compiled import compiled_call, finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.modules.guard import (

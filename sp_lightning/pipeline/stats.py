@@ -29,6 +29,7 @@ class Stats:
         optimizer_waits: Times that the host waited for an optimizer's step, because somebody looked at a weight.
         overlapped_steps: Units that an optimizer stepped while the device could compute.
         steps_in_backward: Those of them that were stepped before backward had ended.
+        optimizer_steps: Calls of an optimizer's `step`.
         arrangements: Times that units, host memory and places on the device were laid out.
         resets: Recoveries after an exception in the middle of a step.
     """

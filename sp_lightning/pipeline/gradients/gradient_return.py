@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import post_accumulate_hooks, tensor_hooks, without_torch_function
+from sp_lightning.pipeline.gradients.averaging import Averaging
 from sp_lightning.pipeline.gradients.homes import Homes, is_only_shown
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.landing import Piece, Pieces, Ring, Slot, cast_and_add, lay_out_gradients
-from sp_lightning.pipeline.gradients.replicas import Averaging
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend, Ticket
 from sp_lightning.pipeline.transfer.trace import Kind
@@ -130,6 +130,8 @@ class GradientReturn:
         self._must_settle = False
         self._homes = Homes(backend, pin)
         self.gradients = HostGradients(self._homes, backend, stats)
+        if averaging is not None:
+            averaging.work_with(self.gradients, self._gathered)
         self._pieces = Pieces(self._units, backend)
         together = max((unit.group.units for unit in self._units), default=1)
         self._ring = Ring(backend, pin, slots_in_ring(len(self._units), together))
@@ -196,50 +198,13 @@ class GradientReturn:
         if self._averaging is None:
             self._put_together(unit, gathered)
             return
-        now = {weight: gradient for weight, gradient in gathered.items() if self._is_due(weight)}
+        now = {weight: gradient for weight, gradient in gathered.items() if self._averaging.is_due(weight)}
         later = {weight: gradient for weight, gradient in gathered.items() if weight not in now}
         if later:
-            self._averaging.replicas.unaveraged.update(id(weight.master) for weight in later)
+            self._averaging.leave_for_later(later)
             self._put_together(unit, later)
         if now:
-            self._ship_averaged(self._averaging.average(now, self._hand_over))
-
-    def _is_due(self, weight: Weight) -> bool:
-        """Whether a gradient is averaged in this backward pass, and not with those of later ones."""
-        assert self._averaging is not None
-        return not self._averaging.replicas.accumulates or bool(tensor_hooks(weight.master))
-
-    def _hand_over(self, weight: Weight) -> list[Tensor]:
-        """What this process has of a gradient whose turn has come: sums on the host, and what has been gathered."""
-        parts = []
-        total = self._unaveraged(weight)
-        if total is not None:
-            self.gradients.expect_more([weight])
-            self.gradients.let_land([weight])
-            parts.append(total.to(weight.twin.data.device, weight.master.dtype, copy=True))
-            self.gradients.drop(weight)
-            weight.master.grad = None
-        if weight in self._gathered.get(weight.unit, ()) and self._is_due(weight):
-            parts.append(self._gathered[weight.unit].pop(weight))
-        return parts
-
-    def _unaveraged(self, weight: Weight) -> Tensor | None:
-        if self._averaging is None or id(weight.master) not in self._averaging.replicas.unaveraged:
-            return None
-        return self.gradients.get(weight)
-
-    def check_averaged(self, weights: Iterable[Weight]) -> None:
-        """Called before weights are stepped.
-
-        Raises:
-            RuntimeError: A gradient is the sum of this process alone.
-        """
-        for weight in weights if self._averaging is not None else ():
-            if self._unaveraged(weight) is not None:
-                raise RuntimeError(
-                    f"The gradient of {weight.name!r} would be stepped before it was averaged over processes, because "
-                    "the last micro-batch of the step had no backward. `training_step` may not return None there."
-                )
+            self._ship_averaged(self._averaging.average(now))
 
     def _ship_averaged(self, averaged: Iterable[Mapping[Weight, Tensor]]) -> None:
         for gradients in averaged:
@@ -384,13 +349,9 @@ class GradientReturn:
         """
         self.ship_all_but([])
         if self._averaging is not None and (takes_part or self._arrived or self._averaging.has_elsewhere()):
-            accumulates = self._averaging.replicas.accumulates
-            all_weights = [] if accumulates else [weight for unit in self._units for weight in unit.weights]
-            left = [weight for weight in all_weights if self._unaveraged(weight) is not None]
-            self._ship_averaged(self._averaging.finish(left, self._hand_over))
+            self._ship_averaged(self._averaging.finish())
             self._sparse = self._averaging.average_sparse(self._sparse)
-            if not accumulates:
-                self._averaging.average_elsewhere()
+            self._averaging.average_elsewhere()
         self.stepper.end_of_backward()
         hooks = any(post_accumulate_hooks(weight.master) for weight in self._arrived)
         if self._held_back or self._sparse or self._must_settle or hooks:
@@ -426,6 +387,11 @@ class GradientReturn:
             self._landed[weight] = arrived
         else:
             self._landed[weight] = weight.master.grad.add_(arrived)
+
+    def check_averaged(self, weights: Iterable[Weight]) -> None:
+        """Called before weights are stepped; raises if other processes have another gradient of one of them."""
+        if self._averaging is not None:
+            self._averaging.check_averaged(weights)
 
     def abandon(self) -> None:
         """After an exception: forget what has not landed."""

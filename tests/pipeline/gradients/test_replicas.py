@@ -114,7 +114,7 @@ def drawn(count: int) -> list[Example]:
 
 def random_graphs() -> None:
     """Processes leave out different layers ("some"), and use weights several times in one backward ("reentrant")."""
-    for example in drawn(60):
+    for example in drawn(40):
         options = PipelineOptions(
             k=example.k,
             k_prime=example.k_prime,
@@ -249,6 +249,29 @@ def gradients_that_were_read_in_between() -> None:
     assert_same_trace(*traces)
 
 
+def sums_that_were_dropped() -> None:
+    """`zero_grad` between micro-batches: what comes then is a gradient like any other."""
+    traces = []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        model, replicas = chain(), Replicas()
+        trace: Trace = {}
+        pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2), replicas=replicas) if streamed else None
+        optimizer, generator = SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(dist.get_rank())
+        for accumulates in (True, False, False):
+            replicas.accumulates = accumulates
+            optimizer.zero_grad()
+            model(rows(generator)).square().mean().backward()
+        if pipeline is None:
+            average_gradients(model)
+        optimizer.step()
+        note_state(trace, "end", model, [optimizer])
+        traces.append(trace)
+        if pipeline is not None:
+            pipeline.detach()
+    assert_same_trace(*traces)
+
+
 def buffers_of_the_first() -> None:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
@@ -272,6 +295,7 @@ def test_single_things() -> None:
             mixed_dtypes,
             accumulation,
             gradients_that_were_read_in_between,
+            sums_that_were_dropped,
             buffers_of_the_first,
         ]
     )
