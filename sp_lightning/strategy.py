@@ -28,12 +28,12 @@ from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standa
 from sp_lightning.materialize import materialize
 from sp_lightning.monitor.progress import SetUpProgress
 from sp_lightning.monitor.report import outcome, plan_rows, show_table
-from sp_lightning.out_of_memory import OutOfMemoryRetry
 from sp_lightning.overlap import OverlapPlan, plan_overlap
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.precision import host_precision, lend_pipeline
 from sp_lightning.processes import ProcessesMixin
+from sp_lightning.retry import StepRetry
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -67,7 +67,7 @@ class SuperpipelineMixin(ProcessesMixin):
         self._shown: list[tuple[str, str]] | None = None
         self._threads_before: int | None = None
         self._overlap: OverlapPlan | None = None
-        self._retry: OutOfMemoryRetry | None = None
+        self._retry: StepRetry | None = None
         self._said: set[str] = set()
 
     # ---------------------------------------------------------------------------------------------- plugins
@@ -201,7 +201,7 @@ class SuperpipelineMixin(ProcessesMixin):
                 replicas=self.replicas,
             )
             # A step that ran again in one process alone would leave the others waiting.
-            self._retry = OutOfMemoryRetry(self.pipeline, module, self.lightning, enabled=not self.is_distributed)
+            self._retry = StepRetry(self.pipeline, module, self.lightning, enabled=not self.is_distributed)
             # Around whatever `backward` is now, a subclass's or one put in its place: all of it belongs to the step,
             # and may have to run again. A method would be called by what wraps Lightning's, and call that again.
             self.backward = _Around(self._backward_in_step, self.backward)  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import re
@@ -31,6 +32,7 @@ from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.choice import Policy
+from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 
 from .helpers import (
     Plan,
@@ -888,6 +890,29 @@ def test_a_cache_that_is_changed_in_place_after_a_call_raises(way: str) -> None:
 def with_room(monkeypatch: pytest.MonkeyPatch, nbytes: int | None) -> None:
     """Let the emulated device tell how much memory is free; activations may take 90 % of it."""
     monkeypatch.setattr(HostBackend, "free_memory", lambda self: nbytes)
+
+
+@pytest.mark.parametrize("room", [0, 20_000, 10**9])
+@pytest.mark.parametrize("way", ["argument", "inside"])
+@pytest.mark.filterwarnings("ignore:`activations='auto'`")
+def test_what_cannot_run_again_is_not_chosen_to(way: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One failure is enough to find all units whose inputs change; the steps after it are exact."""
+    with_room(monkeypatch, room)
+    torch.manual_seed(0)
+    plain = Updates(way)
+    model = copy.deepcopy(plain)
+    with attached(model, activations="auto") as pipe:
+        with pytest.raises(CannotRunAgain, match=r"'blocks.3' has been modified") as failure, pipe.step():
+            model(Run.rows(0)).square().mean().backward()
+        assert failure.value.is_avoided
+        assert pipe._activations.never_again == {f"blocks.{number}" for number in range(4)}
+        for step in range(4):
+            plain(Run.rows(step)).square().mean().backward()
+            with pipe.step():
+                model(Run.rows(step)).square().mean().backward()
+            for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+                assert torch.equal(expected.grad, found.grad)
+        assert pipe.stats.recomputed == 1
 
 
 @pytest.mark.parametrize("room", [0, 20_000, 100_000, 10**9])

@@ -541,7 +541,8 @@ class Pipeline:
         """What chooses for each unit, where there is a limit to what activations may take."""
         if not self._activations.chooses or self._room_for_activations() is None:
             return None
-        return AutoPolicy(self._backend, self._meter, lambda: self._room_for_activations() or 0)
+        never_again = self._activations.never_again
+        return AutoPolicy(self._backend, self._meter, lambda: self._room_for_activations() or 0, never_again)
 
     def _room_for_activations(self) -> int | None:
         """Bytes of device memory for activations; None if no limit is known."""

@@ -8,7 +8,7 @@ timed. A call with larger inputs than those that were measured recomputes, too, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -90,13 +90,13 @@ class _Unit:
         self.steps[step] = call if before is None else before.and_also(call)
         self.size = max(self.size, size)
 
-    def ways(self, link: Link | None) -> list[Way]:
+    def ways(self, link: Link | None, may_recompute: bool) -> list[Way]:
         """What can happen to its activations, and what each costs; offloading, if there is a link for it."""
         took = self.footprint
         everything = took.held + took.saved
         forward = min(self.seconds.values(), default=0.0)
         ways = [Way("keep", everything, took.working, 0.0)]
-        if took.repeatable:
+        if may_recompute and took.repeatable:
             ways.append(Way("recompute", took.held, took.working, forward))
         if link is not None and took.large:
             seconds = link.offload_seconds(took.large, self.weights, forward, _BACKWARD * forward)
@@ -116,16 +116,18 @@ class AutoPolicy:
         backend: Whose memory and whose copies.
         meter: Counts what is held.
         budget: Tells how many bytes activations may take now.
+        never_again: Members that must not recompute, as backward has shown.
 
     Attributes:
         outside: Bytes that were saved outside of units when it was looked at last: by a loss, a norm.
         gradients: Bytes that gradients of activations are taken to need in backward.
     """
 
-    def __init__(self, backend: Backend, meter: Meter, budget: Callable[[], int]) -> None:
+    def __init__(self, backend: Backend, meter: Meter, budget: Callable[[], int], never_again: Set[str]) -> None:
         self._backend = backend
         self._meter = meter
         self._budget = budget
+        self._never_again = never_again
         self._link: Link | None = None
         self._step = 0
         self._units: dict[str, _Unit] = {}  # in the order of the forward
@@ -134,15 +136,15 @@ class AutoPolicy:
         self._measuring: set[str] = set()  # in this step
         self._second_forwards: list[tuple[_Unit, int, Any, Any]] = []
         self._told = False
-        self._room_has_changed = False
+        self._choice_is_outdated = False
         self.outside = 0
         self.gradients = 0
 
     def begin_step(self) -> None:
         """Choose anew if the last step has measured anything, or if there is another amount of room."""
-        if (self._measuring or self._room_has_changed) and self._units:
+        if (self._measuring or self._choice_is_outdated) and self._units:
             self._choose()
-        self._room_has_changed = False
+        self._choice_is_outdated = False
         self._step += 1
         self._in_use = {}
         self._measuring.clear()
@@ -153,7 +155,7 @@ class AutoPolicy:
         Args:
             policies: What happens to the activations of each member; None to choose here, for what there is room now.
         """
-        self._room_has_changed = policies is None
+        self._choice_is_outdated = policies is None
         if policies is not None:
             self._chosen = {name: policies.get(name, "keep") for name in self._units}
 
@@ -171,7 +173,7 @@ class AutoPolicy:
         """What can happen to the activations of each member that was measured, in the order of the forward."""
         self._take_times()
         link = self._link_for_offloading()
-        return {name: unit.ways(link) for name, unit in self._units.items()}
+        return {name: unit.ways(link, name not in self._never_again) for name, unit in self._units.items()}
 
     def policy(self, member: Member, size: int) -> Policy:
         """What happens to the activations of a call with inputs of this many bytes."""
@@ -188,6 +190,14 @@ class AutoPolicy:
             assert member.unit is not None
             weights = sum(weight.compute_bytes for weight in member.unit.weights)
             self._units.setdefault(member.name, _Unit(weights)).add(self._step, size, call)
+
+    def measure_again(self) -> None:
+        """The step that is under way begins anew, and what it has measured counts no more."""
+        for unit in self._units.values():
+            unit.steps.pop(self._step, None)
+        self._units = {name: unit for name, unit in self._units.items() if unit.steps}
+        self._second_forwards.clear()
+        self._choice_is_outdated = True
 
     def mark(self) -> Any:
         """This moment on the device."""

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.choice import Policy
-from sp_lightning.pipeline.activations.recompute import UnitCall
+from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.modules.hooks import tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy
@@ -40,6 +40,7 @@ class Activations:
         chooses: Whether the choice is left to `auto`.
         auto: What chooses in the user's place. None if the user has chosen, or if there is nothing to choose by, and
             everything is kept.
+        never_again: Members whose forward is not run again, because that has failed while the choice was ours.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class Activations:
         self._device = device
         self._stats = stats
         self._checks = checks
+        self.never_again: set[str] = set()
+        self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._inside = False
         self._told: set[str] = set()
@@ -113,10 +116,13 @@ class Activations:
                 self._policy = "keep"
 
     def _recompute(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, UnitCall]:
-        call = UnitCall(member, self._saved, self._device, args, kwargs, self._repeating, self._checks)
+        may_repeat = member.name not in self.never_again
+        call = UnitCall(member, self._saved, self._device, args, kwargs, self._repeating, self._checks, may_repeat)
         with saved_tensors_hooks(call.pack, call.unpack):
             output = member.module(*args, **kwargs)
         obstacle = call.settle(output)
+        if call.footprint.repeatable:
+            self._dropped.add(call)
         if obstacle is not None and self.auto is None and member.name not in self._told:
             self._told.add(member.name)
             warnings.warn(
@@ -135,7 +141,15 @@ class Activations:
             yield
             return
         begin = self.auto.mark()
-        yield
+        try:
+            yield
+        except CannotRunAgain as error:
+            # others that have lost their inputs in the same way: or each of them would fail in an attempt of its own
+            changed = (other.member.name for other in self._dropped if other.has_changed)
+            self.never_again.update(changed, [call.member.name])
+            self.auto.measure_again()
+            error.is_avoided = True
+            raise
         self.auto.note_second_forward(call.member, begin, self.auto.mark())
 
     def end_backward(self) -> None:

@@ -70,6 +70,23 @@ class Footprint(NamedTuple):
         )
 
 
+class CannotRunAgain(RuntimeError):
+    """A unit's forward was to run again in backward, and what it computes from has changed since.
+
+    Args:
+        reason: What has happened.
+
+    Attributes:
+        reason: The same.
+        is_avoided: Whether what the unit's next forward saves is held.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
+        self.reason = reason
+        self.is_avoided = False
+
+
 class UnitCall:
     """One call of a unit: what its forward saved, and how to run it again.
 
@@ -83,6 +100,7 @@ class UnitCall:
         kwargs: Its keyword arguments.
         on_repeat: Called with it when its forward runs again; what it returns surrounds that.
         checks: Whether to compare, bit by bit, what the forward saves the second time with what it saved at first.
+        may_repeat: Whether to drop anything at all.
 
     Attributes:
         member: Whose call it is.
@@ -98,8 +116,10 @@ class UnitCall:
         kwargs: dict[str, Any],
         on_repeat: Callable[[UnitCall], AbstractContextManager[None]],
         checks: bool,
+        may_repeat: bool,
     ) -> None:
         self.member = member
+        self._may_repeat = may_repeat
         self._checks = checks
         self._saved = saved
         self._meter = saved.meter
@@ -141,8 +161,10 @@ class UnitCall:
         # what was changed after it was saved must raise in backward, as it does in plain training
         is_wrong = any(kept.is_changed for kept in alive)
         has_changed_weights = any(twin.weight.twin is not twin for twin, _ in self._weights)  # was lowered, say
-        is_possible = self._inputs.outlive_the_call and not (
-            is_wrong or has_changed_weights or self._checkpoints_itself
+        is_possible = (
+            self._may_repeat
+            and self._inputs.outlive_the_call
+            and not (is_wrong or has_changed_weights or self._checkpoints_itself)
         )
         repeatable = obstacle is None and is_worth_it and is_possible
         self.footprint = self._take_stock(tensors, repeatable)
@@ -187,22 +209,27 @@ class UnitCall:
 
     def _repeat(self) -> None:
         """Run the forward again until all that was dropped, and is still asked for, is there."""
-        if self._inputs.are_changed or self._effects.cannot_be_undone or self._weights_are_changed():
-            raise RuntimeError(_changed_since(self.member.name))
-        refill = _Refill(self._kept)
-        args, kwargs = self._inputs.again()
-        with (
-            self._on_repeat(self),
-            self._surroundings.restored(),
-            self._effects.undone(),
-            self._with_its_weights(),
-            torch.enable_grad(),
-            saved_tensors_hooks(refill.pack, lambda tensor: tensor),
-            suppress(_NothingMissing),
-        ):
-            self.member.module(*args, **kwargs)
-        if refill.missing or (self._checks and self._differs()):
-            raise RuntimeError(_computed_something_else(self.member.name))
+        with self._on_repeat(self):
+            if self.has_changed:
+                raise CannotRunAgain(_changed_since(self.member.name))
+            refill = _Refill(self._kept)
+            args, kwargs = self._inputs.again()
+            with (
+                self._surroundings.restored(),
+                self._effects.undone(),
+                self._with_its_weights(),
+                torch.enable_grad(),
+                saved_tensors_hooks(refill.pack, lambda tensor: tensor),
+                suppress(_NothingMissing),
+            ):
+                self.member.module(*args, **kwargs)
+            if refill.missing or (self._checks and self._differs()):
+                raise CannotRunAgain(_computed_something_else(self.member.name))
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether something that its forward has read was changed in place since, so that it cannot run again."""
+        return self._inputs.are_changed or self._effects.cannot_be_undone or self._weights_are_changed()
 
     @contextmanager
     def _with_its_weights(self) -> Iterator[None]:
@@ -335,13 +362,12 @@ def _is_data(value: Any) -> bool:
 def _changed_since(name: str) -> str:
     return (
         f"an input or a weight of {name!r} has been modified by an inplace operation between forward and backward, so "
-        "its forward cannot run again. Use `activations='keep'` or `'offload'`, or change it after backward."
+        "its forward cannot run again"
     )
 
 
 def _computed_something_else(name: str) -> str:
     return (
         f"{name!r} has computed something else when its forward ran again in backward than the first time, because of "
-        "something outside of it that has changed in between. Use `activations='keep'`, or let the forward depend on "
-        "its inputs alone."
+        "something outside of it that has changed in between"
     )

@@ -29,7 +29,7 @@ def member(name: str) -> Member:
 def policy(room: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> AutoPolicy:
     monkeypatch.setattr(Link, "measured", staticmethod(lambda backend: link))
     backend = RecordingBackend()
-    return AutoPolicy(backend, Meter(backend.device, Stats()), lambda: room)
+    return AutoPolicy(backend, Meter(backend.device, Stats()), lambda: room, never_again=set())
 
 
 def measure(chooser: AutoPolicy, steps: int = 2, size: int = 8, seconds: float = 1.0, **changes: Any) -> dict[str, str]:
@@ -101,13 +101,14 @@ def test_costs() -> None:
     unit = _Unit(weights=10)
     unit.add(0, 8, Footprint(0, 100, 100, 100, True))
     unit.seconds[0] = 3.0
-    ways = {way.policy: way for way in unit.ways(Link(up=100.0, down=100.0))}
+    ways = {way.policy: way for way in unit.ways(Link(up=100.0, down=100.0), True)}
     assert (ways["keep"].seconds, ways["keep"].held) == (0, 100)
     assert (ways["recompute"].seconds, ways["recompute"].held) == (3.0, 0)
     assert ways["offload"].seconds == pytest.approx(0.2)  # a tenth of one second down, of one second up
-    ways = {way.policy: way for way in unit.ways(Link(up=10.0, down=20.0))}
+    ways = {way.policy: way for way in unit.ways(Link(up=10.0, down=20.0), True)}
     assert ways["offload"].seconds == pytest.approx((5 - 3) + (11 - 6) + 0.1 * 15)
-    assert "offload" not in {way.policy for way in unit.ways(None)}
+    assert "offload" not in {way.policy for way in unit.ways(None, True)}
+    assert "recompute" not in {way.policy for way in unit.ways(None, False)}
 
 
 def test_calls_of_one_step_add_up() -> None:

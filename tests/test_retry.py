@@ -185,6 +185,51 @@ def test_ways_to_train(options: dict[str, Any], where: str, step: int) -> None:
     assert memory.failures == 2
 
 
+class Updating(Module):
+    """Gives its blocks a cache, which it changes in place after each of them."""
+
+    def __init__(self, returns: str = "loss") -> None:
+        super().__init__(returns)
+        self.blocks = nn.ModuleList(WithCache(Block(WIDTH, 24, dropout=0.2)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        past = torch.zeros_like(x)
+        for block in self.blocks:
+            x = block(x, past)
+            past.copy_(x.detach())
+        return x
+
+
+class WithCache(nn.Module):
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, past: Tensor) -> Tensor:
+        return self.block(x + past)
+
+
+@pytest.mark.parametrize("options", [PLAIN, CLIPPED, ACCUMULATED, MIXED], ids=str)
+def test_units_that_cannot_run_again(options: dict[str, Any]) -> None:
+    """By default nobody has to know of it: the first step runs again, and what these units save is held."""
+    torch.manual_seed(0)
+    expected = fit(Updating(), "auto", **options)
+    torch.manual_seed(0)
+    with pytest.warns(
+        UserWarning, match=r"'blocks.5' has been modified .*: what it saves is held .* runs again"
+    ) as told:
+        found = fit(Updating(), SuperpipelineStrategy(units=WithCache, memory_budget="10MiB"), **options)
+    assert same(expected, found)
+    assert sum("runs again" in str(warning.message) for warning in told) == 1
+
+
+def test_units_that_were_told_to_run_again() -> None:
+    strategy = SuperpipelineStrategy(units=WithCache, memory_budget="10MiB", activations="recompute")
+    with pytest.raises(RuntimeError, match=r"'blocks.5' has been modified .* cannot run again"):
+        fit(Updating(), strategy)
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("options", [CLIPPED, MIXED], ids=str)
 @pytest.mark.filterwarnings("ignore:The device's memory did not suffice")

@@ -1,8 +1,9 @@
-"""When the device's memory is exhausted in the first steps: a smaller window, and the same micro-batch once more.
+"""When one of the first steps fails for a reason that is ours: something is given up, and the micro-batch runs again.
 
-What a training step needs besides weights is not known before it has run, so the first ones may fail. Whatever a failed
-attempt has changed is put back: random generators, buffers, metrics, what was logged, attributes of the module. So the
-run goes on with the numbers of one in which nothing failed.
+What a training step needs besides weights is not known before it has run, so the device's memory may be exhausted. Nor
+is it known whether a unit's forward can run again in backward. Whatever a failed attempt has changed is put back:
+random generators, buffers, metrics, what was logged, attributes of the module. So the run goes on with the numbers of
+one in which nothing failed.
 
 [Note: two graphs for one loss]
 If backward fails, its graph still holds what it has not come to, and Lightning's loop holds the loss. So while a step
@@ -15,7 +16,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from sp_lightning._namespace import Namespace
 from sp_lightning.pipeline import Pipeline, readable_bytes
 from sp_lightning.pipeline.activations.effects import SideEffects
+from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 from sp_lightning.pipeline.activations.surroundings import RandomStates
 
 if TYPE_CHECKING:
@@ -33,11 +35,11 @@ T = TypeVar("T")
 _WATCHED = 8  # micro-batches after units were arranged anew; later ones need no more, unless their inputs are larger
 
 
-class OutOfMemoryRetry:
+class StepRetry:
     """Runs training steps so that one which does not fit runs again with a smaller window.
 
     Args:
-        pipeline: The engine, which makes room.
+        pipeline: The engine, which gives something up.
         module: The user's module, whose changes are undone.
         lightning: What is borrowed from the namespace.
         enabled: Whether steps may run again at all.
@@ -66,7 +68,7 @@ class OutOfMemoryRetry:
         if not self._is_watched():
             return run()
         attempt = _Attempt(self._module, self._pipeline, self._lightning, inputs, run)
-        output = self._until_it_fits(attempt, run)
+        output = self._until_it_works(attempt, run)
         if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
             return output
         attempt.loss, attempt.given = loss, loss.detach().requires_grad_()
@@ -87,6 +89,7 @@ class OutOfMemoryRetry:
 
         Raises:
             torch.OutOfMemoryError: If it does not fit, and there is nothing left to give up, or it cannot run again.
+            RuntimeError: If a unit cannot compute its activations a second time, and the step cannot run again.
         """
         attempt = self._attempt
         if attempt is None:
@@ -112,18 +115,23 @@ class OutOfMemoryRetry:
 
         if self._pipeline.has_gradients():  # what is added to their sums cannot be taken away again
             return backward()
-        return cast("Tensor", self._until_it_fits(attempt, backward))
+        return cast("Tensor", self._until_it_works(attempt, backward))
 
-    def _until_it_fits(self, attempt: _Attempt, run: Callable[[], Any]) -> Any:
+    def _until_it_works(self, attempt: _Attempt, run: Callable[[], Any]) -> Any:
         result, failure = _try(run)
         while failure is not None:
             if attempt.has_stepped():
-                raise torch.OutOfMemoryError(
-                    f"{failure}\nThe training step cannot run again with less memory, because the optimizer has stepped"
-                    " already. Go on from a checkpoint with smaller batches, or set `overlap_optimizer=False`."
+                raise failure.as_error(
+                    "The training step cannot run again, because the optimizer has stepped already. Go on from a "
+                    "checkpoint with smaller batches, or set `overlap_optimizer=False`."
                 )
-            self._make_room(failure)
-            attempt.undo()
+            given_up = failure.given_up or self._make_room(failure)
+            lost = attempt.undo()
+            if lost is not None:
+                raise failure.as_error(f"The training step cannot run again, because it {lost}.")
+            self._lightning.warn(
+                f"{given_up}. The training step runs again, with the same data and the same random numbers."
+            )
             result, failure = _try(run)
         return result
 
@@ -135,19 +143,34 @@ class OutOfMemoryRetry:
         self._left -= 1
         return self._left >= 0
 
-    def _make_room(self, failure: str) -> None:
+    def _make_room(self, failure: _Failure) -> str:
         """Outside of any `except`, whose traceback would hold the activations."""
         given_up = self._pipeline.shrink()
         if given_up is None:
-            raise torch.OutOfMemoryError(f"{failure}\n{_advice(self._pipeline)}")
+            raise failure.as_error(_advice(self._pipeline))
         gc.collect()
         device = self._pipeline.device
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
-        self._lightning.warn(
-            f"The device's memory did not suffice: {given_up}. The training step runs again, with the same data and the"
-            " same random numbers."
-        )
+        return f"The device's memory did not suffice: {given_up}"
+
+
+class _Failure(NamedTuple):
+    """Why an attempt has failed. The error itself is not held: its traceback would hold the activations.
+
+    Attributes:
+        kind: Of the error that tells the user.
+        message: What it says.
+        given_up: What has been given up already so that it does not happen again, in words.
+    """
+
+    kind: type[RuntimeError]
+    message: str
+    given_up: str | None = None
+
+    def as_error(self, why: str) -> RuntimeError:
+        """The error for the user, with the reason why the step does not run again."""
+        return self.kind(f"{self.message}\n{why}")
 
 
 class _Attempt:
@@ -181,14 +204,18 @@ class _Attempt:
         """Whether an optimizer has changed weights since."""
         return self._steps != (self._stats.optimizer_steps, self._stats.steps_in_backward)
 
-    def undo(self) -> None:
-        """Everything is as it was before the attempt that failed, and the next one can fail, too."""
+    def undo(self) -> str | None:
+        """Everything is as it was before the attempt that failed, and the next one can fail, too.
+
+        Returns:
+            What it has changed that cannot be undone, in words.
+        """
         lost = self._effects.settle()
-        if lost is not None:
-            raise torch.OutOfMemoryError(f"The training step cannot run again, because it {lost}.")
-        self._effects.undo()
-        self._effects = self._look()
-        self._random.restore()
+        if lost is None:
+            self._effects.undo()
+            self._effects = self._look()
+            self._random.restore()
+        return lost
 
 
 class _Joined(torch.autograd.Function):
@@ -216,12 +243,18 @@ def _advice(pipeline: Pipeline) -> str:
     )
 
 
-def _try(run: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result, or what was said of the memory that is missing; whatever the attempt held is free again."""
+def _try(run: Callable[[], T]) -> tuple[T | None, _Failure | None]:
+    """The result, or why there is none; whatever the attempt held is free again."""
     try:
         return run(), None
     except torch.OutOfMemoryError as error:
-        return None, str(error)
+        return None, _Failure(torch.OutOfMemoryError, str(error))
+    except CannotRunAgain as error:
+        if not error.is_avoided:
+            raise
+        return None, _Failure(
+            RuntimeError, str(error), f"{error.reason}: what it saves is held for backward from now on"
+        )
 
 
 def _loss_in(output: Any) -> Tensor | None:
