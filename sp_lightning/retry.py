@@ -36,7 +36,7 @@ _WATCHED = 8  # micro-batches after units were arranged anew; later ones need no
 
 
 class StepRetry:
-    """Runs training steps so that one which does not fit runs again with a smaller window.
+    """Runs training steps so that one which fails runs again: with a smaller window, or without second forwards.
 
     Args:
         pipeline: The engine, which gives something up.
@@ -252,9 +252,7 @@ def _try(run: Callable[[], T]) -> tuple[T | None, _Failure | None]:
     except CannotRunAgain as error:
         if not error.is_avoided:
             raise
-        return None, _Failure(
-            RuntimeError, str(error), f"{error.reason}: what it saves is held for backward from now on"
-        )
+        return None, _Failure(RuntimeError, str(error), f"{error.reason}: what it saves is held from now on")
 
 
 def _loss_in(output: Any) -> Tensor | None:

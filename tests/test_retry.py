@@ -1,4 +1,4 @@
-"""A device whose memory is exhausted in the first steps: the window shrinks, and nothing else changes."""
+"""First steps that fail, for want of memory or because a unit cannot run again: only what is given up changes."""
 
 from __future__ import annotations
 
