@@ -676,7 +676,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, pipe: Pipeline) -> None:
         super().__init__()
-        self.known = {twin.data.untyped_storage()._cdata for twin in pipe._arrangement.twins.values()}
+        self.known = {twin.data.untyped_storage()._cdata for twin in pipe.arrangement.twins.values()}
         self.pipe = pipe
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
@@ -694,7 +694,7 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def is_on_host(self, address: int) -> bool:
-        found = self.pipe._returns._homes
+        found = self.pipe._assembly.returns._homes
         homes = [home.memory for home in [*found._homes.values(), *found._lower.values()]]
         slabs = [slab.buffer.bytes for slab in self.pipe._pool._slabs]
         return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + slabs)

@@ -423,7 +423,7 @@ def test_what_users_compiled_stays(option: bool, graphs: CompileCounterWithBacke
     calls = [block._compiled_call_impl for block in model.blocks]
     with attached(model, compile=option, debug=False) as pipe:
         assert calls == [block._compiled_call_impl for block in model.blocks]
-        assert all(member.compiled is None for member in pipe._arrangement.members) is not option
+        assert all(member.compiled is None for member in pipe.arrangement.members) is not option
         model(Run.rows(0)).sum().backward()
         plain = copy.deepcopy(model)
     assert graphs.frame_count == 2
@@ -449,7 +449,7 @@ def test_the_option_leaves_no_trace(graphs: CompileCounterWithBackend) -> None:
         block(Run.rows(0))
     assert graphs.frame_count == count, "a block is still compiled"
     del output
-    twins = [torch.utils.weak.WeakTensorKeyDictionary({twin.parameter: 0}) for twin in pipe._arrangement.twins.values()]
+    twins = [torch.utils.weak.WeakTensorKeyDictionary({twin.parameter: 0}) for twin in pipe.arrangement.twins.values()]
     del pipe
     collect_garbage()
     assert not any(map(len, twins))

@@ -529,7 +529,7 @@ def test_hazard_21_clipping(algorithm):
 def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
     """One step as for a GPU, with gradients of ones; yields the settings of the kernels that the optimizer ran."""
     pipeline = Pipeline(module, "cpu")
-    pipeline._overlap._fused = True
+    pipeline._assembly.overlap._fused = True
     settings: list[dict[str, Any]] = []
 
     def step(self: UnitStep, hyper: dict[str, Any], *args: Any) -> None:

@@ -15,24 +15,19 @@ from typing import Any
 import torch
 
 from sp_lightning.pipeline._private import in_backward, storage_key
-from sp_lightning.pipeline.activations.offload import STAYING, Bundle, Offloader
-from sp_lightning.pipeline.activations.policy import Activations
-from sp_lightning.pipeline.activations.saved import SavedTensors
+from sp_lightning.pipeline.activations.offload import STAYING, Bundle
 from sp_lightning.pipeline.arrangement import Arrangement
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
-from sp_lightning.pipeline.learned import Learned
+from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
-from sp_lightning.pipeline.modules.guard import EngineAtWork
 from sp_lightning.pipeline.modules.hooks import before_backward, replace_tensors, tensors_in
 from sp_lightning.pipeline.modules.lowering import LoweringSpy
 from sp_lightning.pipeline.modules.swap import swap_in, swap_out
 from sp_lightning.pipeline.outside import OutsideUse
-from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.device import Group
-from sp_lightning.pipeline.weights.graphs import Graph, Graphs
+from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.host import as_bytes
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.units import Member
@@ -45,55 +40,41 @@ class Calls:
 
     Args:
         arrangement: The arrangement.
-        learned: Is told what calls show.
+        lasting: What outlives it.
         window: Brings groups to the device.
         schedule: Is told what is used.
         backward: Follows backward passes.
         outside: Gives weights that cannot stay in their group memory of their own.
         returns: Gets the gradients home.
-        graphs: The graphs that calls build.
-        saved: The engine's saved-tensor hooks.
-        activations: Decides what becomes of what autograd saves.
-        offloader: Takes what may wait on the host.
-        backend: Copies.
-        stats: Counters.
-        at_work: Entered around what is done here.
         in_step: Whether the scope of a step is open.
     """
 
     def __init__(
         self,
         arrangement: Arrangement,
-        learned: Learned,
+        lasting: Lasting,
         *,
         window: Window,
         schedule: Schedule,
         backward: BackwardPass,
         outside: OutsideUse,
         returns: GradientReturn,
-        graphs: Graphs,
-        saved: SavedTensors,
-        activations: Activations,
-        offloader: Offloader,
-        backend: Backend,
-        stats: Stats,
-        at_work: EngineAtWork,
         in_step: Callable[[], bool],
     ) -> None:
         self._arrangement = arrangement
-        self._learned = learned
+        self._learned = lasting.learned
+        self._graphs = lasting.graphs
+        self._saved = lasting.saved
+        self._activations = lasting.activations
+        self._offloader = lasting.offloader
+        self._backend = lasting.backend
+        self._stats = lasting.stats
+        self._at_work = lasting.at_work
         self._window = window
         self._schedule = schedule
         self._backward = backward
         self._outside = outside
         self._returns = returns
-        self._graphs = graphs
-        self._saved = saved
-        self._activations = activations
-        self._offloader = offloader
-        self._backend = backend
-        self._stats = stats
-        self._at_work = at_work
         self._in_step = in_step
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
 

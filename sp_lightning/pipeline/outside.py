@@ -16,13 +16,11 @@ from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.arrangement import Arrangement
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
-from sp_lightning.pipeline.learned import Learned
-from sp_lightning.pipeline.modules.guard import EngineAtWork, Guard
+from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.modules.guard import Guard
 from sp_lightning.pipeline.modules.hooks import hold_while_needed
 from sp_lightning.pipeline.optimizer.overlap import Overlap
-from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.weights.graphs import Graph, Graphs
+from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
 
@@ -32,15 +30,11 @@ class OutsideUse:
 
     Args:
         arrangement: The arrangement.
-        learned: Is told what the next arrangement should do better.
+        lasting: What outlives it.
         window: Brings groups to the device.
         returns: Brings the gradients.
         overlap: Has the optimizer's steps that are under way.
         backward: Follows backward passes.
-        graphs: The graphs that are built.
-        backend: Tells the device.
-        stats: Counters.
-        at_work: Entered around what is done here.
         settle: Waits until gradients have landed and optimizer steps are done.
 
     Attributes:
@@ -51,29 +45,25 @@ class OutsideUse:
     def __init__(
         self,
         arrangement: Arrangement,
-        learned: Learned,
+        lasting: Lasting,
         *,
         window: Window,
         returns: GradientReturn,
         overlap: Overlap,
         backward: BackwardPass,
-        graphs: Graphs,
-        backend: Backend,
-        stats: Stats,
-        at_work: EngineAtWork,
         settle: Callable[[], None],
     ) -> None:
-        self.device = backend.device
+        self.device = lasting.device
         self._arrangement = arrangement
-        self._learned = learned
+        self._learned = lasting.learned
+        self._graphs = lasting.graphs
+        self._stats = lasting.stats
+        self._at_work = lasting.at_work
         self._window = window
         self._returns = returns
         self._gradients = returns.gradients
         self._overlap = overlap
         self._backward = backward
-        self._graphs = graphs
-        self._stats = stats
-        self._at_work = at_work
         self._settle = settle
         self.guard = Guard(self, arrangement.weights)
 

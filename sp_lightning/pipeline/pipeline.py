@@ -1,4 +1,4 @@
-"""The pipeline: owns all of the engine's parts and moves them through a step.
+"""The pipeline: what users have of the engine. It leads through a step, and arranges units anew between steps.
 
 [Note: one step]
 `step()` opens a scope: masters are guarded, and what lies on the device is checked against them before it is used.
@@ -21,22 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import in_backward, is_tracing, storage_key, without_torch_function
+from sp_lightning.pipeline._private import in_backward, is_tracing, without_torch_function
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.arrangement import Arrangement, move_buffers, move_unmanaged
-from sp_lightning.pipeline.calls import Calls
+from sp_lightning.pipeline.arrangement import Arrangement, move_buffers
+from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck
-from sp_lightning.pipeline.gradients.averaging import Averaging
-from sp_lightning.pipeline.gradients.backward import BackwardPass
-from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.learned import Learned
-from sp_lightning.pipeline.modules.compiled import compiled_call, finish_before_compiling, keep_out_of_graphs
+from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.modules.guard import (
     EngineAtWork,
     forget_ended_steps,
@@ -46,27 +44,18 @@ from sp_lightning.pipeline.modules.guard import (
     stop_watching_functions,
     watch_functions,
 )
-from sp_lightning.pipeline.modules.hooks import install_gate, remove_gate
 from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
-from sp_lightning.pipeline.modules.swap import swap_out
 from sp_lightning.pipeline.optimizer import on_device
-from sp_lightning.pipeline.optimizer.clipping import Clipping
-from sp_lightning.pipeline.optimizer.host_steps import HostSteps, KnownOptimizers
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers, listen_to_optimizers, stop_listening
-from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.planned import Planner
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.devices import full_device, make_backend
 from sp_lightning.pipeline.transfer.trace import Recording
-from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graphs
-from sp_lightning.pipeline.weights.schedule import Schedule
 from sp_lightning.pipeline.weights.units import Member, Unit
-from sp_lightning.pipeline.weights.window import Window
 
 _HOST = torch.device("cpu")
 _SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
@@ -131,19 +120,36 @@ class Pipeline:
         self._planner = planner
         self._at_work = EngineAtWork()
         self._depth = 0
-        self._spent: set[int] = set()
-        self._known_optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
         self.optimizers = Optimizers(
-            self.stats, self._at_work, self._close, insists=self.options.overlap_optimizer is True
+            self.stats, self._at_work, lambda: self._assembly.close(), insists=self.options.overlap_optimizer is True
         )
         self._pool = HostPool(self._backend)
         meter = self._meter = Meter(self.device, self.stats)
         self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
-        self._saved = SavedTensors(lambda twin: self._backward.require(twin), meter, self._offloader)
+        self._saved = SavedTensors(lambda twin: self._assembly.backward.require(twin), meter, self._offloader)
         self._activations = Activations(
             self.options.activations, self._saved, self.device, self.stats, checks=self.options.debug
         )
         self._graphs = Graphs()
+        self._lasting = Lasting(
+            module=module,
+            device=self.device,
+            options=self.options,
+            replicas=replicas,
+            backend=self._backend,
+            stats=self.stats,
+            at_work=self._at_work,
+            learned=self._learned,
+            graphs=self._graphs,
+            saved=self._saved,
+            activations=self._activations,
+            offloader=self._offloader,
+            pool=self._pool,
+            meter=meter,
+            optimizers=self.optimizers,
+            known_optimizers=weakref.WeakKeyDictionary(),
+            spent=set(),
+        )
         try:
             self._arrange()
         except BaseException:
@@ -170,7 +176,7 @@ class Pipeline:
 
     def weights_changed(self) -> None:
         """Weights on the host were written to: what lies on the device is checked before it is used again."""
-        self._window.suspect_all()
+        self._assembly.window.suspect_all()
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -180,10 +186,7 @@ class Pipeline:
 
     def settle(self) -> None:
         """Wait until gradients have landed and optimizer steps are done, as reading any weight does by itself."""
-        with self._at_work:
-            self._steps.settle()
-            self._gradients.settle()
-            self._close()
+        self._assembly.settle()
 
     @contextmanager
     def in_all_processes(self) -> Iterator[None]:
@@ -192,7 +195,7 @@ class Pipeline:
         yield
         if self.replicas is not None and self.replicas.passes == before:
             with self._at_work:
-                self._returns.finish(takes_part=True)
+                self._assembly.returns.finish(takes_part=True)
 
     def share_buffers(self) -> None:
         """Between steps, if there are several processes: all have the buffers of the first one from now on."""
@@ -202,31 +205,24 @@ class Pipeline:
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What `backward(inputs=...)` needs in place of these tensors: for a master, the leaf that is in the graph."""
         with without_torch_function():
-            weights = self._arrangement.weights_by_master
+            weights = self.arrangement.weights_by_master
             return [weights[id(t)].twin.parameter if id(t) in weights else t for t in tensors]
 
     def reset(self) -> None:
         """After an exception in the middle of a step: idle, nothing in flight, ready for the next step."""
         with self._at_work:
             self.stats.resets += 1
-            self._calls.abandon()
-            self._overlap.abandon()
-            self._backward.abandon()
-            self._saved.pop_all()
-            self._backend.drain()
-            self._offloader.reset()
+            self._assembly.abandon()
             self._stop_planning()
-            self._schedule.forget_position()
-            self._window.forget()
             self._depth = 0
             self._graphs.begin()
             resume_all_guards()
-            self._guard.disarm()
+            self._assembly.guard.disarm()
 
     def has_gradients(self) -> bool:
         """Whether a gradient is there that the next backward pass would add to."""
         elsewhere = any(parameter.grad is not None for parameter in self._parameters_elsewhere())
-        return elsewhere or any(self._gradients.get(weight) is not None for weight in self._arrangement.weights)
+        return elsewhere or any(self._assembly.gradients.get(weight) is not None for weight in self.arrangement.weights)
 
     def drop_gradients(self) -> None:
         """Nothing is left of a backward pass that failed, where there was no gradient before it."""
@@ -235,7 +231,7 @@ class Pipeline:
 
     def _parameters_elsewhere(self) -> list[nn.Parameter]:
         """Those that autograd itself collects gradients of."""
-        return [*self._arrangement.unmanaged.values(), *self._arrangement.on_device]
+        return [*self.arrangement.unmanaged.values(), *self.arrangement.on_device]
 
     def shrink(self) -> str | None:
         """Take less device memory from the next step on, of what `"auto"` leaves open.
@@ -247,16 +243,16 @@ class Pipeline:
         self._planner = None  # or the window would grow again
         if self._learned.plan is not None:
             self._learned.plan, self._learned.outdated = None, True
-            return f"the window that was planned, with `k={self._arrangement.k}`, gives way to the usual one"
+            return f"the window that was planned, with `k={self.arrangement.k}`, gives way to the usual one"
         if self.options.activations == "auto" and self._activations.recompute_from_now_on():
             return "units compute their activations a second time in backward from now on"
         if (
             self.options.k == "auto"
-            and self._arrangement.k > self._arrangement.k_prime
+            and self.arrangement.k > self.arrangement.k_prime
             and not self._learned.short_of_memory
         ):
             self._learned.short_of_memory = self._learned.outdated = True
-            return f"`k` is {self._arrangement.k_prime} from now on, and was {self._arrangement.k}"
+            return f"`k` is {self.arrangement.k_prime} from now on, and was {self.arrangement.k}"
         return None
 
     def rebuild(self) -> None:
@@ -265,10 +261,10 @@ class Pipeline:
         Raises:
             RuntimeError: In the middle of a step.
         """
-        if self._depth or self._backward.running:
+        if self._depth or self._assembly.backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
         _attached_masters.difference_update(map(id, self._masters))
-        self._rearrange_for(self._arrangement.autocast)
+        self._rearrange_for(self.arrangement.autocast)
         self._masters = list(self.module.parameters())
         _attached_masters.update(map(id, self._masters))
 
@@ -281,16 +277,16 @@ class Pipeline:
             self.settle()
         except Exception as error:  # of a step that nobody has asked for: the module is given back all the same
             failed = error
-        if self._depth or self._backward.running or failed is not None:
+        if self._depth or self._assembly.backward.running or failed is not None:
             self.reset()
         self._attached = False
         self._stop_planning()
         _attached_masters.difference_update(map(id, self._masters))
         stop_listening(self.optimizers)
         stop_watching_functions(self)
-        self._dismantle()
-        self._arrangement.give_up_memory()
-        for steps in self._known_optimizers.values():
+        self._assembly.take_down()
+        self.arrangement.give_up_memory()
+        for steps in self._lasting.known_optimizers.values():
             steps.forget()
         self._offloader.close()
         for buffer in self._learned.buffers.values():
@@ -303,7 +299,7 @@ class Pipeline:
 
     def summary(self) -> Summary:
         """What was planned, in numbers; `str()` of it is a table."""
-        arrangement = self._arrangement
+        arrangement = self.arrangement
         every_weight = [weight for unit in arrangement.all_units for weight in unit.every_weight]
         return Summary(
             device=str(self.device),
@@ -312,12 +308,12 @@ class Pipeline:
             k_prime=arrangement.k_prime,
             model_bytes=sum(weight.master.nbytes for weight in every_weight),
             device_bytes=arrangement.device_bytes(),
-            gradient_bytes=self._returns.device_bytes(),
+            gradient_bytes=self._assembly.returns.device_bytes(),
             resident=tuple(weight.name for weight in arrangement.resident.weights),
             resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
             host_bytes=sum(group.host.host_bytes() for group in arrangement.groups if group.units),
-            host_gradient_bytes=self._returns.host_bytes(),
-            optimizer_bytes=self._steps.optimizer_bytes(arrangement.on_device),
+            host_gradient_bytes=self._assembly.returns.host_bytes(),
+            optimizer_bytes=self._assembly.steps.optimizer_bytes(arrangement.on_device),
             host_activation_bytes=self._pool.held,
             parameters=sum(weight.master.numel() for weight in every_weight),
             unit_names=tuple(unit.name for unit in arrangement.units),
@@ -332,7 +328,7 @@ class Pipeline:
     @property
     def arrangement(self) -> Arrangement:
         """Units, and where their weights lie at the moment."""
-        return self._arrangement
+        return self._assembly.arrangement
 
     @property
     def activations(self) -> AutoPolicy | None:
@@ -366,12 +362,12 @@ class Pipeline:
     @property
     def budget(self) -> int | None:
         """Device memory for weights, gradients on their way and activations; None if no limit is known."""
-        if self._arrangement.budget is not None:
-            return self._arrangement.budget
+        if self.arrangement.budget is not None:
+            return self.arrangement.budget
         free = self._backend.free_memory()
         if free is None:
             return None
-        return self._arrangement.streaming_bytes() + int(_SHARE_OF_FREE_MEMORY * free)
+        return self.arrangement.streaming_bytes() + int(_SHARE_OF_FREE_MEMORY * free)
 
     # ------------------------------------------------------------------------------------------ attach and take off
 
@@ -379,8 +375,10 @@ class Pipeline:
         arrangement = Arrangement(
             self.module, self.options, self._learned, self._backend, autocast, self._progress, self.replicas
         )
-        self._settle_on_device(arrangement)
-        self._arrangement = arrangement
+        assembly = Assembly(arrangement, self._lasting, in_step=lambda: self._depth > 0)
+        assembly.put_up(keeper=self)
+        self._assembly = assembly
+        self._activations.auto = self._auto_policy()  # units have changed: measured anew
         self.stats.arrangements += 1
         if not arrangement.units and self.options.activations in ("recompute", "offload"):
             warnings.warn(
@@ -388,132 +386,10 @@ class Pipeline:
                 "its module's forward (a penalty over all of them, say), so all stay on the device, no unit is left.",
                 stacklevel=2,
             )
-        self._schedule = Schedule(len(arrangement.streamed_members))
-        self._saved.twins = arrangement.twins
-        self._returns = GradientReturn(
-            arrangement.all_units,
-            self._backend,
-            self.stats,
-            arrangement.pin_gradients,
-            self._sign_of_backward,
-            self._averaging_of(arrangement),
-        )
-        self._gradients = self._returns.gradients
-        groups = [member.unit.group for member in arrangement.streamed_members if member.unit is not None]
-        self._window = Window(arrangement.groups, groups, self._schedule, self._backend, self.stats, self._evict)
-        self._steps = HostSteps(self._window, self._backend, self._known_optimizers, self.settle)
-        self._overlap = Overlap(
-            arrangement.weights_by_master,
-            self._steps,
-            self._returns,
-            self.stats,
-            self._spent,
-            overlaps=self.options.overlap_optimizer is not False,
-            fused=self.device.type != "cpu",  # on the CPU the user's choice stands: the same numbers as plain training
-            is_nested=lambda: self._backward.is_nested(),
-        )
-        clipping = Clipping(
-            arrangement.weights_by_master, arrangement.on_device, self._backend, self._gradients, self._overlap
-        )
-        self.optimizers.work_with(self._overlap, clipping, self._returns, self._window, arrangement.on_device)
-        self._backward = BackwardPass(
-            window=self._window,
-            schedule=self._schedule,
-            returns=self._returns,
-            resident=arrangement.resident,
-            stats=self.stats,
-            at_work=self._at_work,
-            prepare=self._returns.follow_requires_grad,
-            on_begin=self._activate,
-            on_end=self._end_backward,
-        )
-        outside = OutsideUse(
-            arrangement,
-            self._learned,
-            window=self._window,
-            returns=self._returns,
-            overlap=self._overlap,
-            backward=self._backward,
-            graphs=self._graphs,
-            backend=self._backend,
-            stats=self.stats,
-            at_work=self._at_work,
-            settle=self.settle,
-        )
-        self._outside, self._guard = outside, outside.guard
-        self._calls = Calls(
-            arrangement,
-            self._learned,
-            window=self._window,
-            schedule=self._schedule,
-            backward=self._backward,
-            outside=outside,
-            returns=self._returns,
-            graphs=self._graphs,
-            saved=self._saved,
-            activations=self._activations,
-            offloader=self._offloader,
-            backend=self._backend,
-            stats=self.stats,
-            at_work=self._at_work,
-            in_step=lambda: self._depth > 0,
-        )
-        move_buffers(self.module, self.device)
-        move_unmanaged(arrangement.unmanaged.values(), self.device)
-        self._pool.pinnable = arrangement.pinnable_bytes()
-        stay = (*self.module.buffers(), *arrangement.unmanaged.values(), *arrangement.on_device)
-        self._meter.uncounted = set(map(storage_key, stay))
-        for twin in arrangement.twins.values():  # now, because torch.func forbids it inside of its transforms
-            self._returns.follow_requires_grad(twin)
-        if self.options.compile:
-            for member in arrangement.streamed_members:
-                member.compiled = compiled_call(member.module)
-        self._activations.auto = self._auto_policy()  # units have changed: measured anew
-        for member in arrangement.members:
-            install_gate(member, self)
-
-    def _averaging_of(self, arrangement: Arrangement) -> Averaging | None:
-        if self.replicas is None:
-            return None
-        weights = arrangement.weights_by_master
-        in_order = [weights[id(parameter)] for parameter in self.module.parameters() if id(parameter) in weights]
-        elsewhere = list(arrangement.unmanaged.values())
-        return Averaging(self.replicas, in_order, elsewhere, lambda: self.stats.optimizer_steps)
-
-    def _settle_on_device(self, arrangement: Arrangement) -> None:
-        """Let units live on the device, if there is really room for all of them."""
-        try:
-            on_device.move(arrangement.on_device, self.device, self.optimizers.seen)
-        except torch.OutOfMemoryError:
-            on_device.move(arrangement.on_device, _HOST, self.optimizers.seen)
-            raise
-        for known in self._known_optimizers.values():
-            known.forget_units(arrangement.on_device)
-
-    def _dismantle(self) -> None:
-        """Take the arrangement off the module; masters keep their identity, their values and their memory."""
-        self._backward.closed = True
-        self._overlap.put_back()
-        self._steps.settle()
-        for member in self._arrangement.members:
-            swap_out(member)  # a caller that looks into a unit may be running
-            remove_gate(member)
-        for twin in self._arrangement.twins.values():
-            if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
-                twin.gradient_hook.remove()
-            twin.refuse_gradients()
-        self._returns.close()
-        self._guard.disarm()
-        self._backend.drain()
-        self._returns.give_up_memory()
-        for group in self._arrangement.groups:
-            group.host.release_copies()
-        on_device.move(self._arrangement.on_device, _HOST, self.optimizers.seen)
-        move_unmanaged(self._arrangement.unmanaged.values(), _HOST)  # all is checked as if for the first time
 
     def _take_in_what_was_learned(self) -> None:
         """Between steps, when no graph holds on to the old arrangement."""
-        if not self._graphs.waiting() and self._learned.conclude(self._arrangement.units):
+        if not self._graphs.waiting() and self._learned.conclude(self.arrangement.units):
             self.rebuild()
 
     def _follow_plan(self) -> None:
@@ -525,10 +401,10 @@ class Pipeline:
             return
         policies = self._activations.auto
         self._learned.plan = plan
-        self._rearrange_for(self._arrangement.autocast)
+        self._rearrange_for(self.arrangement.autocast)
         self._activations.auto = policies  # units are the same, and so is what was measured of them
         if policies is not None and plan is not None and plan.policies:
-            units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self._arrangement.units]
+            units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self.arrangement.units]
             policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
         elif policies is not None:
             policies.prescribe(None)
@@ -547,7 +423,7 @@ class Pipeline:
     def _room_for_activations(self) -> int | None:
         """Bytes of device memory for activations; None if no limit is known."""
         budget = self.budget
-        return None if budget is None else max(0, budget - self._arrangement.streaming_bytes())
+        return None if budget is None else max(0, budget - self.arrangement.streaming_bytes())
 
     # -------------------------------------------------------------------------------------------------- the scope
 
@@ -571,25 +447,25 @@ class Pipeline:
                 self._depth -= 1
                 if self._depth == 0 and not in_backward():
                     self._graphs.begin()  # who holds the old one waits for its backward
-                self._close()
+                self._assembly.close()
 
     def _checked(self) -> AbstractContextManager[Any]:
         # not in inference: torch's fused fast paths look for dispatch modes, and without them other numbers come out
         if self.options.debug and self._depth == 1 and torch.is_grad_enabled():
             return AccessCheck(
-                lambda: self._arrangement, lambda: bool(self._at_work) or guards_suspended(), self.device.type
+                lambda: self.arrangement, lambda: bool(self._at_work) or guards_suspended(), self.device.type
             )
         return nullcontext()
 
     def _open(self, look_for_new_parameters: bool) -> None:
         if in_backward():
-            self._backward.note()
+            self._assembly.backward.note()
             return
-        if self._backward.running or any(member.active for member in self._arrangement.members):
+        if self._assembly.backward.running or any(member.active for member in self.arrangement.members):
             self.reset()  # an exception came out of a backward that nothing surrounded
         if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
             self.rebuild()
-        self._overlap.put_back()
+        self._assembly.overlap.put_back()
         self._take_in_what_was_learned()
         self._follow_plan()
         if not self._graphs.waiting():  # else this is the backward of the step before
@@ -597,10 +473,10 @@ class Pipeline:
             self._backend.trace.begin_step()
             self._activations.begin_step()
         self._offloader.begin()
-        self._arrangement.untouched = True
-        self._activate()
+        self.arrangement.untouched = True
+        self._assembly.activate()
         with self._at_work:
-            self._window.begin_step()
+            self._assembly.window.begin_step()
 
     def _has_new_parameters(self) -> bool:
         """Whether someone put other Parameters into the modules (`load_state_dict(assign=True)`), or took one out.
@@ -610,27 +486,13 @@ class Pipeline:
         return not self._graphs.waiting() and any(
             type(found := place.parameters.get(place.key)) in (nn.Parameter, type(None))
             and found is not place.weight.master
-            for member in self._arrangement.members
+            for member in self.arrangement.members
             for place in member.places
         )
 
     def _has_replaced_weights(self) -> bool:
         with self._at_work:
-            return not self._graphs.waiting() and any(weight.is_replaced for weight in self._arrangement.weights)
-
-    def _activate(self) -> None:
-        if not self._guard.redirects:
-            if not (in_backward() and self._graphs.waiting()):  # the backward of the step before
-                self._window.suspect_all()
-            self._guard.arm()
-
-    def _close(self) -> None:
-        if self._depth or self._backward.running:
-            return
-        if self._overlap.settled and self._gradients.settled:
-            self._guard.disarm()
-        else:
-            self._guard.watch()
+            return not self._graphs.waiting() and any(weight.is_replaced for weight in self.arrangement.weights)
 
     # ------------------------------------------------------------------------------------------- calls of modules
 
@@ -652,11 +514,11 @@ class Pipeline:
         autocast = self._autocast_dtype()
         if (
             member.unit is not None
-            and autocast != self._arrangement.autocast
+            and autocast != self.arrangement.autocast
             and self._adapt_to_autocast(member, autocast)
         ):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
-        return self._calls.run(member, forward, args, kwargs, autocast)
+        return self._assembly.calls.run(member, forward, args, kwargs, autocast)
 
     def _autocast_dtype(self) -> torch.dtype | None:
         """The dtype in which weights can be sent because autocast would lower them to it; None where it would not."""
@@ -669,39 +531,25 @@ class Pipeline:
         learned = self._learned
         # without its cache, whether a weight is used once for a graph is to be seen first: nothing can be assumed
         if autocast is not None and not learned.lowered and torch.is_autocast_cache_enabled():
-            learned.assume_lowered(known_to_be_lowered(self.module, self._arrangement.units))
-        if self._arrangement.untouched and not self._graphs.waiting():
-            self._guard.disarm()
+            learned.assume_lowered(known_to_be_lowered(self.module, self.arrangement.units))
+        if self.arrangement.untouched and not self._graphs.waiting():
+            self._assembly.guard.disarm()
             self._rearrange_for(autocast)
-            self._activate()
+            self._assembly.activate()
             return True
         for weight in [place.weight for place in member.places if place.weight.lowered]:
-            self._outside.keep_as_is(weight)  # the unit is used with and without autocast in one step
+            self._assembly.outside.keep_as_is(weight)  # the unit is used with and without autocast in one step
         return False
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
-        self._dismantle()
-        for weight in self._arrangement.weights:
+        self._assembly.take_down()
+        for weight in self.arrangement.weights:
             if weight.is_replaced:  # who keeps our memory keeps the values in it
                 self._learned.leave_memory_of(weight)
             else:  # or what `p.data = ...` has given it stays out of the memory that is sent
                 weight.readopt()
-        self._arrangement.give_up_memory()
+        self.arrangement.give_up_memory()
         self._arrange(autocast)
-
-    # --------------------------------------------------------------------------------------------------- backward
-
-    def _sign_of_backward(self) -> None:
-        self._backward.note()
-
-    def _end_backward(self) -> None:
-        self._backend.trace.end()
-        self._activations.end_backward()
-        self._offloader.end_backward()
-        self._close()
-
-    def _evict(self, group: Group) -> None:
-        self._backward.evict(group)
 
 
 def _check_not_attached(module: nn.Module) -> None:

@@ -229,7 +229,7 @@ def test_what_cannot_stream_is_on_the_host_before_it_is_arranged_again(monkeypat
     def move(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         moves.append((device.type, len(list(parameters))))
 
-    monkeypatch.setattr("sp_lightning.pipeline.pipeline.move_unmanaged", move)
+    monkeypatch.setattr("sp_lightning.pipeline.assembly.move_unmanaged", move)
     pipeline = Pipeline(model, "meta:0", options=PipelineOptions(k=2, units=nn.Linear), backend=RecordingBackend())
     pipeline.rebuild()
     pipeline.detach()
@@ -258,13 +258,13 @@ def test_nothing_is_rearranged_under_a_graph_that_waits() -> None:
     with attached(model) as pipeline:
         output = model(torch.ones(2, 8))
         pipeline._learned.outdated = True
-        before = pipeline._arrangement
+        before = pipeline.arrangement
         with torch.no_grad():
             model(torch.ones(2, 8))
-        assert pipeline._arrangement is before
+        assert pipeline.arrangement is before
         output.sum().backward()
         model(torch.ones(2, 8))
-        assert pipeline._arrangement is not before
+        assert pipeline.arrangement is not before
 
 
 class Probe(nn.Module):

@@ -260,7 +260,7 @@ def test_a_lowered_weight_says_the_dtype_of_its_master(cache: bool, layer: type[
     expected = story(copy.deepcopy(model))
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=layer))
     actual = story(model)
-    assert [weight.lowered for weight in pipeline._arrangement.weights] == [True] * 6
+    assert [weight.lowered for weight in pipeline.arrangement.weights] == [True] * 6
     pipeline.detach()
     assert all(map(torch.equal, expected, actual))
 

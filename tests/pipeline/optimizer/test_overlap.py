@@ -280,7 +280,7 @@ def test_a_step_returns_at_once() -> None:
             assert not gate.is_set()
             assert {type(p) for layer in model for p in layer._parameters.values()} == {HostParameter}
             assert [layer.weight.shape for layer in model] == [(WIDTH, WIDTH)] * 5
-            assert not pipeline._overlap.settled
+            assert not pipeline._assembly.overlap.settled
             open_soon(gate)
             assert same(expected, everything(model, optimizer))
         assert {type(p) for p in model.parameters()} == {nn.Parameter}
@@ -367,12 +367,12 @@ def test_a_step_is_finished_before_anything_is_compiled() -> None:
         plain_step(model, optimizer)
 
         def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-            finished.append(pipeline._overlap.settled)
+            finished.append(pipeline._assembly.overlap.settled)
             return graph.forward
 
         with held_up(pipeline) as gate:
             plain_step(model, optimizer)
-            assert not pipeline._overlap.settled
+            assert not pipeline._assembly.overlap.settled
             open_soon(gate)
             torch.compile(lambda x: x.sin(), backend=backend)(X)
     assert finished == [True]
@@ -471,7 +471,7 @@ def test_an_error_in_a_step_surfaces(monkeypatch: pytest.MonkeyPatch, use: Calla
             for p in masters:  # each group has its own failure, told of once
                 with suppress(ArithmeticError):
                     p.sum()
-        assert pipeline._overlap.settled
+        assert pipeline._assembly.overlap.settled
 
 
 def test_detaching_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,7 +590,7 @@ def test_overlapping_can_be_switched_off(overlap: Any) -> None:
         for _ in range(4):
             plain_step(model, optimizer)
             if overlap is False:
-                assert pipeline._overlap.settled
+                assert pipeline._assembly.overlap.settled
         assert same(expected, everything(model, optimizer))
 
 
@@ -665,7 +665,7 @@ def test_an_optimizer_of_something_else_is_none_of_our_business() -> None:
             plain_step(model, optimizer)
             other(torch.ones(1, 2)).sum().backward()
             SGD(other.parameters(), lr=0.1).step()
-            assert not pipeline._overlap.settled
+            assert not pipeline._assembly.overlap.settled
 
 
 # --------------------------------------------------------------------------------------------------------- param groups

@@ -433,7 +433,7 @@ def test_what_may_be_page_locked_besides(
     """For activations there is what weights and gradients leave of the share; above it these are not page-locked."""
     monkeypatch.setattr("sp_lightning.pipeline.arrangement.total_host_memory", lambda: total)
     pipe, _ = attach(chain(), pin_memory=pin_memory)
-    plan = pipe._arrangement
+    plan = pipe.arrangement
     pinnable = plan.pinnable_bytes()
     weights = sum(parameter.nbytes for parameter in pipe.module.parameters())
     locked = weights + sum(map(gradient_bytes, [[unit] for unit in plan.all_units])) if pipe.summary().pinned else 0

@@ -1,0 +1,230 @@
+"""An arrangement at work: the parts that stream its units, put together, put up in the module tree and taken down.
+
+A pipeline has one assembly at a time. Another one follows when units, or the dtypes in which weights are sent, change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sp_lightning.pipeline._private import in_backward, storage_key
+from sp_lightning.pipeline.arrangement import Arrangement, move_buffers, move_unmanaged
+from sp_lightning.pipeline.calls import Calls
+from sp_lightning.pipeline.gradients.averaging import Averaging
+from sp_lightning.pipeline.gradients.backward import BackwardPass
+from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.modules.compiled import compiled_call
+from sp_lightning.pipeline.modules.hooks import Gatekeeper, install_gate, remove_gate
+from sp_lightning.pipeline.modules.swap import swap_out
+from sp_lightning.pipeline.optimizer import on_device
+from sp_lightning.pipeline.optimizer.clipping import Clipping
+from sp_lightning.pipeline.optimizer.host_steps import HostSteps
+from sp_lightning.pipeline.optimizer.overlap import Overlap
+from sp_lightning.pipeline.outside import OutsideUse
+from sp_lightning.pipeline.weights.schedule import Schedule
+from sp_lightning.pipeline.weights.window import Window
+
+_HOST = torch.device("cpu")
+
+
+class Assembly:
+    """The parts that belong to one arrangement. Making it wires them; the module is as it was until `put_up`.
+
+    Args:
+        arrangement: Units, and where their weights lie.
+        lasting: What the pipeline had before, and will have afterwards.
+        in_step: Whether the scope of a step is open.
+
+    Attributes:
+        arrangement: See above.
+        schedule: Knows what comes next.
+        window: Brings groups to the device.
+        returns: Brings gradients home.
+        gradients: Those that are there.
+        steps: The optimizers' work on the host.
+        overlap: Steps units while the device computes.
+        backward: Follows backward passes.
+        outside: Serves weights that are used outside of their unit.
+        guard: Notices who touches a master.
+        calls: Runs the calls of members.
+    """
+
+    def __init__(self, arrangement: Arrangement, lasting: Lasting, in_step: Callable[[], bool]) -> None:
+        self.arrangement = arrangement
+        self._lasting = lasting
+        self._in_step = in_step
+        backend, stats = lasting.backend, lasting.stats
+        members = arrangement.streamed_members
+        groups = [member.unit.group for member in members if member.unit is not None]
+        self.schedule = Schedule(len(members))
+        self.returns = GradientReturn(
+            arrangement.all_units,
+            backend,
+            stats,
+            arrangement.pin_gradients,
+            on_arrival=lambda: self.backward.note(),
+            averaging=self._averaging(),
+        )
+        self.gradients = self.returns.gradients
+        self.window = Window(
+            arrangement.groups, groups, self.schedule, backend, stats, lambda group: self.backward.evict(group)
+        )
+        self.steps = HostSteps(self.window, backend, lasting.known_optimizers, self.settle)
+        self.overlap = Overlap(
+            arrangement.weights_by_master,
+            self.steps,
+            self.returns,
+            stats,
+            lasting.spent,
+            overlaps=lasting.options.overlap_optimizer is not False,
+            fused=lasting.device.type != "cpu",  # there the user's choice stands: the same numbers as plain training
+            is_nested=lambda: self.backward.is_nested(),
+        )
+        self.backward = BackwardPass(
+            window=self.window,
+            schedule=self.schedule,
+            returns=self.returns,
+            resident=arrangement.resident,
+            stats=stats,
+            at_work=lasting.at_work,
+            prepare=self.returns.follow_requires_grad,
+            on_begin=self.activate,
+            on_end=self._end_backward,
+        )
+        self.outside = OutsideUse(
+            arrangement,
+            lasting,
+            window=self.window,
+            returns=self.returns,
+            overlap=self.overlap,
+            backward=self.backward,
+            settle=self.settle,
+        )
+        self.guard = self.outside.guard
+        self.calls = Calls(
+            arrangement,
+            lasting,
+            window=self.window,
+            schedule=self.schedule,
+            backward=self.backward,
+            outside=self.outside,
+            returns=self.returns,
+            in_step=in_step,
+        )
+        self._clipping = Clipping(
+            arrangement.weights_by_master, arrangement.on_device, backend, self.gradients, self.overlap
+        )
+
+    def _averaging(self) -> Averaging | None:
+        lasting, weights = self._lasting, self.arrangement.weights_by_master
+        if lasting.replicas is None:
+            return None
+        in_order = [weights[id(parameter)] for parameter in lasting.module.parameters() if id(parameter) in weights]
+        elsewhere = list(self.arrangement.unmanaged.values())
+        return Averaging(lasting.replicas, in_order, elsewhere, lambda: lasting.stats.optimizer_steps)
+
+    # ---------------------------------------------------------------------------------------------- up, and down again
+
+    def put_up(self, keeper: Gatekeeper) -> None:
+        """Take over the module.
+
+        Args:
+            keeper: Is told of the calls of its members.
+
+        Raises:
+            torch.OutOfMemoryError: If units that are to live on the device do not fit; nothing is taken over then.
+        """
+        arrangement, lasting = self.arrangement, self._lasting
+        self._settle_on_device()
+        lasting.saved.twins = arrangement.twins
+        lasting.optimizers.work_with(self.overlap, self._clipping, self.returns, self.window, arrangement.on_device)
+        move_buffers(lasting.module, lasting.device)
+        move_unmanaged(arrangement.unmanaged.values(), lasting.device)
+        lasting.pool.pinnable = arrangement.pinnable_bytes()
+        stay = (*lasting.module.buffers(), *arrangement.unmanaged.values(), *arrangement.on_device)
+        lasting.meter.uncounted = set(map(storage_key, stay))
+        for twin in arrangement.twins.values():  # now, because torch.func forbids it inside of its transforms
+            self.returns.follow_requires_grad(twin)
+        if lasting.options.compile:
+            for member in arrangement.streamed_members:
+                member.compiled = compiled_call(member.module)
+        for member in arrangement.members:
+            install_gate(member, keeper)
+
+    def _settle_on_device(self) -> None:
+        """Let units live on the device, if there is really room for all of them."""
+        lasting, parameters = self._lasting, self.arrangement.on_device
+        try:
+            on_device.move(parameters, lasting.device, lasting.optimizers.seen)
+        except torch.OutOfMemoryError:
+            on_device.move(parameters, _HOST, lasting.optimizers.seen)
+            raise
+        for known in lasting.known_optimizers.values():
+            known.forget_units(parameters)
+
+    def take_down(self) -> None:
+        """Give the module back, but for its buffers; masters keep their identity, their values and their memory."""
+        arrangement, lasting = self.arrangement, self._lasting
+        self.backward.closed = True
+        self.overlap.put_back()
+        self.steps.settle()
+        for member in arrangement.members:
+            swap_out(member)  # a caller that looks into a unit may be running
+            remove_gate(member)
+        for twin in arrangement.twins.values():
+            if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
+                twin.gradient_hook.remove()
+            twin.refuse_gradients()
+        self.returns.close()
+        self.guard.disarm()
+        lasting.backend.drain()
+        self.returns.give_up_memory()
+        for group in arrangement.groups:
+            group.host.release_copies()
+        on_device.move(arrangement.on_device, _HOST, lasting.optimizers.seen)
+        move_unmanaged(arrangement.unmanaged.values(), _HOST)  # all is checked as if for the first time
+
+    # ------------------------------------------------------------------------------------------------------ in a step
+
+    def activate(self) -> None:
+        """A step, or a backward pass, begins: masters are guarded, and what is on the device is checked."""
+        if not self.guard.redirects:
+            if not (in_backward() and self._lasting.graphs.waiting()):  # the backward of the step before
+                self.window.suspect_all()
+            self.guard.arm()
+
+    def close(self) -> None:
+        """Guard no more than has to be, once neither a step nor a backward pass is under way."""
+        if self._in_step() or self.backward.running:
+            return
+        if self.overlap.settled and self.gradients.settled:
+            self.guard.disarm()
+        else:
+            self.guard.watch()
+
+    def settle(self) -> None:
+        """Wait until gradients have landed and optimizer steps are done."""
+        with self._lasting.at_work:
+            self.steps.settle()
+            self.gradients.settle()
+            self.close()
+
+    def abandon(self) -> None:
+        """An exception has ended whatever was under way."""
+        self.calls.abandon()
+        self.overlap.abandon()
+        self.backward.abandon()
+        self._lasting.saved.pop_all()
+        self._lasting.backend.drain()
+        self._lasting.offloader.reset()
+        self.schedule.forget_position()
+        self.window.forget()
+
+    def _end_backward(self) -> None:
+        self._lasting.backend.trace.end()
+        self._lasting.activations.end_backward()
+        self._lasting.offloader.end_backward()
+        self.close()
