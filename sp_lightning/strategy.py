@@ -23,11 +23,10 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from sp_lightning._host import use_all_cores
-from sp_lightning._namespace import is_tuning
 from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
 from sp_lightning.materialize import materialize
 from sp_lightning.monitor.progress import SetUpProgress
-from sp_lightning.monitor.report import outcome, plan_rows, show_table
+from sp_lightning.narrator import Narrator
 from sp_lightning.overlap import OverlapPlan, plan_overlap
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
@@ -63,12 +62,10 @@ class SuperpipelineMixin(ProcessesMixin):
         self.options = options
         self.pipeline: Pipeline | None = None
         self._progress = SetUpProgress()
-        self._summarizes = False
-        self._shown: list[tuple[str, str]] | None = None
+        self._narrator = Narrator(self.lightning, self.callback)
         self._threads_before: int | None = None
         self._overlap: OverlapPlan | None = None
         self._retry: StepRetry | None = None
-        self._said: set[str] = set()
 
     # ---------------------------------------------------------------------------------------------- plugins
 
@@ -178,8 +175,7 @@ class SuperpipelineMixin(ProcessesMixin):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._summarizes = self.pipeline is not None and self._is_summary_wanted(trainer)
-        self._show_plan(trainer, always=fitting)
+        self._narrator.begin(trainer, self.pipeline, lambda: map(str, self._expected_plans()))
 
     @override
     def model_to_device(self) -> None:
@@ -213,50 +209,6 @@ class SuperpipelineMixin(ProcessesMixin):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    # ---------------------------------------------------------------------------------------------- what is said
-    # To whom the Trainer prints a summary of the model. Metrics, recordings and advice are the callback's, if it is
-    # asked for: loggers, and the Trainer's callbacks, have what the user gave them and nothing else.
-
-    def _is_summary_wanted(self, trainer: Trainer) -> bool:
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if is_tuning(trainer) or not self.is_global_zero:
-            return False
-        chosen = [callback.summary for callback in callbacks if isinstance(callback, self.callback)]
-        return any(chosen or (isinstance(callback, self.lightning.summary) for callback in callbacks))
-
-    def _show_plan(self, trainer: Trainer, always: bool) -> None:
-        """Show it; but of evaluations in a loop nothing is said, also in the end, while their plan stays the same."""
-        if self._summarizes:
-            assert self.pipeline is not None
-            rows = plan_rows(self.pipeline, self._describe_optimizers())
-            self._summarizes = always or rows != self._shown
-        if self._summarizes:
-            self._shown = rows
-            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-            rich = any(isinstance(callback, self.lightning.rich) for callback in callbacks)
-            show_table(rows, rich, self.lightning.info)
-
-    def _say_outcome(self) -> None:
-        if self._summarizes and self.pipeline is not None:
-            self.lightning.info(outcome(self.pipeline.stats, self.pipeline.summary()))
-
-    @override
-    def on_train_end(self) -> None:
-        self._say_outcome()
-
-    @override
-    def on_validation_end(self) -> None:
-        if self._module.trainer.state.fn != self.lightning.fitting:
-            self._say_outcome()
-
-    @override
-    def on_test_end(self) -> None:
-        self._say_outcome()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._say_outcome()
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -329,7 +281,7 @@ class SuperpipelineMixin(ProcessesMixin):
     ) -> Any:
         if self.pipeline is not None:
             self._overlap = self._plan_overlap(optimizer, isinstance(closure, self.lightning.closure))
-            self._say_once(self._overlap)
+            self._narrator.once(str(self._overlap))
         try:
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
@@ -347,21 +299,9 @@ class SuperpipelineMixin(ProcessesMixin):
             return []
         return [self._plan_overlap(optimizer, self._module.automatic_optimization) for optimizer in self.optimizers]
 
-    def _describe_optimizers(self) -> list[str]:
-        """How each optimizer is going to step, and why. What is said here is not said again in the first step."""
-        texts = list(dict.fromkeys(map(str, self._expected_plans())))
-        self._said.update(texts)
-        return [text.removeprefix("Superpipeline: ") for text in texts]
-
     def why_optimizer_waits(self) -> str | None:
         """Why an optimizer steps all of its weights after backward; None if none does."""
         return next((plan.why_not for plan in self._expected_plans() if plan.why_not is not None), None)
-
-    def _say_once(self, overlap: OverlapPlan) -> None:
-        text = str(overlap)
-        if text not in self._said:
-            self._said.add(text)
-            self.lightning.info(text)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -405,6 +345,23 @@ class SuperpipelineMixin(ProcessesMixin):
         return state
 
     # ---------------------------------------------------------------------------------------------- end
+
+    @override
+    def on_train_end(self) -> None:
+        self._narrator.end(self.pipeline)
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._module.trainer.state.fn != self.lightning.fitting:
+            self._narrator.end(self.pipeline)
+
+    @override
+    def on_test_end(self) -> None:
+        self._narrator.end(self.pipeline)
+
+    @override
+    def on_predict_end(self) -> None:
+        self._narrator.end(self.pipeline)
 
     @override
     def teardown(self) -> None:
