@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
-from sp_lightning.pipeline.gradients.gradient_return import GradientReturn, Shipment
+from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Ticket
 from sp_lightning.pipeline.weights.device import Group

@@ -5,7 +5,7 @@ one copy, in the dtype they were computed in.
 
     device                        on its way                  host
     twin.grad -> piece (ring) ------------------------------> home: the gradient itself    (first of a step)
-                              -----------> slot (ring) -----> added to the gradient        (accumulation)
+                              -----------> slot (ring) -----> added to the gradient        (accumulation: sums.py)
                               -----------> slot (ring) -----> the optimizer                (it steps in backward)
 
 What is there, and what is still to be done to it, is in host_gradients.py.
@@ -14,19 +14,19 @@ What is there, and what is still to be done to it, is in host_gradients.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import post_accumulate_hooks, tensor_hooks, without_torch_function
 from sp_lightning.pipeline.gradients.averaging import Averaging
-from sp_lightning.pipeline.gradients.homes import Homes, is_only_shown
+from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
-from sp_lightning.pipeline.gradients.landing import Piece, Pieces, Ring, Slot, cast_and_add, lay_out_gradients
+from sp_lightning.pipeline.gradients.landing import Piece, Pieces, Ring, Shipment, lay_out_gradients
+from sp_lightning.pipeline.gradients.sums import Sums
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend, Ticket
+from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.units import Unit
@@ -38,25 +38,6 @@ _SLOTS_SHARE = 5  # at most one slot for so many units: what the optimizer may b
 def slots_in_ring(units: int, together: int) -> int:
     """How many slots there are at most for the gradients of this many units, of which so many travel together."""
     return max(2, together + 1, -(-units // _SLOTS_SHARE))
-
-
-@dataclass(eq=False)
-class Shipment:
-    """One copy on its way to the host.
-
-    Attributes:
-        unit: Whose gradients it brings.
-        weights: Which of the unit's weights.
-        arrived: Where they land, a tensor per weight.
-        ticket: The copy.
-        slot: What has to be released when they have been read; None if they have landed where they stay.
-    """
-
-    unit: Unit
-    weights: list[Weight]
-    arrived: list[Tensor]
-    ticket: Ticket
-    slot: Slot | None
 
 
 class Stepper(Protocol):
@@ -124,12 +105,10 @@ class GradientReturn:
         self._expected: dict[Unit, int] = {}
         self._arrived: dict[Weight, None] = {}
         self._sparse: dict[Weight, list[Tensor]] = {}
-        self._held_back: dict[Weight, list[Tensor]] = {}
         self._shipped: dict[Weight, None] = {}
-        self._landed: dict[Weight, Tensor] = {}
-        self._must_settle = False
         self._homes = Homes(backend, pin)
         self.gradients = HostGradients(self._homes, backend, stats)
+        self._sums = Sums(self.gradients, self._homes, backend, stats)
         if averaging is not None:
             averaging.work_with(self.gradients, self._gathered)
         self._pieces = Pieces(self._units, backend)
@@ -265,7 +244,7 @@ class GradientReturn:
             home.vacate()
             piece.ticket = self._backend.download(home.memory[:sent], piece.memory[:sent])
             shipment = Shipment(unit, weights, home.tensors, piece.ticket, None)
-            self._landed.update(zip(weights, home.tensors, strict=True))
+            self._sums.begin(weights, home.tensors)
             if without_norms is None:
                 self.gradients.measured(dict(zip(weights, home.norms, strict=True)))
         else:
@@ -276,9 +255,9 @@ class GradientReturn:
         self._backend.trace.moved(Kind.GRADIENTS, unit.name, sent, piece.ticket)
         self._shipped.update(dict.fromkeys(weights))
         if not first or (shipment.slot is not None and not passes_through):
-            shipment = self._add(shipment)
+            shipment = self._sums.add(shipment, self.measures_norms)
         self.gradients.wait_for(weights, shipment.ticket)
-        if steps_now and not any(weight in self._held_back for weight in weights):
+        if steps_now and self._sums.held_back.isdisjoint(weights):
             self.stepper.step_in_backward(shipment)
 
     def _are_first(self, weights: list[Weight]) -> bool:
@@ -287,55 +266,6 @@ class GradientReturn:
             self.gradients.get(weight) is None and weight not in self._shipped and not tensor_hooks(weight.master)
             for weight in weights
         )
-
-    # ------------------------------------------------------------------------------------------------- accumulation
-
-    def _add(self, shipment: Shipment) -> Shipment:
-        """Have gradients in a slot added to the sums, on the thread for work on the host; returns the sums."""
-        additions, after = [], [shipment.ticket, *self.gradients.on_its_way(shipment.weights)]
-        for weight, arrived in zip(shipment.weights, shipment.arrived, strict=True):
-            if tensor_hooks(weight.master) or _is_sparse(weight.master.grad):  # a user's code: not in that thread
-                self._held_back.setdefault(weight, []).append(torch.empty_like(weight.host))
-                additions.append(_Addition(self._held_back[weight][-1], None, arrived, onto=False))
-            else:
-                additions.append(self._addition(weight, arrived))
-
-        measured = [w for w in shipment.weights if self.measures_norms and w.master.dtype == torch.float32]
-        norms = {weight: torch.empty(()) for weight in measured}
-        self.gradients.measured(norms)
-
-        def job() -> None:
-            with without_torch_function(), torch.no_grad():
-                for addition in additions:
-                    addition.run()
-                for weight, addition in zip(shipment.weights, additions, strict=True):
-                    if weight in norms:
-                        norms[weight].copy_(torch.linalg.vector_norm(addition.target, dtype=torch.float32))
-
-        moved = sum(addition.target.nbytes for addition in additions)
-        assert shipment.slot is not None
-        ticket = self._backend.work(job, after, 2 * moved, shipment.slot.release)
-        self._backend.trace.moved(Kind.ADD, shipment.unit.name, 2 * moved, ticket)
-        return Shipment(shipment.unit, shipment.weights, [addition.target for addition in additions], ticket, None)
-
-    def keep(self, shipment: Shipment) -> None:
-        """Gradients that went to the optimizer were not needed there: they stay."""
-        if shipment.slot is not None:
-            self.gradients.wait_for(shipment.weights, self._add(shipment).ticket)
-
-    def _addition(self, weight: Weight, arrived: Tensor) -> _Addition:
-        total = self._landed.get(weight)
-        if total is None:
-            total = self.gradients.get(weight)
-        if total is not None and total.dtype == weight.master.dtype:
-            if not is_only_shown(self._homes.of(weight.unit, [weight]).tensors, id(total)):
-                self._must_settle = True
-            self._landed[weight] = total
-            return _Addition(total, None, arrived, onto=True)
-        self.gradients.is_in_sum(weight)
-        room = self._homes.room_for(weight)
-        self._landed[weight] = room
-        return _Addition(room, total, arrived, onto=total is not None)
 
     # ------------------------------------------------------------------------------------------------ when it ends
 
@@ -354,39 +284,22 @@ class GradientReturn:
             self._averaging.average_elsewhere()
         self.stepper.end_of_backward()
         hooks = any(post_accumulate_hooks(weight.master) for weight in self._arrived)
-        if self._held_back or self._sparse or self._must_settle or hooks:
+        if self._sums.held_back or self._sparse or self._sums.must_settle or hooks:
             self.gradients.settle()
-        self.gradients.forget_norms([*self._held_back, *self._sparse])  # what a hook makes of them was not measured
+        # what a hook makes of them was not measured
+        self.gradients.forget_norms([*self._sums.held_back, *self._sparse])
         # in autograd's order, in which a user's hooks expect to be called; then what only other processes have used
         for weight in dict.fromkeys([*self._arrived, *self._shipped, *self._sparse]):
-            for gradient in self._held_back.get(weight, ()):
-                self._add_now(weight, _through_hooks(weight, gradient))
-            for gradient in self._sparse.get(weight, ()):
-                self._add_sparse(weight, _through_hooks(weight, gradient))
-            if weight in self._landed:
-                self.gradients.keep(weight, self._landed[weight])
+            self._sums.conclude(weight, self._sparse.get(weight, ()))
             for post_hook in post_accumulate_hooks(weight.master):
                 self.gradients.show(weight)
                 post_hook(weight.master)
         self._forget()
 
-    def _add_now(self, weight: Weight, gradient: Tensor) -> None:
-        total = self._landed.get(weight, weight.master.grad)
-        if total is not None and _is_sparse(total):
-            self._landed[weight] = gradient + total
-        else:
-            self._addition(weight, gradient).run()
-
-    def _add_sparse(self, weight: Weight, gradient: Tensor) -> None:
-        arrived = gradient.to("cpu")
-        self._stats.bytes_to_host += arrived._values().nbytes + arrived._indices().nbytes
-        if weight in self._landed:
-            self.gradients.keep(weight, self._landed.pop(weight))
-        self.gradients.show(weight)
-        if weight.master.grad is None:
-            self._landed[weight] = arrived
-        else:
-            self._landed[weight] = weight.master.grad.add_(arrived)
+    def keep(self, shipment: Shipment) -> None:
+        """Gradients that went to the optimizer were not needed there: they stay."""
+        if shipment.slot is not None:
+            self.gradients.wait_for(shipment.weights, self._sums.add(shipment, self.measures_norms).ticket)
 
     def check_averaged(self, weights: Iterable[Weight]) -> None:
         """Called before weights are stepped; raises if other processes have another gradient of one of them."""
@@ -425,45 +338,6 @@ class GradientReturn:
         self._gathered.clear()
         self._arrived.clear()
         self._sparse.clear()
-        self._held_back.clear()
         self._shipped.clear()
-        self._landed.clear()
-        self._must_settle = False
+        self._sums.forget()
         self._homes.release_outgrown()
-
-
-class _Addition(NamedTuple):
-    """What a gradient that arrived does to a sum.
-
-    Attributes:
-        target: The sum.
-        low: A part of the sum that has only landed in a lower dtype, and not been written to the target.
-        arrived: The gradient.
-        onto: Whether there is a sum to add to.
-    """
-
-    target: Tensor
-    low: Tensor | None
-    arrived: Tensor
-    onto: bool
-
-    def run(self) -> None:
-        """Do it."""
-        if self.low is not None:
-            self.target.copy_(self.low)
-        if self.onto:
-            cast_and_add(self.target, self.arrived)
-        else:
-            self.target.copy_(self.arrived)
-
-
-def _is_sparse(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is not torch.strided
-
-
-def _through_hooks(weight: Weight, gradient: Tensor) -> Tensor:
-    """What the user's hooks on the master make of a gradient."""
-    for hook in tensor_hooks(weight.master):
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient

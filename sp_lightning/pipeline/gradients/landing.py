@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -195,6 +196,25 @@ class Ring:
         """Undo page-locks."""
         for slot in self._slots:
             slot.buffer.release()
+
+
+@dataclass(eq=False)
+class Shipment:
+    """One copy on its way to the host.
+
+    Attributes:
+        unit: Whose gradients it brings.
+        weights: Which of the unit's weights.
+        arrived: Where they land, a tensor per weight.
+        ticket: The copy.
+        slot: What has to be released when they have been read; None if they have landed where they stay.
+    """
+
+    unit: Unit
+    weights: list[Weight]
+    arrived: list[Tensor]
+    ticket: Ticket
+    slot: Slot | None
 
 
 def cast_and_add(total: Tensor, arrived: Tensor) -> None:

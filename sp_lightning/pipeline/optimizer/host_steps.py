@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline._private import without_torch_function
-from sp_lightning.pipeline.gradients.gradient_return import Shipment
+from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer.stepping import UnitStep
 from sp_lightning.pipeline.transfer.backend import Backend, Ticket

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline._private import others_hook_steps, users_of_storage
-from sp_lightning.pipeline.gradients.gradient_return import GradientReturn, Shipment
+from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
 from sp_lightning.pipeline.optimizer.stepping import HAVE_FUSED_KERNELS, fused_kernel_works, why_not_by_unit

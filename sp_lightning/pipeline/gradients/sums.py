@@ -1,0 +1,174 @@
+"""Gradients added up: what arrives of a weight in a backward pass, and what is there of it already.
+
+A thread for work on host memory adds, while backward goes on. What a user's hook has to see, and what is sparse, waits
+until backward has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import KeysView, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_lightning.pipeline._private import tensor_hooks, without_torch_function
+from sp_lightning.pipeline.gradients.homes import Homes, is_only_shown
+from sp_lightning.pipeline.gradients.host_gradients import HostGradients
+from sp_lightning.pipeline.gradients.landing import Shipment, cast_and_add
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.trace import Kind
+from sp_lightning.pipeline.weights.weight import Weight
+
+
+class Sums:
+    """The gradients of one backward pass after the other.
+
+    Args:
+        gradients: Those that are there.
+        homes: Where they stay.
+        backend: Adds, on its thread for work on the host.
+        stats: Counters.
+
+    Attributes:
+        must_settle: Whether somebody could tell when exactly a gradient changes, so that backward has to wait for it.
+    """
+
+    def __init__(self, gradients: HostGradients, homes: Homes, backend: Backend, stats: Stats) -> None:
+        self.must_settle = False
+        self._gradients = gradients
+        self._homes = homes
+        self._backend = backend
+        self._stats = stats
+        self._held_back: dict[Weight, list[Tensor]] = {}
+        self._landed: dict[Weight, Tensor] = {}
+
+    @property
+    def held_back(self) -> KeysView[Weight]:
+        """Weights of which something is added only when backward has ended."""
+        return self._held_back.keys()
+
+    def begin(self, weights: Sequence[Weight], gradients: Sequence[Tensor]) -> None:
+        """There was nothing to add these to: others are added to them."""
+        self._landed.update(zip(weights, gradients, strict=True))
+
+    def add(self, shipment: Shipment, with_norms: bool) -> Shipment:
+        """Have what comes through a slot added to what is there.
+
+        Args:
+            shipment: What comes.
+            with_norms: Whether to take the norms of the sums.
+
+        Returns:
+            The sums, as if they came.
+        """
+        assert shipment.slot is not None
+        additions, after = [], [shipment.ticket, *self._gradients.on_its_way(shipment.weights)]
+        for weight, arrived in zip(shipment.weights, shipment.arrived, strict=True):
+            if tensor_hooks(weight.master) or _is_sparse(weight.master.grad):  # a user's code: not in that thread
+                self._held_back.setdefault(weight, []).append(torch.empty_like(weight.host))
+                additions.append(_Addition(self._held_back[weight][-1], None, arrived, onto=False))
+            else:
+                additions.append(self._addition(weight, arrived))
+
+        measured = [w for w in shipment.weights if with_norms and w.master.dtype == torch.float32]
+        norms = {weight: torch.empty(()) for weight in measured}
+        self._gradients.measured(norms)
+
+        def job() -> None:
+            with without_torch_function(), torch.no_grad():
+                for addition in additions:
+                    addition.run()
+                for weight, addition in zip(shipment.weights, additions, strict=True):
+                    if weight in norms:
+                        norms[weight].copy_(torch.linalg.vector_norm(addition.target, dtype=torch.float32))
+
+        moved = sum(addition.target.nbytes for addition in additions)
+        ticket = self._backend.work(job, after, 2 * moved, shipment.slot.release)
+        self._backend.trace.moved(Kind.ADD, shipment.unit.name, 2 * moved, ticket)
+        return Shipment(shipment.unit, shipment.weights, [addition.target for addition in additions], ticket, None)
+
+    def _addition(self, weight: Weight, arrived: Tensor) -> _Addition:
+        total = self._landed.get(weight)
+        if total is None:
+            total = self._gradients.get(weight)
+        if total is not None and total.dtype == weight.master.dtype:
+            if not is_only_shown(self._homes.of(weight.unit, [weight]).tensors, id(total)):
+                self.must_settle = True
+            self._landed[weight] = total
+            return _Addition(total, None, arrived, onto=True)
+        self._gradients.is_in_sum(weight)
+        room = self._homes.room_for(weight)
+        self._landed[weight] = room
+        return _Addition(room, total, arrived, onto=total is not None)
+
+    def conclude(self, weight: Weight, sparse: Sequence[Tensor]) -> None:
+        """Backward has ended: add what was held back, and what is sparse. This is the gradient from now on."""
+        for gradient in self._held_back.get(weight, ()):
+            self._add_now(weight, _through_hooks(weight, gradient))
+        for gradient in sparse:
+            self._add_sparse(weight, _through_hooks(weight, gradient))
+        if weight in self._landed:
+            self._gradients.keep(weight, self._landed[weight])
+
+    def _add_now(self, weight: Weight, gradient: Tensor) -> None:
+        total = self._landed.get(weight, weight.master.grad)
+        if total is not None and _is_sparse(total):
+            self._landed[weight] = gradient + total
+        else:
+            self._addition(weight, gradient).run()
+
+    def _add_sparse(self, weight: Weight, gradient: Tensor) -> None:
+        arrived = gradient.to("cpu")
+        self._stats.bytes_to_host += arrived._values().nbytes + arrived._indices().nbytes
+        if weight in self._landed:
+            self._gradients.keep(weight, self._landed.pop(weight))
+        self._gradients.show(weight)
+        if weight.master.grad is None:
+            self._landed[weight] = arrived
+        else:
+            self._landed[weight] = weight.master.grad.add_(arrived)
+
+    def forget(self) -> None:
+        """The backward pass is over."""
+        self.must_settle = False
+        self._held_back.clear()
+        self._landed.clear()
+
+
+class _Addition(NamedTuple):
+    """What a gradient that arrived does to a sum.
+
+    Attributes:
+        target: The sum.
+        low: A part of the sum that has only landed in a lower dtype, and not been written to the target.
+        arrived: The gradient.
+        onto: Whether there is a sum to add to.
+    """
+
+    target: Tensor
+    low: Tensor | None
+    arrived: Tensor
+    onto: bool
+
+    def run(self) -> None:
+        """Do it."""
+        if self.low is not None:
+            self.target.copy_(self.low)
+        if self.onto:
+            cast_and_add(self.target, self.arrived)
+        else:
+            self.target.copy_(self.arrived)
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided
+
+
+def _through_hooks(weight: Weight, gradient: Tensor) -> Tensor:
+    """What the user's hooks on the master make of a gradient."""
+    for hook in tensor_hooks(weight.master):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
