@@ -2,8 +2,8 @@
 
 Importing this package registers the strategy with Lightning. The registry must know the name before the Trainer is
 built, and Lightning has no entry point for strategies. `lightning.pytorch` and `pytorch_lightning` have separate
-registries and classes that do not mix: the name is registered in each one that is imported already, or else in the
-one that is installed.
+registries and classes that do not mix: the name is registered in each one that is imported already, or else in each one
+that is installed.
 """
 
 from __future__ import annotations
@@ -42,21 +42,20 @@ _ADAPTORS = {"lightning": "sp_lightning.lightning", "pytorch_lightning": "sp_lig
 """The top package of each namespace, and the module that registers the strategy there when it is imported."""
 
 
-def _register() -> None:
-    loaded = [package for package in _ADAPTORS if sys.modules.get(package) is not None]
-    installed = [package for package in _ADAPTORS if find_spec(package) is not None]
-    for package in loaded or installed[:1]:
-        import_module(_ADAPTORS[package])
+def _adaptors() -> list[str]:
+    loaded = [adaptor for package, adaptor in _ADAPTORS.items() if sys.modules.get(package) is not None]
+    return loaded or [adaptor for package, adaptor in _ADAPTORS.items() if find_spec(package) is not None]
+
+
+_registered = _adaptors()
+for _adaptor in _registered:
+    import_module(_adaptor)
 
 
 def __getattr__(name: str) -> Any:
-    """Give the classes that need Lightning: for `lightning` where it is installed, else for `pytorch_lightning`."""
+    """Give the classes that need Lightning: for `lightning`, unless `pytorch_lightning` alone was imported before."""
     if name in __all__:
-        for package, adaptor in _ADAPTORS.items():
-            if find_spec(package) is not None:
-                return getattr(import_module(adaptor), name)
+        for adaptor in _registered or _adaptors():
+            return getattr(import_module(adaptor), name)
         raise ImportError(f"`sp_lightning.{name}` needs Lightning: `pip install lightning`.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-_register()

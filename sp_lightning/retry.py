@@ -43,9 +43,13 @@ class StepRetry:
         module: The user's module, whose changes are undone.
         lightning: What is borrowed from the namespace.
         enabled: Whether steps may run again at all.
+
+    Attributes:
+        gave_up: Whether the pipeline takes less memory than it would have chosen to.
     """
 
     def __init__(self, pipeline: Pipeline, module: LightningModule, lightning: Namespace, enabled: bool = True) -> None:
+        self.gave_up = False
         self._enabled = enabled
         self._pipeline = pipeline
         self._module = module
@@ -136,7 +140,7 @@ class StepRetry:
         return result
 
     def _is_watched(self) -> bool:
-        if not self._enabled:
+        if not (self._enabled and self._pipeline.may_run_out):
             return False
         if self._arranged != self._pipeline.stats.arrangements:
             self._arranged, self._left = self._pipeline.stats.arrangements, _WATCHED
@@ -148,6 +152,7 @@ class StepRetry:
         given_up = self._pipeline.shrink()
         if given_up is None:
             raise failure.as_error(_advice(self._pipeline))
+        self.gave_up = True
         gc.collect()
         device = self._pipeline.device
         if device.type != "cpu":

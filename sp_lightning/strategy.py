@@ -322,6 +322,10 @@ class SuperpipelineMixin(ProcessesMixin):
                 self.pipeline.weights_changed()
             else:  # a user's `load_state_dict` that assigns (hazard 5)
                 self.pipeline.rebuild()
+        if self._retry is not None and self._retry.gave_up:
+            # A tuner has tried a batch that is too large, and goes back: what was given up for it is to be had again.
+            self._detach()
+            self.model_to_device()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

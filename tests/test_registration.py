@@ -49,7 +49,7 @@ def test_the_trainer_finds_it(name):
 @pytest.mark.parametrize(
     ("before", "expected"),
     [
-        ("", "True False"),
+        ("", "True True"),
         ("import lightning", "True False"),
         ("import pytorch_lightning", "False True"),
         ("import pytorch_lightning, lightning", "True True"),
@@ -101,6 +101,24 @@ def test_the_engine_works_without_lightning():
             print(error)
     """
     assert "pip install lightning" in python(code)
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("", "sp_lightning.lightning"),
+        ("import pytorch_lightning", "sp_lightning.pytorch_lightning"),
+        ("import pytorch_lightning, lightning", "sp_lightning.lightning"),
+    ],
+)
+@pytest.mark.slow
+def test_classes_are_of_the_namespace_that_is_used(before, expected):
+    code = f"""
+        {before or "pass"}
+        from sp_lightning import SuperpipelineStrategy
+        print(SuperpipelineStrategy.__module__)
+    """
+    assert python(code) == expected
 
 
 @pytest.mark.slow

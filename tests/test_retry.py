@@ -9,14 +9,22 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.pipeline import HostBackend
 
 from .planning.parts import Fixed
 from .zoo.blocks import WIDTH, Block
+
+
+@pytest.fixture(autouse=True)
+def exhaustible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory is taken for a device's, which no operation exhausts."""
+    monkeypatch.setattr(HostBackend, "runs_out", True)
 
 
 class Device:
@@ -222,6 +230,45 @@ def test_units_that_cannot_run_again(options: dict[str, Any]) -> None:
         found = fit(Updating(), SuperpipelineStrategy(units=WithCache, memory_budget="10MiB"), **options)
     assert same(expected, found)
     assert sum("runs again" in str(warning.message) for warning in told) == 1
+
+
+class Tuned(Module):
+    """Has a batch size, and runs out of memory with large batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+        self.windows: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if len(batch[0]) >= 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.windows.append(self.trainer.strategy.pipeline.summary().k)
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(24, WIDTH)), batch_size=self.batch_size)
+
+
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_a_batch_size_that_was_only_tried_costs_nothing(tmp_path: Any) -> None:
+    """What was given up for it is taken back when the tuner goes back to a smaller one."""
+    Device.current = Device("never", None)
+    module = Tuned()
+    strategy = SuperpipelineStrategy(units=Block, memory_budget="1MiB")
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        max_epochs=2,
+        default_root_dir=tmp_path,
+        logger=False,
+        callbacks=BatchSizeFinder(max_trials=3),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    assert module.batch_size == 4
+    assert module.windows[-1] == 6
 
 
 def test_units_that_were_told_to_run_again() -> None:

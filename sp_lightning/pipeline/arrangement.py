@@ -239,7 +239,8 @@ class Arrangement:
             raise ValueError(
                 f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model{each} "
                 f"({readable_bytes(gradients)} for gradients, the rest for copies of weights; optimizer state is not "
-                f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights."
+                f"counted), and {readable_bytes(free)} are free. Use a machine with more memory, or freeze weights"
+                f"{', or train on fewer devices (`Trainer(devices=1)`)' if self._sharing > 1 else ''}."
             )
 
     def _gradient_bytes(self) -> int:

@@ -66,6 +66,11 @@ class PipelineOptions:
                 f"`k_prime={self.k_prime}` is larger than `k={self.k}`: units that move together must fit among those "
                 f"on the device. Choose 1 <= k_prime <= {self.k}, or a larger k."
             )
+        if self.resident_optimizer is True and self.k != "auto":
+            raise ValueError(
+                f"`resident_optimizer=True` needs `k='auto'`, and not `k={self.k}`: which units live on the device is "
+                "chosen together with `k`."
+            )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, device_bytes=None)
         _check_policy(self.units)

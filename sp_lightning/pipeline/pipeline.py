@@ -114,6 +114,7 @@ class Pipeline:
             replicas.begin_alike(module)
         processes = 1 if replicas is None else replicas.on_this_machine
         self._backend = backend or make_backend(self.device, self.options, processes)
+        _check_share(self.options, self._backend)
         keep_out_of_graphs()
         finish_before_compiling(self._backend)
         self._learned = Learned()
@@ -369,6 +370,11 @@ class Pipeline:
             return None
         return self.arrangement.streaming_bytes() + int(_SHARE_OF_FREE_MEMORY * free)
 
+    @property
+    def may_run_out(self) -> bool:
+        """Whether a step may fail for want of device memory, or because of what was chosen to save it."""
+        return self._backend.runs_out or self.budget is not None
+
     # ------------------------------------------------------------------------------------------ attach and take off
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
@@ -500,8 +506,9 @@ class Pipeline:
         """Run the call of a member's module with its weights on the device (see hooks.py)."""
         if is_tracing():
             raise RuntimeError(
-                "A module that superpipeline streams cannot be traced: a trace would keep the weights of one moment. "
-                "Trace `copy.deepcopy(module)`, which is plain, or call `detach()` first."
+                "A module that superpipeline streams cannot be traced (by `torch.jit.trace`, "
+                "`to_torchscript(method='trace')`, a logger with `log_graph=True`): a trace would keep the weights of "
+                "one moment. Trace `copy.deepcopy(module)`, which is plain, or trace before or after the run."
             )
         if guards_suspended():
             with guards_resumed():
@@ -550,6 +557,15 @@ class Pipeline:
                 weight.readopt()
         self.arrangement.give_up_memory()
         self._arrange(autocast)
+
+
+def _check_share(options: PipelineOptions, backend: Backend) -> None:
+    if isinstance(options.memory_budget, float) and backend.total_memory() is None:
+        warnings.warn(
+            f"`memory_budget={options.memory_budget}` is a share of the device's memory, and {backend.device} does not "
+            "tell how much it has, so there is no budget. Give bytes, or text such as '2GiB'.",
+            stacklevel=2,
+        )
 
 
 def _check_not_attached(module: nn.Module) -> None:

@@ -78,6 +78,7 @@ def model() -> nn.Module:
         ({"pin_memory": "maybe"}, "`pin_memory='maybe'` must be"),
         ({"host_threads": 0}, "`host_threads=0` must be"),
         ({"debug": 1}, "`debug=1` must be"),
+        ({"resident_optimizer": True, "k": 3}, "`resident_optimizer=True` needs `k='auto'`, and not `k=3`"),
     ],
     ids=lambda value: re.sub(" at 0x\\w+", "", str(value)),
 )
@@ -169,6 +170,11 @@ def test_a_fraction_is_of_the_device(fraction: float, fits: bool) -> None:
         return
     with unchanged(module), pytest.raises(ValueError, match="`memory_budget=0.1` is too small"):
         Pipeline(module, "cpu", options=options, backend=SmallDevice())
+
+
+def test_a_fraction_of_what_nobody_knows() -> None:
+    with pytest.warns(UserWarning, match=r"`memory_budget=0.5` is a share .*cpu does not tell.* there is no budget"):
+        superpipeline(model(), "cpu", memory_budget=0.5).detach()
 
 
 def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

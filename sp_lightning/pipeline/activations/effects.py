@@ -6,9 +6,9 @@ that as it was before the first time, and must not leave a second trace.
 
 What can change is found by looking: the module's attributes and buffers, what its hooks hold on to, the objects among
 its inputs. Of lists, dicts, sets and attributes a shallow copy tells what was changed; tensors of the module are copied
-whole, since they change in place. After the forward only what it did change is still remembered, and what the objects
-among its inputs contained, which others may change as well: a model that puts into a cache what its block has computed.
-What no object leads to is not seen: global variables, files.
+whole, since they change in place, unless they are very large. After the forward only what it did change is still
+remembered, and what the objects among its inputs contained, which others may change as well: a model that puts into a
+cache what its block has computed. What no object leads to is not seen: global variables, files.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and tables of positions larger
+_LARGE = 1 << 28  # data that a module holds is larger, what forwards change is not
+_MOST = 20_000  # objects in attributes; a data set has more, and to look at them would take longer than a step
 
 
 class _Attributes:
@@ -73,6 +75,7 @@ class SideEffects:
         self._copies: dict[int, Tensor] = {}  # by the tensor that was changed in place
         self._seen = set(map(id, outside))
         self._has_scripted_buffers = False
+        self._looked_at = 0
         self._modes = [(inner, inner.training) for inner in module.modules()]
         for inner, _ in self._modes:
             self._look_at_module(inner)
@@ -92,6 +95,8 @@ class SideEffects:
             What it has changed that cannot be undone, in words; None if all of it can.
         """
         changed = [held for held in self._held.values() if held.may_have_changed]
+        if self._looked_at > _MOST:
+            return f"has more than {_MOST} objects in its attributes"
         self._held.clear()
         self._copies = {id(held.tensor): held.copy for held in changed if held.copy is not None}
         self._before = [*self._differing(self._before[: self._of_inputs]), *self._before[self._of_inputs :]]
@@ -163,9 +168,10 @@ class SideEffects:
             own: Whether it is the module's own, so that its tensors are worth a copy. Those of an input or a hook are
                 not: a cache may be large.
         """
-        if id(value) in self._seen:
+        if id(value) in self._seen or self._looked_at > _MOST:
             return
         self._seen.add(id(value))
+        self._looked_at += 1
         if isinstance(value, Tensor):
             self._hold(value, own)
         elif isinstance(value, nn.Module):  # not of this unit, a hook's for example: only what it has itself
@@ -196,7 +202,8 @@ class SideEffects:
     def _hold(self, tensor: Tensor, own: bool) -> None:
         if isinstance(tensor, nn.Parameter) or tensor.is_inference():
             return
-        copy = tensor.detach().clone() if own and tensor.grad_fn is None else None
+        is_worth_it = own and tensor.grad_fn is None and tensor.nbytes <= _LARGE
+        copy = tensor.detach().clone() if is_worth_it else None
         self._held[id(tensor)] = _Held(tensor, tensor._version, copy)
 
 

@@ -144,6 +144,11 @@ class Backend(ABC):
         """Bytes of device memory, if that is known."""
         return None
 
+    @property
+    def runs_out(self) -> bool:
+        """Whether an operation may fail for want of device memory, whatever is known of it."""
+        return False
+
     def free_memory(self) -> int | None:
         """Bytes of device memory that can be had now, if that is known."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
@@ -245,3 +246,29 @@ def test_scripted_buffers_are_out_of_reach() -> None:
     assert SideEffects(module, []).settle() == "has a scripted part with buffers"
     module = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
     assert SideEffects(module, []).settle() is None
+
+
+def test_data_that_a_module_holds_is_not_looked_through() -> None:
+    """Nor copied: without it a step can run again only if it is known to change nothing."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.data = [(number, [number]) for number in range(30_000)]
+    effects = SideEffects(module, [])
+    assert effects.settle() == "has more than 20000 objects in its attributes"
+
+
+@pytest.mark.parametrize(("changes", "obstacle"), [(False, None), (True, r"changes a tensor of shape \[8\] in place")])
+def test_a_very_large_tensor_is_not_copied(
+    changes: bool, obstacle: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it is changed, that cannot be undone."""
+    monkeypatch.setattr("sp_lightning.pipeline.activations.effects._LARGE", 31)
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.memory, module.state = torch.zeros(8), torch.zeros(4)
+    effects = SideEffects(module, [])
+    module.state += 1
+    if changes:
+        module.memory += 1
+    said = effects.settle()
+    assert said is None if obstacle is None else re.fullmatch(obstacle, said or "")
+    with effects.undone():
+        assert not module.state.any()
