@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -105,7 +106,7 @@ def trainer(options: argparse.Namespace, callbacks: Sequence[L.Callback] = (), *
     streaming = isinstance(options.strategy, sp_lightning.SuperpipelineStrategy)
     return L.Trainer(
         strategy=options.strategy,
-        accelerator=options.accelerator,
+        accelerator=_accelerator(options.accelerator, streaming),
         devices=options.devices,
         precision=options.precision,
         # says what the units are, and what came of it
@@ -115,6 +116,11 @@ def trainer(options: argparse.Namespace, callbacks: Sequence[L.Callback] = (), *
         enable_model_summary=False,
         **arguments,
     )
+
+
+def _accelerator(name: str, streaming: bool) -> str:
+    """Return where to compute: Apple's GPUs, which Lightning would choose on a Mac, cannot stream."""
+    return "cpu" if streaming and name == "auto" and torch.backends.mps.is_available() else name
 
 
 def steps_then_validation(options: argparse.Namespace) -> dict[str, Any]:

@@ -155,10 +155,10 @@ class CallbackMixin(_Base):
         pipeline = _pipeline(trainer)
         if self.timeline is None or pipeline is None or not trainer.is_global_zero:
             return
-        plan = pipeline.summary()
+        summary = pipeline.summary()
         name = type(trainer.lightning_module).__name__
         assert trainer.state.fn is not None
-        caption = f"{name}, {trainer.state.fn.value}, k={plan.k}, k_prime={plan.k_prime}, {plan.device}"
+        caption = f"{name}, {trainer.state.fn.value}, k={summary.k}, k_prime={summary.k_prime}, {summary.device}"
         self._written = recording
         try:
             write_timeline(recording, self.timeline, caption=caption)

@@ -456,3 +456,14 @@ def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path):
     assert (tmp_path / "k.png").read_bytes().startswith(b"\x89PNG")
     output = run("benchmarks/plot_k.py", str(tmp_path / "k.json"), "--output=k.pdf", code=2)
     assert "--output k.pdf must end in .png or .svg" in output
+
+
+def test_a_mac_computes_on_its_cpu(monkeypatch):
+    """Where Lightning would choose a GPU that cannot stream."""
+    from lightning.pytorch.accelerators import MPSAccelerator
+
+    recipe = import_module("recipe")
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    options = recipe.parse(recipe.command_line(None), [])
+    assert recipe.trainer(options).strategy.root_device.type == "cpu"

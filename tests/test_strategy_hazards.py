@@ -645,12 +645,13 @@ def test_hazard_27_notebooks(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-def test_hazard_28_a_mac_trains_on_its_cpu(monkeypatch):
-    """Lightning refuses any parallel strategy object on MPS by itself."""
+def test_hazard_28_a_mac_trains_on_its_cpu_if_it_is_told_to(monkeypatch):
+    """Lightning refuses any parallel strategy object on MPS by itself, and chooses MPS by default."""
     monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
     fit(trainer(streamed()), Base())
-    with pytest.raises(ValueError, match="not supported on the MPS accelerator"):
-        trainer(streamed(), accelerator="mps")
+    for accelerator in ("mps", "auto"):
+        with pytest.raises(ValueError, match="not supported on the MPS accelerator"):
+            trainer(streamed(), accelerator=accelerator)
 
 
 def test_no_process_group_and_plain_collectives():

@@ -29,7 +29,9 @@ def plan_rows(pipeline: Pipeline, optimizers: Sequence[str]) -> list[tuple[str, 
     moves = f"at most {readable_bytes(up)} of weights to the device"
     if optimizers:
         activations = pipeline.options.activations
-        rows.append(("activations", f"{activations}: {_ACTIVATIONS[activations]}"))
+        keeps_all = activations == "auto" and pipeline.activations is None
+        meaning = "stay on the device, as no limit is known" if keeps_all else _ACTIVATIONS[activations]
+        rows.append(("activations", f"{activations}: {meaning}"))
         rows += [("optimizer", optimizer) for optimizer in optimizers]
         down = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
         moves += f", {readable_bytes(down)} of gradients back"
@@ -80,7 +82,7 @@ def outcome(stats: Stats, summary: Summary) -> str:
         f" {stats.heals} were repeated.\n"
         f"Weights on {summary.device}, k={summary.k}, k_prime={summary.k_prime}: at most"
         f" {readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)}"
-        f" ({summary.saved:.0%} saved).\n"
+        f", {summary.saved:.0%} less.\n"
         f"On the host: weights {readable_bytes(summary.host_bytes)}, gradients"
         f" {readable_bytes(summary.host_gradient_bytes)}, optimizer {readable_bytes(summary.optimizer_bytes)};"
         f" {summary.host_bytes_per_parameter:.1f} bytes per parameter.{living}"

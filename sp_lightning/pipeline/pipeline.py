@@ -58,7 +58,7 @@ from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.units import Member, Unit
 
 _HOST = torch.device("cpu")
-_SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
+SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
 
 _attached_masters: set[int] = set()
 
@@ -368,7 +368,7 @@ class Pipeline:
         free = self._backend.free_memory()
         if free is None:
             return None
-        return self.arrangement.streaming_bytes() + int(_SHARE_OF_FREE_MEMORY * free)
+        return self.arrangement.streaming_bytes() + int(SHARE_OF_FREE_MEMORY * free)
 
     @property
     def may_run_out(self) -> bool:

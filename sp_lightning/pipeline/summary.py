@@ -85,7 +85,7 @@ class Summary:
             ("k, k_prime", f"{self.k}, {self.k_prime}"),
             ("resident", f"{len(self.resident)} weights, {readable_bytes(self.resident_bytes)}"),
             ("weights on the device", f"{readable_bytes(self.device_bytes)} of {readable_bytes(self.model_bytes)}"),
-            ("saved on the device", f"{self.saved:.0%} of the weights"),
+            ("device memory saved", f"{self.saved:.0%} of what all weights take"),
             ("weights on the host", readable_bytes(self.host_bytes) + (", page-locked" if self.pinned else "")),
             *([("live on the device", self.living_on_device)] if self.living_on_device else []),
         ]

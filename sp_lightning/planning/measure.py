@@ -50,14 +50,14 @@ class Observed:
 
 def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) -> Workload:
     """What a step has to do."""
-    plan, auto = pipeline.arrangement, pipeline.activations
-    steps = [_Step(plan, recording, begin, end) for begin, end in recording.steps]
+    arrangement, auto = pipeline.arrangement, pipeline.activations
+    steps = [_Step(arrangement, recording, begin, end) for begin, end in recording.steps]
     ways = {} if auto is None else auto.ways()
     chosen = observed.policies if len(observed.policies) == len(steps) else [{}] * len(steps)
 
-    saved = {unit: _moved(recording, Kind.OFFLOAD, unit) // len(steps) for unit in plan.units}
+    saved = {unit: _moved(recording, Kind.OFFLOAD, unit) // len(steps) for unit in arrangement.units}
     policy = pipeline.options.activations
-    ways_of_unit = {unit: _ways_of(unit, ways) or (_explicit(policy, saved[unit]),) for unit in plan.units}
+    ways_of_unit = {unit: _ways_of(unit, ways) or (_explicit(policy, saved[unit]),) for unit in arrangement.units}
     by_choice = peak([of[0] for of in ways_of_unit.values()]) if auto is None else 0
 
     def backward(unit: Unit) -> float:
@@ -75,7 +75,7 @@ def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) ->
             ways=ways_of_unit[unit],
             bytes_on_device=pipeline.bytes_on_device(unit),
         )
-        for unit in plan.units
+        for unit in arrangement.units
     )
     stepping = _stepping(observed)
     reserve = observed.reserve_bytes
@@ -83,9 +83,9 @@ def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) ->
         units=units,
         resident=UnitWork(
             "resident",
-            weight_bytes=sent_bytes([plan.resident]),
-            gradient_bytes=_moved(recording, Kind.GRADIENTS, plan.resident) // len(steps),
-            parameters=_trainable(plan.resident),
+            weight_bytes=sent_bytes([arrangement.resident]),
+            gradient_bytes=_moved(recording, Kind.GRADIENTS, arrangement.resident) // len(steps),
+            parameters=_trainable(arrangement.resident),
         ),
         trains=observed.trains,
         stepping=stepping,
@@ -94,17 +94,18 @@ def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) ->
         turn_seconds=min(step.turn for step in steps),
         rest_seconds=max(0.0, min(step.rest(apart=stepping == "apart") for step in steps)),
         outside_bytes=max(0, observed.activation_peak - by_choice) if auto is None else observed.outside_bytes,
-        piece_bytes=max(gradient_bytes([unit]) for unit in plan.all_units),
+        piece_bytes=max(gradient_bytes([unit]) for unit in arrangement.all_units),
         reserve_bytes=reserve if reserve is not None else auto.gradients if auto is not None else 0,
     )
 
 
-def machine_of(plan: Arrangement, recording: Recording) -> Machine:
+def machine_of(arrangement: Arrangement, recording: Recording) -> Machine:
     """How fast copies and the optimizer are."""
     to_device, copy_seconds = _rate(recording.spans, (Kind.LOAD, Kind.FETCH))
     to_host, _ = _rate(recording.spans, (Kind.GRADIENTS, Kind.OFFLOAD))
     parameters = {
-        group.name: sum(_trainable(unit) for unit in plan.all_units if unit.group is group) for group in plan.groups
+        group.name: sum(_trainable(unit) for unit in arrangement.all_units if unit.group is group)
+        for group in arrangement.groups
     }
     stepped = [span for span in recording.spans if span.kind is Kind.STEP]
     seconds = sum(span.end - span.begin for span in stepped)
@@ -127,8 +128,8 @@ class _Step:
         waits_for_all_gradients: Whether no unit was stepped before the last gradient had landed.
     """
 
-    def __init__(self, plan: Arrangement, recording: Recording, begin: float, end: float) -> None:
-        units = {unit.name for unit in plan.units}
+    def __init__(self, arrangement: Arrangement, recording: Recording, begin: float, end: float) -> None:
+        units = {unit.name for unit in arrangement.units}
         spans = [span for span in recording.spans if begin <= span.begin < end]
         self._seconds = end - begin
         self._spans = spans

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from sp_lightning.pipeline.activations.choice import choose as choose_ways
+from sp_lightning.pipeline.pipeline import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.planning.choose import Plan, choose
 from sp_lightning.planning.cost import Choice, Prediction, predict
@@ -17,7 +18,6 @@ from sp_lightning.planning.dry_run import CannotFollow
 from sp_lightning.planning.estimate import TERA, Assumptions, Estimate, estimate
 from sp_lightning.planning.workload import Workload
 
-_SHARE = 0.9  # of the device's memory; the strategy takes as much if nobody says otherwise
 _EVERY_K = 4  # up to here each k is in the table, above it only twice as many at a time
 
 
@@ -110,8 +110,8 @@ class Report:
         if not isinstance(optimizer, str):
             optimizer = f"with {optimizer:g} bytes per parameter"
         yield (
-            f"Assumed: {readable_bytes(given.device_bytes)} of device memory, {_SHARE:.0%} of it for a step;"
-            f" {given.compute:g} TFLOP/s;"
+            f"Assumed: {readable_bytes(given.device_bytes)} of device memory, {SHARE_OF_FREE_MEMORY:.0%} of it for a "
+            f"step; {given.compute:g} TFLOP/s;"
         )
         yield (
             f"{given.to_device:g} GB/s to the device, {given.to_host:g} GB/s back;"
@@ -134,7 +134,7 @@ class Report:
 
     def _advice(self) -> Iterator[str]:
         if self.best is None:
-            room = readable_bytes(int(_SHARE * self.given.device_bytes))
+            room = readable_bytes(int(SHARE_OF_FREE_MEMORY * self.given.device_bytes))
             yield f"Nothing fits {room}. Fewer tokens a step help, a lower precision, or other `units`."
             return
         choice, took = self.best.choice, self.best.prediction
@@ -181,7 +181,7 @@ def plan(module: nn.Module, inputs: Any = None, assumptions: Assumptions | None 
     except CannotFollow as error:
         not_followed = str(error)
         found = estimate(module, None, given)
-    rows, best = _rows(found, int(_SHARE * given.device_bytes))
+    rows, best = _rows(found, int(SHARE_OF_FREE_MEMORY * given.device_bytes))
     return Report(title or type(module).__name__, given, found, rows, best, not_followed)
 
 
