@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning.pipeline.transfer.devices import make_backend
 
 from .helpers import assert_same_trace
 from .lightning_modules import WIDTH, Base, Block, fit, loader, plain, run, streamed, trainer
@@ -183,8 +185,15 @@ class Frozen(Base):
         self.blocks[:2].requires_grad_(self.current_epoch > 0)
 
 
+class Newton(Base):
+    """LBFGS calls forward and backward as often as it likes."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
 def modules() -> None:
-    for make in (LeftOut, LeftOutSilently, InOtherOrders, NobodyUses, Synced, Frozen):
+    for make in (LeftOut, LeftOutSilently, InOtherOrders, NobodyUses, Synced, Frozen, Newton):
         assert_as_ddp(make)
         torch.manual_seed(0)
     assert_as_ddp(Adversaries)
@@ -215,6 +224,15 @@ def different_seeds() -> None:
     everyones: list[Any] = [None, None]
     dist.all_gather_object(everyones, {name: p.detach().clone() for name, p in module.named_parameters()})
     assert_same_trace(*everyones)
+
+
+def averaged_weights() -> None:
+    def arguments() -> dict[str, Any]:
+        average = StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1, device=torch.device("cpu"))
+        return {"devices": 2, "callbacks": [average], "max_epochs": 3, "overfit_batches": 2}
+
+    expected = run(DDPStrategy(find_unused_parameters=True), Base, fit, arguments)
+    assert_same_trace(expected, run(streamed(), Base, fit, arguments))
 
 
 def collectives() -> None:
@@ -275,16 +293,16 @@ def timeline_and_table() -> None:
     assert path.exists() is (dist.get_rank() == 0)
 
 
-def threads_are_shared() -> None:
-    """Each process has its part of the machine's cores and memory."""
-    seen: list[int] = []
-
-    def drive(trainer: L.Trainer, module: Base) -> None:
-        fit(trainer, module)
-        seen.append(trainer.strategy.replicas.on_this_machine)
-
-    drive(trainer(streamed(), devices=2), Base())
-    assert seen == [2]
+def the_machine_is_shared() -> None:
+    """Each process has its part of the cores, and what both need must fit."""
+    with mock.patch("sp_lightning.pipeline.pipeline.make_backend", wraps=make_backend) as made:
+        fit(trainer(streamed(), devices=2), Base())
+    assert made.call_args.args[2] == 2
+    with (
+        mock.patch("sp_lightning.pipeline.arrangement.available_host_memory", return_value=8_000),
+        pytest.raises(ValueError, match=r"in each of 2 processes .* or train on fewer devices"),
+    ):
+        fit(trainer(streamed(), devices=2), Base())
 
 
 def test_trainer() -> None:
@@ -292,11 +310,12 @@ def test_trainer() -> None:
         [
             evaluation,
             different_seeds,
+            averaged_weights,
             collectives,
             data_is_shared_out,
             checkpoints,
             timeline_and_table,
-            threads_are_shared,
+            the_machine_is_shared,
         ]
     )
 
