@@ -157,5 +157,5 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
 
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)
-# By this class Lightning knows that a module is on one device and in no wrapper, and may be compiled as a whole.
+# To Lightning this class means that a module is in no wrapper, and may be compiled as a whole; it means nothing else.
 SingleDeviceStrategy.register(SuperpipelineStrategy)

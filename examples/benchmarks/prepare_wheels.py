@@ -4,8 +4,8 @@
 
 The machine has torch, torchvision, pytorch-lightning, transformers and accelerate: neither these nor what they bring
 are collected. The rest (rivals, `lightning`, pytest and its plugins) is small, so all of it is taken along, needed or
-not. `docs/on_a_gpu.md` says how it is installed there, beside what the machine has, of which nothing is changed.
-DeepSpeed is given out as source only; its wheel is built here without kernels.
+not. `on_a_gpu.md`, in this folder, says how it is installed there, beside what the machine has, of which nothing is
+changed. DeepSpeed is given out as source only; its wheel is built here without kernels.
 """
 
 from __future__ import annotations
