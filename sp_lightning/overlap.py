@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _OF_THE_MODULE = (*_SEES_GRADIENTS, "backward", "configure_gradient_clipping", "clip_gradients", "manual_backward")
+_OF_THE_PRECISION = (
+    "backward",
+    "clip_grad_by_norm",
+    "clip_grad_by_value",
+    "clip_gradients",
+    "optimizer_step",
+    "post_backward",
+)
 _AFTER_THE_STEP = (
     "optimizer_step",
     "optimizer_zero_grad",
@@ -134,6 +142,8 @@ def _hindrances(
         hindrances.append("the step is not one of automatic optimization")
     elif not isinstance(precision, lightning.precisions) and type(precision) is not lightning.precision:
         hindrances.append(f"`{type(precision).__name__}` may do anything to gradients")
+    plugin = type(precision)  # on the plugin itself two of them are ours
+    hindrances += [f"`{plugin.__name__}.{hook}` is overridden" for hook in _OF_THE_PRECISION if _is_users(plugin, hook)]
     hindrances += [f"`{name}` is overridden" for name in _overridden([module], _OF_THE_MODULE)]
     hindrances += [f"`{name}` is overridden" for name in _overridden(callbacks, _SEES_GRADIENTS)]
     return hindrances

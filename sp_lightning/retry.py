@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_LARGEST = 1 << 28  # bytes of a tensor that is copied: a queue of features is smaller, a data set is larger
 _WATCHED = 8  # micro-batches after units were arranged anew; later ones need no more, unless their inputs are larger
 
 
@@ -202,7 +203,8 @@ class _Attempt:
         self._stats = pipeline.stats
         self._steps = self._stats.optimizer_steps, self._stats.steps_in_backward
         self._random = RandomStates(pipeline.device)
-        self._look = partial(SideEffects, module, [*lightning.logged(module), *inputs], outside=[module._trainer])
+        inputs = (*lightning.logged(module), *inputs)
+        self._look = partial(SideEffects, module, inputs, outside=[module._trainer], largest=_LARGEST)
         self._effects = self._look()
 
     def has_stepped(self) -> bool:
@@ -262,4 +264,6 @@ def _try(run: Callable[[], T]) -> tuple[T | None, _Failure | None]:
 
 def _loss_in(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss if isinstance(loss, Tensor) and loss.requires_grad else None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:  # a `backward` of the user's own may reduce it
+        return None
+    return loss if loss.requires_grad else None

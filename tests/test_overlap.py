@@ -11,13 +11,14 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 
 from .helpers import Trace, assert_same_trace, frozen, note_state
 from .zoo.blocks import WIDTH, Block
@@ -454,13 +455,17 @@ def test_units_are_stepped_in_backward(name: str) -> None:
     "arguments", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}]
 )
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
-def test_in_backward_with(arguments: dict[str, Any], precision: str) -> None:
+@pytest.mark.parametrize("runs_out", [False, True])
+def test_in_backward_with(
+    runs_out: bool, arguments: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostBackend, "runs_out", runs_out)
     stats = assert_same_fit(precision=precision, **arguments)
     # if weights were arranged once more by what the first batch showed of autocast (which not every torch has to show),
     # and the second one is a whole step that runs out of memory, then this one must be able to run again
     arranged_again = stats.arrangements == 3
     assert arranged_again <= (precision == "bf16-mixed")
-    probing = arranged_again and "accumulate_grad_batches" not in arguments
+    probing = runs_out and arranged_again and "accumulate_grad_batches" not in arguments
     assert stats.steps_in_backward == (4 - probing) * BLOCKS
 
 
@@ -692,3 +697,45 @@ def test_16_mixed_with_an_overflow(overflow_at: int, clip: float | None, accumul
         traces.append(trace)
     assert_same_trace(*traces)
     assert traces[0]["scale"] < 2.0**8
+
+
+class ChangesGradients(DoublePrecision):
+    """A precision plugin of a user's own."""
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for parameter in self.main_params(optimizer):
+            parameter.grad.mul_(0.5)
+
+
+class AddsUpItself(Module):
+    """Returns losses, which its own `backward` reduces."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return super().training_step(batch, index) * torch.ones(3, dtype=batch.dtype)
+
+    def backward(self, loss: Tensor, *args: Any) -> None:
+        loss.mean().backward()
+
+
+class WarmsUp(Module):
+    """Sets the learning rate when the step is about to begin."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.optimizers().optimizer.param_groups[0]["lr"] = 0.01 * (1 + self.global_step)
+
+
+@pytest.mark.parametrize(
+    ("make", "plugins"),
+    [(Module, [ChangesGradients]), (AddsUpItself, []), (WarmsUp, [])],
+    ids=["precision plugin", "several losses", "learning rate"],
+)
+def test_what_users_do_around_backward(make: type[Module], plugins: list[Any]) -> None:
+    traces = []
+    for streamed in (False, True):
+        torch.manual_seed(1)
+        module = make()
+        strategy: Any = (
+            SuperpipelineStrategy(k=2, units=[Block], memory_budget="1GiB") if streamed else SingleDeviceStrategy("cpu")
+        )
+        traces.append(fit(module, strategy, plugins=[plugin() for plugin in plugins], steps=4))
+    assert_same_trace(*traces)

@@ -117,7 +117,12 @@ class Arrangement:
         self.pin, self.pin_gradients = self._may_pin()
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
-        self._lay_out(learned, progress or (lambda done, total: None))
+        before = learned.buffers
+        try:
+            self._lay_out(learned, progress or (lambda done, total: None))
+        except BaseException:
+            learned.buffers = {**before, **learned.buffers}  # somebody has to release them
+            raise
         self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
 
     def make_resident(self, weight: Weight) -> Twin:

@@ -140,7 +140,9 @@ class Assembly:
         arrangement, lasting = self.arrangement, self._lasting
         self._settle_on_device()
         lasting.saved.twins = arrangement.twins
-        lasting.optimizers.work_with(self.overlap, self._clipping, self.returns, self.window, arrangement.on_device)
+        lasting.optimizers.work_with(
+            self.overlap, self._clipping, self.returns, self.window, arrangement.on_device, lasting.module.parameters()
+        )
         move_buffers(lasting.module, lasting.device)
         move_unmanaged(arrangement.unmanaged.values(), lasting.device)
         lasting.pool.pinnable = arrangement.pinnable_bytes()
@@ -215,7 +217,6 @@ class Assembly:
     def abandon(self) -> None:
         """An exception has ended whatever was under way."""
         self.calls.abandon()
-        self.overlap.abandon()
         self.backward.abandon()
         self._lasting.saved.pop_all()
         self._lasting.backend.drain()

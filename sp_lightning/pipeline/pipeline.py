@@ -111,6 +111,11 @@ class Pipeline:
         self.stats = Stats()
         _check_not_attached(module)
         if replicas is not None:
+            if self.options.resident_optimizer:
+                raise ValueError(
+                    "`resident_optimizer=True` works in one process only: which units live on the device would differ "
+                    "between replicas."
+                )
             replicas.begin_alike(module)
         processes = 1 if replicas is None else replicas.on_this_machine
         self._backend = backend or make_backend(self.device, self.options, processes)
@@ -121,6 +126,7 @@ class Pipeline:
         self._planner = planner
         self._at_work = EngineAtWork()
         self._depth = 0
+        self._is_arranged = False
         self.optimizers = Optimizers(
             self.stats, self._at_work, lambda: self._assembly.close(), insists=self.options.overlap_optimizer is True
         )
@@ -154,6 +160,8 @@ class Pipeline:
         try:
             self._arrange()
         except BaseException:
+            for buffer in self._learned.buffers.values():
+                buffer.release()
             self._backend.close()
             raise
         listen_to_optimizers(self.optimizers)
@@ -264,8 +272,8 @@ class Pipeline:
         """
         if self._depth or self._assembly.backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
-        _attached_masters.difference_update(map(id, self._masters))
         self._rearrange_for(self.arrangement.autocast)
+        _attached_masters.difference_update(map(id, self._masters))
         self._masters = list(self.module.parameters())
         _attached_masters.update(map(id, self._masters))
 
@@ -384,6 +392,7 @@ class Pipeline:
         assembly = Assembly(arrangement, self._lasting, in_step=lambda: self._depth > 0)
         assembly.put_up(keeper=self)
         self._assembly = assembly
+        self._is_arranged = True
         self._activations.auto = self._auto_policy()  # units have changed: measured anew
         self.stats.arrangements += 1
         if not arrangement.units and self.options.activations in ("recompute", "offload"):
@@ -469,6 +478,8 @@ class Pipeline:
             return
         if self._assembly.backward.running or any(member.active for member in self.arrangement.members):
             self.reset()  # an exception came out of a backward that nothing surrounded
+        if not self._is_arranged:  # the last attempt has failed, for want of memory say
+            self._rearrange_for(self.arrangement.autocast)
         if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
             self.rebuild()
         self._assembly.overlap.put_back()
@@ -549,6 +560,7 @@ class Pipeline:
         return False
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
+        self._is_arranged = False
         self._assembly.take_down()
         for weight in self.arrangement.weights:
             if weight.is_replaced:  # who keeps our memory keeps the values in it

@@ -105,6 +105,7 @@ class FakeDeviceModule:
         self.lock = threading.RLock()
         self.log: list[tuple[str, str]] = []
         self.synchronized_by: list[str] = []
+        self.chosen: dict[str, torch.device] = {}  # by thread
         self.clock = 0
         self._names = iter(["compute", "up", "down"])
         self._compute = self.Stream()
@@ -121,6 +122,9 @@ class FakeDeviceModule:
 
     def device(self, device: torch.device) -> Any:
         return nullcontext()
+
+    def set_device(self, device: torch.device) -> None:
+        self.chosen[threading.current_thread().name] = device
 
     def current_device(self) -> int:
         return 0

@@ -263,6 +263,9 @@ class FakeStepper:
     def finish_step(self, group: Group) -> None:
         self.calls.append("finish step")
 
+    def abandon(self) -> None:
+        self.calls.append("abandon")
+
 
 class GradientScene:
     """One unit of weights of ones whose gradients come home."""

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from torch.nn.utils import prune
 from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.modules.guard import guards_suspended
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.modules.guard import _guarded, guards_suspended
 
 from .parts import RecordingBackend
 
@@ -570,3 +571,93 @@ def test_gradients_of_gradients_where_autograd_was_off_when_the_step_began(k: in
         for _ in range(2):
             with torch.no_grad(), pipeline.step(), torch.enable_grad():
                 assert torch.equal(laplacian(model), expected)
+
+
+@pytest.mark.parametrize("convert", ["double", "bfloat16"])
+def test_a_module_may_be_converted_between_steps(convert: str) -> None:
+    """As in plain training: weights are of another dtype from then on."""
+    torch.manual_seed(0)
+    plain = layers()
+    model = copy.deepcopy(plain)
+    x = torch.ones(2, 8)
+    with attached(model):
+        for step in range(3):
+            outputs = [module(x) for module in (plain, model)]
+            assert torch.equal(*outputs)
+            for output in outputs:
+                output.float().sum().backward()
+            for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+                assert expected.dtype == found.dtype
+                assert torch.equal(expected.grad, found.grad)
+                expected.grad = found.grad = None
+            if step == 0:
+                x = getattr(x, convert)()
+                getattr(plain, convert)()
+                getattr(model, convert)()
+
+
+def test_a_weight_may_get_another_shape_between_steps() -> None:
+    model = layers()
+    with attached(model):
+        model(torch.ones(2, 8))
+        last = list(model.children())[-1]
+        last.weight.data, last.bias.data = torch.ones(3, 8), torch.zeros(3)
+        assert model(torch.ones(2, 8)).shape == (2, 3)
+
+
+def test_a_weight_that_is_converted_in_the_middle_of_a_step() -> None:
+    model = layers()
+    with attached(model) as pipeline, pipeline.step():
+        loss = model(torch.ones(2, 8)).sum()
+        model.double()
+        with pytest.raises(RuntimeError, match=r"is torch.float64 .* Convert the module between"):
+            loss.backward()
+
+
+def test_units_are_arranged_by_the_next_step_if_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of memory, say: nothing goes on without the engine."""
+    model = layers()
+    with attached(model) as pipeline:
+        model(torch.ones(2, 8)).sum().backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(HostBackend, "allocate", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
+            with pytest.raises(torch.OutOfMemoryError, match="no room"):
+                pipeline.rebuild()
+        before = pipeline.stats.loads
+        with pipeline.step():
+            model(torch.ones(2, 8)).sum().backward()
+        assert pipeline.stats.loads > before
+
+
+def test_an_optimizer_of_another_model_is_not_ours() -> None:
+    """It is neither refused nor counted, and it does not decide how ours steps."""
+
+    class Own(torch.optim.SGD):
+        pass
+
+    model, probe = layers(), nn.Linear(2, 2)
+    ours, theirs = torch.optim.AdamW(model.parameters()), Own(probe.parameters(), lr=0.1)
+    with attached(model, overlap_optimizer=True) as pipeline:
+        model(torch.ones(2, 8)).sum().backward()
+        ours.step()
+        probe(torch.ones(1, 2)).sum().backward()
+        theirs.step()
+        assert pipeline.stats.optimizer_steps == 1
+        assert pipeline.optimizers.step_by_unit
+
+
+def test_an_interrupt_while_masters_are_guarded() -> None:
+    """What is half done is undone."""
+    model = layers()
+    with attached(model) as pipeline:
+        guard = pipeline._assembly.guard
+        guard.arm()
+        guard._weights[0].master.__class__ = nn.Parameter
+        _guarded.pop(id(guard._weights[0].master))
+        pipeline.reset()
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def test_replicas_have_no_units_of_their_own_on_the_device() -> None:
+    with pytest.raises(ValueError, match="`resident_optimizer=True` works in one process only"):
+        Pipeline(layers(), "cpu", options=PipelineOptions(resident_optimizer=True), replicas=mock.Mock())

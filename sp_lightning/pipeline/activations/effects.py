@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and tables of positions larger
-_LARGE = 1 << 28  # data that a module holds is larger, what forwards change is not
 _MOST = 20_000  # objects in attributes; a data set has more, and to look at them would take longer than a step
 
 
@@ -67,9 +66,14 @@ class SideEffects:
         module: Whose forward it is.
         inputs: What the module is called with.
         outside: Objects that the module leads to, and that are not looked into.
+        largest: Bytes of the largest tensor of the module that is copied; if a larger one is changed, that cannot be
+            undone.
     """
 
-    def __init__(self, module: nn.Module, inputs: Iterable[Any], outside: Iterable[object] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, inputs: Iterable[Any], outside: Iterable[object] = (), largest: int = 1 << 22
+    ) -> None:
+        self._largest = largest
         self._before: list[tuple[Any, Any]] = []  # places, and what they contained
         self._held: dict[int, _Held] = {}
         self._copies: dict[int, Tensor] = {}  # by the tensor that was changed in place
@@ -202,7 +206,7 @@ class SideEffects:
     def _hold(self, tensor: Tensor, own: bool) -> None:
         if isinstance(tensor, nn.Parameter) or tensor.is_inference():
             return
-        is_worth_it = own and tensor.grad_fn is None and tensor.nbytes <= _LARGE
+        is_worth_it = own and tensor.grad_fn is None and tensor.nbytes <= self._largest
         copy = tensor.detach().clone() if is_worth_it else None
         self._held[id(tensor)] = _Held(tensor, tensor._version, copy)
 

@@ -66,6 +66,9 @@ class Stepper(Protocol):
     def finish_step(self, group: Group) -> None:
         """Wait until no step reads the gradients of a group any more."""
 
+    def abandon(self) -> None:
+        """After an exception: finish what was begun, and begin nothing else."""
+
 
 class GradientReturn:
     """Brings gradients home.
@@ -308,6 +311,10 @@ class GradientReturn:
 
     def abandon(self) -> None:
         """After an exception: forget what has not landed."""
+        self.stepper.abandon()  # before the memory that it reads from is anybody's
+        self._let_go()
+
+    def _let_go(self) -> None:
         self.gradients.abandon()
         if self._averaging is not None:
             self._averaging.abandon()
@@ -317,7 +324,7 @@ class GradientReturn:
 
     def close(self) -> None:
         """Show all gradients and undo page-locks; the gradients themselves stay where they are."""
-        self.abandon()
+        self._let_go()
         self.gradients.show_all()
         self._homes.release()
         self._ring.close()

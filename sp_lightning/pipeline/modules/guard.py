@@ -116,10 +116,10 @@ class Guard:
         """Masters are ordinary Parameters again."""
         self.redirects = False
         if self.armed:
-            self.armed = False
             for weight in self._weights:
                 weight.master.__class__ = nn.Parameter
-                del _guarded[id(weight.master)]
+                _guarded.pop(id(weight.master), None)  # an interrupt may have come in the middle of either
+            self.armed = False
 
     def redirect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that one of the masters is an argument of."""

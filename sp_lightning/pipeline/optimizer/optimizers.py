@@ -63,6 +63,7 @@ class Optimizers:
         self._returns: GradientReturn
         self._window: Window
         self._on_device: Sequence[nn.Parameter]
+        self._parameters: set[int]
 
     def work_with(
         self,
@@ -71,8 +72,10 @@ class Optimizers:
         returns: GradientReturn,
         window: Window,
         on_device: Sequence[nn.Parameter],
+        parameters: Iterable[nn.Parameter],
     ) -> None:
         """Units were arranged anew."""
+        self._parameters = set(map(id, parameters))
         self._overlap, self._clipping, self._returns = overlap, clipping, returns
         self._window, self._on_device = window, on_device
 
@@ -82,18 +85,25 @@ class Optimizers:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to update its parameters."""
+        if optimizer not in self.seen:
+            self._refuse_twins(optimizer)
+            if not self._is_ours(optimizer):
+                return
         if self._insists and (reason := self.why_not_overlapped(optimizer)) is not None:
             raise ValueError(f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to step this one as it is.")
         if optimizer not in self.seen:
-            self._refuse_twins(optimizer)
             self.seen.add(optimizer)
             move_state(optimizer, self._on_device)
         with self._at_work:
             self._overlap.before_step(optimizer)
 
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        """Whether it steps any weight of the module, and not those of other models alone."""
+        return any(id(parameter) in self._parameters for parameter in _parameters_of(optimizer))
+
     def _refuse_twins(self, optimizer: Optimizer) -> None:
         # A twin has no gradient, so an optimizer would leave it as it is, and nobody would notice.
-        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        for parameter in _parameters_of(optimizer):
             name = parameter.__dict__.get("twin_of")
             if name is not None:
                 raise RuntimeError(
@@ -106,6 +116,9 @@ class Optimizers:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has updated what it was left with."""
+        if optimizer not in self.seen:
+            self._window.suspect_all()  # it may be the one inside of another, which copies what it has stepped
+            return
         with self._at_work:
             self._overlap.after_step()
             self._window.suspect_all()
@@ -179,6 +192,10 @@ class Optimizers:
             overflow = self._clipping.unscale(optimizer, inverse_scale)
             self._close()
             return overflow
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -51,10 +51,10 @@ class _InBackward:
     """An optimizer that steps while backward runs."""
 
     optimizer: Optimizer
-    settings: list[dict[str, Any]]
     param_group_of: dict[Weight, int]
     clamp: float | None
     keep: bool
+    settings: list[dict[str, Any]] | None = None  # not before the first unit: hooks before backward may change them
 
 
 class Overlap:
@@ -257,8 +257,7 @@ class Overlap:
             groups = optimizer.param_groups
             weights = [(self._weights.get(id(p)), i) for i, group in enumerate(groups) for p in group["params"]]
             param_group_of = {weight: index for weight, index in weights if weight is not None}
-            settings = [self._settings(optimizer, group) for group in groups]
-            self._now = _InBackward(optimizer, settings, param_group_of, clamp, keep)
+            self._now = _InBackward(optimizer, param_group_of, clamp, keep)
         try:
             yield
         finally:
@@ -312,6 +311,9 @@ class Overlap:
         self._stepped.update(gradients)
         scaling = Scaling(clamp=self._now.clamp)
         shares = []
+        if self._now.settings is None:
+            groups = self._now.optimizer.param_groups
+            self._now.settings = [self._settings(self._now.optimizer, param_group) for param_group in groups]
         for index, settings in enumerate(self._now.settings):
             own = {w: gradient for w, gradient in gradients.items() if self._now.param_group_of[w] == index}
             if own:

@@ -72,7 +72,15 @@ class AcceleratorBackend(Backend):
             self._down = self._api.Stream()
         self._upload_staging = _Staging(self, "superpipeline-staged-upload")
         self._download_staging = _Staging(self, "superpipeline-staged-download")
-        self._host = Worker("superpipeline-host", cores.occupy)
+        self._host = Worker("superpipeline-host", self._begin_work)
+
+    def select_device(self) -> None:
+        """Called in new threads: they are on the first device, and to wait for an event would make a context there."""
+        self._api.set_device(self.device)
+
+    def _begin_work(self) -> None:
+        self.select_device()
+        self._cores.occupy()
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
@@ -187,7 +195,8 @@ class AcceleratorBackend(Backend):
 
     @override
     def unpin(self, memory: Tensor) -> None:
-        _cudart().cudaHostUnregister(memory.data_ptr())
+        with self._api.device(self.device):
+            _cudart().cudaHostUnregister(memory.data_ptr())
 
     @override
     def total_memory(self) -> int | None:
@@ -247,7 +256,7 @@ class _Staging:
     """
 
     def __init__(self, backend: AcceleratorBackend, name: str) -> None:
-        self.lane = Lane(name)
+        self.lane = Lane(name, backend.select_device)
         self._backend = backend
         self._chunks: list[Tensor] = []
         self._pinned: list[Tensor] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import threading
@@ -64,14 +65,25 @@ _Entry = tuple[Callable[[], None], Sequence[Ticket], Callable[[], None], ThreadT
 
 class _RankedEntry(NamedTuple):
     rank: int
+    number: int
     entry: _Entry
+
+    @property
+    def can_be_done(self) -> bool:
+        return all(ticket.done for ticket in self.entry[1])
 
 
 class Lane:
-    """A thread that does what it was asked to, in that order: one copy engine."""
+    """A thread that does what it was asked to, in that order: one copy engine.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: Of the thread.
+        on_start: What the thread does first.
+    """
+
+    def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
         self._name = name
+        self._on_start = on_start or _nothing
         self._jobs: queue.SimpleQueue[_Entry | None]
         self._jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -112,6 +124,7 @@ class Lane:
             self._thread = None
 
     def _run(self) -> None:
+        self._on_start()
         while (entry := self._jobs.get()) is not None:
             ticket = entry[-1]
             _do(entry)
@@ -124,7 +137,8 @@ class Worker:
     """A thread that does what is most urgent among what can be done.
 
     Of several jobs whose predecessors are done, the one with the lowest rank comes first, and of equal ranks the one
-    that was given first. What can be done is not held up by something more urgent that cannot be done yet.
+    that was given first. If none can be done yet, the predecessors of the one that was given first are waited for:
+    copies end in the order in which they begin, and a job that waits for another one was given after that.
 
     Args:
         name: Of the thread.
@@ -136,6 +150,7 @@ class Worker:
         self._on_start = on_start or _nothing
         self._changed = threading.Condition()
         self._waiting: list[_RankedEntry] = []
+        self._given = 0
         self._unfinished: set[ThreadTicket] = set()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -162,8 +177,9 @@ class Worker:
         ticket = ThreadTicket()
         with self._changed:
             self._unfinished.add(ticket)
-            entry = _RankedEntry(rank, (job, after, cleanup or _nothing, ticket))
-            insort(self._waiting, entry, key=lambda waiting: waiting.rank)
+            self._given += 1
+            entry = _RankedEntry(rank, self._given, (job, after, cleanup or _nothing, ticket))
+            insort(self._waiting, entry, key=lambda waiting: waiting[:2])
             self._changed.notify()
         return ticket
 
@@ -191,8 +207,16 @@ class Worker:
                 self._changed.wait()
             if not self._waiting:
                 return None
-            ready = (i for i, (_, entry) in enumerate(self._waiting) if all(ticket.done for ticket in entry[1]))
-            return self._waiting.pop(next(ready, 0)).entry
+            first = min(self._waiting, key=lambda waiting: waiting.number)
+            nothing_can_be_done = not any(waiting.can_be_done for waiting in self._waiting)
+        if nothing_can_be_done:
+            for ticket in first.entry[1]:
+                with contextlib.suppress(BaseException):  # the job fails with it, and tells who waits for that
+                    ticket.join()
+        with self._changed:
+            chosen = next((waiting for waiting in self._waiting if waiting.can_be_done), first)
+            self._waiting.remove(chosen)
+            return chosen.entry
 
     def _run(self) -> None:
         self._on_start()

@@ -7,7 +7,9 @@ holds the lowered copy, written once per change of the masters.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import sys
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 ALIGNMENT = 256  # bytes; what the strictest kernels and quantised formats ask of a tensor's address
 _WORD = 4  # bytes compared at once
+_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # Linux's numbers, which Python has no names for
 _LEAST_SAMPLES, _MOST_SAMPLES = 64, 1 << 17  # of one weight
 
 
@@ -61,8 +64,18 @@ def _map_pages(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes)
 
 
+def _advise(pages: mmap.mmap, advice: int) -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel that is older than the advice
+            pages.madvise(advice)
+
+
 class HostBuffer:
     """Page-aligned host memory of exactly the bytes asked for, page-locked where asked for and possible.
+
+    Beside an accelerator it is not there for forked processes, a loader's workers, until it is released. Else a page is
+    copied when it is written to after a fork: memory is taken twice, and the device may go on with the old page. What
+    lies on the device in plain training cannot be used by them either.
 
     Attributes:
         bytes: The memory.
@@ -72,9 +85,14 @@ class HostBuffer:
     """
 
     def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | None = None) -> None:
+        self._wiped: mmap.mmap | None = None
         if memory is None:
+            pages = _map_pages(max(nbytes, 1))
+            if backend.device.type != "cpu":
+                _advise(pages, _WIPE_ON_FORK)
+                self._wiped = pages
             with torch.inference_mode(False):
-                memory = torch.frombuffer(_map_pages(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+                memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
         self.bytes = memory
         self.tensors: list[Tensor] = []
         self._backend = backend
@@ -92,6 +110,9 @@ class HostBuffer:
         if self.pinned:
             self._backend.unpin(self.bytes)
             self.pinned = False
+        if self._wiped is not None:
+            _advise(self._wiped, _KEEP_ON_FORK)
+            self._wiped = None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -186,7 +207,7 @@ class GroupHost:
 
     def copies_are_those_of(self, state: MasterState | None) -> bool:
         """Whether the lowered copies are of masters that were in this state, and still are."""
-        return state is not None and self._sent is state and not self.has_changed(state)
+        return bool(self._lowered) and state is not None and self._sent is state and not self.has_changed(state)
 
     def stepped(self, copied: Collection[Weight]) -> MasterState:
         """Masters were stepped.

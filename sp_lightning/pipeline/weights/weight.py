@@ -187,10 +187,25 @@ class Weight:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether someone gave the master other memory and keeps ours, as an EMA does that puts the weights back."""
-        return self.master.data_ptr() != self.host.data_ptr() and users_of_storage(self.host) > 1
+        """Whether someone gave the master memory that ours cannot stand for.
+
+        They keep ours, as an EMA does that puts the weights back, or theirs is of another kind (`module.double()`).
+        """
+        return self.master.data_ptr() != self.host.data_ptr() and (
+            self._is_of_another_kind or users_of_storage(self.host) > 1
+        )
+
+    @property
+    def _is_of_another_kind(self) -> bool:
+        return self.master.dtype != self.host.dtype or self.master.shape != self.host.shape
 
     def readopt(self) -> None:
         """If someone gave the master other memory (`p.data = ...`), take its values back into ours."""
         if self.master.data_ptr() != self.host.data_ptr():
+            if self._is_of_another_kind:
+                raise RuntimeError(
+                    f"Weight {self.name!r} was {self.host.dtype} of shape {list(self.host.shape)} and is "
+                    f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "
+                    "or an optimizer has not stepped yet. Convert the module between steps."
+                )
             self.adopt(self.host)

@@ -136,8 +136,9 @@ class Window:
         if not group.suspect or self._is_being_stepped(group):
             return
         group.suspect = False
-        worth_a_look = group.loaded or group.host.keeps_lowered_copies
-        if group.state is None or not worth_a_look or group.host.has_changed(group.state):
+        if not (group.loaded or group.host.keeps_lowered_copies):
+            return  # what is sent next are the masters as they are; an older state costs one load more, if at all
+        if group.state is None or group.host.has_changed(group.state):
             group.state = None
             group.residency, group.readable = Residency.ABSENT, False
 

@@ -261,10 +261,9 @@ def test_a_very_large_tensor_is_not_copied(
     changes: bool, obstacle: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it is changed, that cannot be undone."""
-    monkeypatch.setattr("sp_lightning.pipeline.activations.effects._LARGE", 31)
     module = nn.Sequential(nn.Linear(2, 2))
     module.memory, module.state = torch.zeros(8), torch.zeros(4)
-    effects = SideEffects(module, [])
+    effects = SideEffects(module, [], largest=31)
     module.state += 1
     if changes:
         module.memory += 1

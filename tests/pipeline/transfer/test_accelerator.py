@@ -64,6 +64,20 @@ def test_an_upload_waits_for_the_slots_last_reader(scene: Scene, pinned: bool) -
     assert slot.plain.tolist() == [2, 2]
 
 
+def test_threads_are_on_the_device(scene: Scene) -> None:
+    """A new thread is on the first one, and would make a context there."""
+    scene.pinned = False
+    scene.backend.upload(scene.on_device(1), scene.on_host(2)).join()
+    scene.backend.download(scene.on_host(3), scene.on_device(4)).join()
+    scene.backend.work(lambda: None).join()
+    assert set(scene.api.chosen) == {
+        "superpipeline-staged-upload",
+        "superpipeline-staged-download",
+        "superpipeline-host",
+    }
+    assert set(scene.api.chosen.values()) == {scene.backend.device}
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_download_waits_for_what_computes_the_gradient(scene: Scene, pinned: bool) -> None:
     scene.pinned = pinned

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.transfer.threads import Lane, ThreadTicket, copy_memory
+from sp_lightning.pipeline.transfer.threads import Lane, ThreadTicket, Worker, copy_memory
 
 from ..parts import DoneTicket, PendingTicket, RecordingBackend, host_backend
 
@@ -22,6 +22,32 @@ def filled(value: int, count: int = 64) -> Tensor:
 
 def names() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith(("superpipeline", "test-lane"))}
+
+
+def test_what_becomes_possible_first_is_done_first() -> None:
+    """Also if nothing was possible when the thread looked for work."""
+    worker, done = Worker("test-lane"), list[str]()
+    early, late = ThreadTicket(), ThreadTicket()
+    first = worker.submit(lambda: done.append("given first"), [early], rank=9)
+    second = worker.submit(lambda: done.append("more urgent"), [late], rank=1)
+    time.sleep(0.05)
+    early.finish()
+    first.join()
+    late.finish()
+    second.join()
+    worker.close()
+    assert done == ["given first", "more urgent"]
+
+
+def test_work_may_wait_for_work_that_is_less_urgent() -> None:
+    """It was given before, so the thread does not wait for itself."""
+    worker, done, gate = Worker("test-lane"), list[str](), ThreadTicket()
+    before = worker.submit(lambda: done.append("before"), [gate], rank=9)
+    after = worker.submit(lambda: done.append("after"), [before], rank=1)
+    gate.finish()
+    after.join()
+    worker.close()
+    assert done == ["before", "after"]
 
 
 @pytest.mark.parametrize("direction", ["upload", "download"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import mmap
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -308,3 +311,28 @@ def test_unknown_memory_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.open", no_file)
     assert available_host_memory() is None
     assert total_host_memory() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hide memory from forked processes")
+def test_forked_processes_share_nothing_with_a_device() -> None:
+    """Beside an accelerator: a page that is shared would be copied, behind the device's back, when it is written to."""
+    code = """
+        import os, torch
+        from types import SimpleNamespace
+        from sp_lightning.pipeline.weights.host import HostBuffer
+
+        def seen_by_a_worker(buffer):
+            child = os.fork()
+            if not child:
+                os._exit(int(buffer.bytes[0]))
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        for kind in ("cpu", "cuda"):
+            buffer = HostBuffer(8, SimpleNamespace(device=torch.device(kind)), pin=False)
+            buffer.bytes.fill_(7)
+            attached = seen_by_a_worker(buffer)
+            buffer.release()
+            print(kind, attached, seen_by_a_worker(buffer))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["cpu", "7", "7", "cuda", "0", "7"], done.stderr
