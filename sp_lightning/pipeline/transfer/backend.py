@@ -5,8 +5,9 @@ Nothing here knows what is copied or when: the pipeline decides, the backend kee
 [Note: ordering of copies]
 A copy to the device starts after all work that was given to the device before it (the slot's last reader is among
 it), and computing waits for the copy's ticket before it reads the slot. A copy to the host starts after all work
-given before it (the gradients are among it). Both orders are kept on the device: `upload`, `download` and `wait`
-never make the host wait. `synchronize` does; whoever calls it counts it.
+given before it (the gradients are among it). Both orders are kept on the device, so `upload` and `download` never make
+the host wait, and `wait` only until a copy that follows work on the host has been given to the device. `synchronize`
+waits for the device; whoever calls it counts it.
 
 Work on host memory (adding gradients up, stepping the optimizer) is done by one thread, what is needed soonest first,
 each piece after the copies that it needs. A copy to the device can be told to start after such work: so the thread

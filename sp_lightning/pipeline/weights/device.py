@@ -1,7 +1,7 @@
 """Device memory: one arena that streamed groups share, and memory of their own for resident ones.
 
 [Note: places in the arena]
-A group has the same place for as long as the pipeline lives, so raw aliases of its weights (a tensor stashed on an
+A group has the same place for as long as the arrangement lives, so raw aliases of its weights (a tensor stashed on an
 autograd `ctx`, one held by a checkpoint) are right from its load to the end of its backward. Places are chosen so
 that any `window` groups that follow each other do not overlap; with equal sizes this is "group g has slot g mod k",
 with unequal sizes a large embedding does not inflate every slot. Groups whose places overlap cannot be on the
