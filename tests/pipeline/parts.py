@@ -160,6 +160,9 @@ class FakeHost:
     def state(self) -> FakeState:
         return FakeState(self.version)
 
+    def readopt(self) -> None:
+        """Nothing has been given other memory."""
+
     def prepare(self, state: FakeState) -> Tensor:
         return self.source.bytes
 

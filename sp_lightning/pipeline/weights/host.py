@@ -224,9 +224,13 @@ class GroupHost:
         self._sent = self.state()
         return self._sent
 
-    def _versions(self) -> tuple[int, ...]:
+    def readopt(self) -> None:
+        """Masters may have been given other memory (`p.data = ...`): take its values back into ours."""
         for weight in self.weights:
             weight.readopt()
+
+    def _versions(self) -> tuple[int, ...]:
+        self.readopt()
         return tuple(weight.master._version for weight in self.weights)
 
     def memory_of(self, weight: Weight) -> Tensor:

@@ -137,7 +137,8 @@ class Window:
             return
         group.suspect = False
         if not (group.loaded or group.host.keeps_lowered_copies):
-            return  # what is sent next are the masters as they are; an older state costs one load more, if at all
+            group.host.readopt()  # our memory is sent next as it is; that an older state is kept costs at most one load
+            return
         if group.state is None or group.host.has_changed(group.state):
             group.state = None
             group.residency, group.readable = Residency.ABSENT, False
