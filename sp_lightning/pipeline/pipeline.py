@@ -1,4 +1,4 @@
-"""The pipeline: what users have of the engine. It leads through a step, and arranges units anew between steps.
+"""The pipeline: what users have of the engine. It leads through a step; between steps units may be arranged anew.
 
 [Note: one step]
 `step()` opens a scope: masters are guarded, and what lies on the device is checked against them before it is used.
@@ -29,6 +29,7 @@ from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.arrangement import Arrangement, move_buffers
+from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.gradients.replicas import Replicas
@@ -44,7 +45,6 @@ from sp_lightning.pipeline.modules.guard import (
     stop_watching_functions,
     watch_functions,
 )
-from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
 from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers, listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
@@ -58,9 +58,8 @@ from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.units import Member, Unit
 
 _HOST = torch.device("cpu")
-SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
 
-_attached_masters: set[int] = set()
+_attached: set[Pipeline] = set()
 
 
 class Pipeline:
@@ -105,7 +104,6 @@ class Pipeline:
     ) -> None:
         self.module = module
         self.replicas = replicas
-        self._progress = progress
         self.device = full_device(device)
         self.options = options or PipelineOptions()
         self.stats = Stats()
@@ -123,10 +121,8 @@ class Pipeline:
         keep_out_of_graphs()
         finish_before_compiling(self._backend)
         self._learned = Learned()
-        self._planner = planner
         self._at_work = EngineAtWork()
         self._depth = 0
-        self._is_arranged = False
         self.optimizers = Optimizers(
             self.stats, self._at_work, lambda: self._assembly.close(), insists=self.options.overlap_optimizer is True
         )
@@ -158,7 +154,7 @@ class Pipeline:
             spent=set(),
         )
         try:
-            self._arrange()
+            self._arranger = Arranger(self, self._lasting, planner, progress, in_step=lambda: self._depth > 0)
         except BaseException:
             for buffer in self._learned.buffers.values():
                 buffer.release()
@@ -166,9 +162,7 @@ class Pipeline:
             raise
         listen_to_optimizers(self.optimizers)
         watch_functions(self)
-        self._attached = True
-        self._masters = list(module.parameters())
-        _attached_masters.update(map(id, self._masters))
+        _attached.add(self)
 
     # ------------------------------------------------------------------------------------------------------ public
 
@@ -222,7 +216,7 @@ class Pipeline:
         with self._at_work:
             self.stats.resets += 1
             self._assembly.abandon()
-            self._stop_planning()
+            self._arranger.stop_planning()
             self._depth = 0
             self._graphs.begin()
             resume_all_guards()
@@ -248,21 +242,7 @@ class Pipeline:
         Returns:
             What was given up, in words; None if nothing is left to give up.
         """
-        self._stop_planning()
-        self._planner = None  # or the window would grow again
-        if self._learned.plan is not None:
-            self._learned.plan, self._learned.outdated = None, True
-            return f"the window that was planned, with `k={self.arrangement.k}`, gives way to the usual one"
-        if self.options.activations == "auto" and self._activations.recompute_from_now_on():
-            return "units compute their activations a second time in backward from now on"
-        if (
-            self.options.k == "auto"
-            and self.arrangement.k > self.arrangement.k_prime
-            and not self._learned.short_of_memory
-        ):
-            self._learned.short_of_memory = self._learned.outdated = True
-            return f"`k` is {self.arrangement.k_prime} from now on, and was {self.arrangement.k}"
-        return None
+        return self._arranger.shrink()
 
     def rebuild(self) -> None:
         """Take in a changed module tree: other Parameter objects, added or removed modules.
@@ -272,14 +252,11 @@ class Pipeline:
         """
         if self._depth or self._assembly.backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
-        self._rearrange_for(self.arrangement.autocast)
-        _attached_masters.difference_update(map(id, self._masters))
-        self._masters = list(self.module.parameters())
-        _attached_masters.update(map(id, self._masters))
+        self._arranger.rearrange()
 
     def detach(self) -> None:
         """Give the module back: plain, on the CPU, without a trace. Calling it again does nothing."""
-        if not self._attached:
+        if self not in _attached:
             return
         failed = None
         try:
@@ -288,9 +265,8 @@ class Pipeline:
             failed = error
         if self._depth or self._assembly.backward.running or failed is not None:
             self.reset()
-        self._attached = False
-        self._stop_planning()
-        _attached_masters.difference_update(map(id, self._masters))
+        _attached.remove(self)
+        self._arranger.stop_planning()
         stop_listening(self.optimizers)
         stop_watching_functions(self)
         self._assembly.take_down()
@@ -337,7 +313,11 @@ class Pipeline:
     @property
     def arrangement(self) -> Arrangement:
         """Units, and where their weights lie at the moment."""
-        return self._assembly.arrangement
+        return self._arranger.arrangement
+
+    @property
+    def _assembly(self) -> Assembly:
+        return self._arranger.assembly
 
     @property
     def activations(self) -> AutoPolicy | None:
@@ -371,74 +351,12 @@ class Pipeline:
     @property
     def budget(self) -> int | None:
         """Device memory for weights, gradients on their way and activations; None if no limit is known."""
-        if self.arrangement.budget is not None:
-            return self.arrangement.budget
-        free = self._backend.free_memory()
-        if free is None:
-            return None
-        return self.arrangement.streaming_bytes() + int(SHARE_OF_FREE_MEMORY * free)
+        return self._arranger.budget
 
     @property
     def may_run_out(self) -> bool:
         """Whether a step may fail for want of device memory, or because of what was chosen to save it."""
         return self._backend.runs_out or self.budget is not None
-
-    # ------------------------------------------------------------------------------------------ attach and take off
-
-    def _arrange(self, autocast: torch.dtype | None = None) -> None:
-        arrangement = Arrangement(
-            self.module, self.options, self._learned, self._backend, autocast, self._progress, self.replicas
-        )
-        assembly = Assembly(arrangement, self._lasting, in_step=lambda: self._depth > 0)
-        assembly.put_up(keeper=self)
-        self._assembly = assembly
-        self._is_arranged = True
-        self._activations.auto = self._auto_policy()  # units have changed: measured anew
-        self.stats.arrangements += 1
-        if not arrangement.units and self.options.activations in ("recompute", "offload"):
-            warnings.warn(
-                f"`activations={self.options.activations!r}` has no effect any more: every weight is used outside of "
-                "its module's forward (a penalty over all of them, say), so all stay on the device, no unit is left.",
-                stacklevel=2,
-            )
-
-    def _take_in_what_was_learned(self) -> None:
-        """Between steps, when no graph holds on to the old arrangement."""
-        if not self._graphs.waiting() and self._learned.conclude(self.arrangement.units):
-            self.rebuild()
-
-    def _follow_plan(self) -> None:
-        """Between steps, when no graph holds on to the old arrangement: have the window that the planner wants."""
-        if self._planner is None or self._graphs.waiting():
-            return
-        plan = self._planner.before_step(self, torch.is_grad_enabled())
-        if plan == self._learned.plan:
-            return
-        policies = self._activations.auto
-        self._learned.plan = plan
-        self._rearrange_for(self.arrangement.autocast)
-        self._activations.auto = policies  # units are the same, and so is what was measured of them
-        if policies is not None and plan is not None and plan.policies:
-            units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self.arrangement.units]
-            policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
-        elif policies is not None:
-            policies.prescribe(None)
-
-    def _stop_planning(self) -> None:
-        if self._planner is not None:
-            self._planner.abandon()
-
-    def _auto_policy(self) -> AutoPolicy | None:
-        """What chooses for each unit, where there is a limit to what activations may take."""
-        if not self._activations.chooses or self._room_for_activations() is None:
-            return None
-        never_again = self._activations.never_again
-        return AutoPolicy(self._backend, self._meter, lambda: self._room_for_activations() or 0, never_again)
-
-    def _room_for_activations(self) -> int | None:
-        """Bytes of device memory for activations; None if no limit is known."""
-        budget = self.budget
-        return None if budget is None else max(0, budget - self.arrangement.streaming_bytes())
 
     # -------------------------------------------------------------------------------------------------- the scope
 
@@ -478,13 +396,7 @@ class Pipeline:
             return
         if self._assembly.backward.running or any(member.active for member in self.arrangement.members):
             self.reset()  # an exception came out of a backward that nothing surrounded
-        if not self._is_arranged:  # the last attempt has failed, for want of memory say
-            self._rearrange_for(self.arrangement.autocast)
-        if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
-            self.rebuild()
-        self._assembly.overlap.put_back()
-        self._take_in_what_was_learned()
-        self._follow_plan()
+        self._arranger.before_step(look_for_new_parameters)
         if not self._graphs.waiting():  # else this is the backward of the step before
             self.stats.steps += 1
             self._backend.trace.begin_step()
@@ -494,22 +406,6 @@ class Pipeline:
         self._assembly.activate()
         with self._at_work:
             self._assembly.window.begin_step()
-
-    def _has_new_parameters(self) -> bool:
-        """Whether someone put other Parameters into the modules (`load_state_dict(assign=True)`), or took one out.
-
-        Pruning puts a parameter elsewhere in its module, and a mask, which belongs on the device, among its buffers.
-        """
-        return not self._graphs.waiting() and any(
-            type(found := place.parameters.get(place.key)) in (nn.Parameter, type(None))
-            and found is not place.weight.master
-            for member in self.arrangement.members
-            for place in member.places
-        )
-
-    def _has_replaced_weights(self) -> bool:
-        with self._at_work:
-            return not self._graphs.waiting() and any(weight.is_replaced for weight in self.arrangement.weights)
 
     # ------------------------------------------------------------------------------------------- calls of modules
 
@@ -533,7 +429,7 @@ class Pipeline:
         if (
             member.unit is not None
             and autocast != self.arrangement.autocast
-            and self._adapt_to_autocast(member, autocast)
+            and self._arranger.adapt_to_autocast(member, autocast)
         ):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
         return self._assembly.calls.run(member, forward, args, kwargs, autocast)
@@ -543,32 +439,6 @@ class Pipeline:
         if not torch.is_autocast_enabled(self.device.type):
             return None
         return torch.get_autocast_dtype(self.device.type)
-
-    def _adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> bool:
-        """Autocast was switched on or off; True if everything was arranged anew for it."""
-        learned = self._learned
-        # without its cache, whether a weight is used once for a graph is to be seen first: nothing can be assumed
-        if autocast is not None and not learned.lowered and torch.is_autocast_cache_enabled():
-            learned.assume_lowered(known_to_be_lowered(self.module, self.arrangement.units))
-        if self.arrangement.untouched and not self._graphs.waiting():
-            self._assembly.guard.disarm()
-            self._rearrange_for(autocast)
-            self._assembly.activate()
-            return True
-        for weight in [place.weight for place in member.places if place.weight.lowered]:
-            self._assembly.outside.keep_as_is(weight)  # the unit is used with and without autocast in one step
-        return False
-
-    def _rearrange_for(self, autocast: torch.dtype | None) -> None:
-        self._is_arranged = False
-        self._assembly.take_down()
-        for weight in self.arrangement.weights:
-            if weight.is_replaced:  # who keeps our memory keeps the values in it
-                self._learned.leave_memory_of(weight)
-            else:  # or what `p.data = ...` has given it stays out of the memory that is sent
-                weight.readopt()
-        self.arrangement.give_up_memory()
-        self._arrange(autocast)
 
 
 def _check_share(options: PipelineOptions, backend: Backend) -> None:
@@ -581,8 +451,9 @@ def _check_share(options: PipelineOptions, backend: Backend) -> None:
 
 
 def _check_not_attached(module: nn.Module) -> None:
+    taken = {id(parameter) for pipeline in _attached for parameter in pipeline.module.parameters()}
     for name, parameter in module.named_parameters():
-        if id(parameter) in _attached_masters:
+        if id(parameter) in taken:
             raise ValueError(
                 f"Parameter {name!r} already belongs to a pipeline, which streams it. Call its `detach()` first."
             )
