@@ -190,6 +190,8 @@ class Arranger:
             else:  # or what `p.data = ...` has given it stays out of the memory that is sent
                 weight.readopt()
         self.arrangement.give_up_memory()
+        module = self._lasting.module
+        self._learned.forget_all_but({*map(id, module.modules()), *map(id, module.parameters())})
         self._arrange(autocast)
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:

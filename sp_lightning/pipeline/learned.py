@@ -59,6 +59,13 @@ class Learned:
         for key in [key for key in self.buffers if id(weight.master) in key]:
             self.buffers.pop(key).release()
 
+    def forget_all_but(self, alive: set[int]) -> None:
+        """Forget what is not among these parameters and modules, by identity: others may come to have that."""
+        self.lowered &= alive
+        self.used_as_is &= alive
+        self.assumed &= alive
+        self.observed = {key: seen for key, seen in self.observed.items() if alive.issuperset(key)}
+
     def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> None:
         """Note what was seen of weights under autocast; it may be that they should be sent in another dtype."""
         self.assumed -= {id(weight.master) for weight in watched}
