@@ -54,6 +54,11 @@ class Learned:
         if self.order is None:
             self.called.setdefault(unit)
 
+    def release_buffers(self) -> None:
+        """The pipeline ends."""
+        for buffer in self.buffers.values():
+            buffer.release()
+
     def leave_memory_of(self, weight: Weight) -> None:
         """The next arrangement makes other memory for a weight, and for those that travel with it."""
         for key in [key for key in self.buffers if id(weight.master) in key]:

@@ -13,7 +13,6 @@ next and copies are started for it.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,21 +22,14 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, without_torch_function
 from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.activations.offload import Offloader
-from sp_lightning.pipeline.activations.policy import Activations
-from sp_lightning.pipeline.activations.pool import HostPool
-from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.arrangement import Arrangement, move_buffers
 from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lasting import Lasting
-from sp_lightning.pipeline.learned import Learned
 from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.modules.guard import (
-    EngineAtWork,
     forget_ended_steps,
     guards_resumed,
     guards_suspended,
@@ -46,15 +38,13 @@ from sp_lightning.pipeline.modules.guard import (
     watch_functions,
 )
 from sp_lightning.pipeline.optimizer import on_device
-from sp_lightning.pipeline.optimizer.optimizers import Optimizers, listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.planned import Planner
-from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.summary import Summary
+from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.devices import full_device, make_backend
 from sp_lightning.pipeline.transfer.trace import Recording
-from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.units import Member, Unit
 
 _HOST = torch.device("cpu")
@@ -106,7 +96,6 @@ class Pipeline:
         self.replicas = replicas
         self.device = full_device(device)
         self.options = options or PipelineOptions()
-        self.stats = Stats()
         _check_not_attached(module)
         if replicas is not None:
             if self.options.resident_optimizer:
@@ -120,44 +109,23 @@ class Pipeline:
         _check_share(self.options, self._backend)
         keep_out_of_graphs()
         finish_before_compiling(self._backend)
-        self._learned = Learned()
-        self._at_work = EngineAtWork()
         self._depth = 0
-        self.optimizers = Optimizers(
-            self.stats, self._at_work, lambda: self._assembly.close(), insists=self.options.overlap_optimizer is True
+        self._lasting = lasting = Lasting.make(
+            module,
+            self.device,
+            self.options,
+            self._backend,
+            replicas,
+            require=lambda twin: self._assembly.backward.require(twin),
+            close=lambda: self._assembly.close(),
         )
-        self._pool = HostPool(self._backend)
-        meter = self._meter = Meter(self.device, self.stats)
-        self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
-        self._saved = SavedTensors(lambda twin: self._assembly.backward.require(twin), meter, self._offloader)
-        self._activations = Activations(
-            self.options.activations, self._saved, self.device, self.stats, checks=self.options.debug
-        )
-        self._graphs = Graphs()
-        self._lasting = Lasting(
-            module=module,
-            device=self.device,
-            options=self.options,
-            replicas=replicas,
-            backend=self._backend,
-            stats=self.stats,
-            at_work=self._at_work,
-            learned=self._learned,
-            graphs=self._graphs,
-            saved=self._saved,
-            activations=self._activations,
-            offloader=self._offloader,
-            pool=self._pool,
-            meter=meter,
-            optimizers=self.optimizers,
-            known_optimizers=weakref.WeakKeyDictionary(),
-            spent=set(),
-        )
+        self.stats, self.optimizers = lasting.stats, lasting.optimizers
+        self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
+        self._activations, self._offloader = lasting.activations, lasting.offloader
         try:
-            self._arranger = Arranger(self, self._lasting, planner, progress, in_step=lambda: self._depth > 0)
+            self._arranger = Arranger(self, lasting, planner, progress, in_step=lambda: self._depth > 0)
         except BaseException:
-            for buffer in self._learned.buffers.values():
-                buffer.release()
+            lasting.learned.release_buffers()
             self._backend.close()
             raise
         listen_to_optimizers(self.optimizers)
@@ -274,8 +242,7 @@ class Pipeline:
         for steps in self._lasting.known_optimizers.values():
             steps.forget()
         self._offloader.close()
-        for buffer in self._learned.buffers.values():
-            buffer.release()
+        self._lasting.learned.release_buffers()
         move_buffers(self.module, _HOST)
         forget_ended_steps()
         self._backend.close()
@@ -284,29 +251,7 @@ class Pipeline:
 
     def summary(self) -> Summary:
         """What was planned, in numbers; `str()` of it is a table."""
-        arrangement = self.arrangement
-        every_weight = [weight for unit in arrangement.all_units for weight in unit.every_weight]
-        return Summary(
-            device=str(self.device),
-            units=len(arrangement.units),
-            k=arrangement.k,
-            k_prime=arrangement.k_prime,
-            model_bytes=sum(weight.master.nbytes for weight in every_weight),
-            device_bytes=arrangement.device_bytes(),
-            gradient_bytes=self._assembly.returns.device_bytes(),
-            resident=tuple(weight.name for weight in arrangement.resident.weights),
-            resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
-            host_bytes=sum(group.host.host_bytes() for group in arrangement.groups if group.units),
-            host_gradient_bytes=self._assembly.returns.host_bytes(),
-            optimizer_bytes=self._assembly.steps.optimizer_bytes(arrangement.on_device),
-            host_activation_bytes=self._pool.held,
-            parameters=sum(weight.master.numel() for weight in every_weight),
-            unit_names=tuple(unit.name for unit in arrangement.units),
-            unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in arrangement.units),
-            lowered=sum(weight.lowered for weight in every_weight),
-            pinned=all(group.host.source.pinned for group in arrangement.groups),
-            plan=arrangement.plan,
-        )
+        return summarize(self._assembly, self._lasting)
 
     # ---------------------------------------------------------------------------------------------- for a planner
 
@@ -338,7 +283,7 @@ class Pipeline:
     @property
     def activation_peak(self) -> int:
         """The most bytes of activations that were on the device in the step before."""
-        return self._meter.step_peak
+        return self._lasting.meter.step_peak
 
     def memory_in_use(self) -> int | None:
         """Bytes of device memory that are allocated, where the device tells; the most is counted from now on."""

@@ -259,7 +259,7 @@ def test_nothing_is_rearranged_under_a_graph_that_waits() -> None:
     model = layers()
     with attached(model) as pipeline:
         output = model(torch.ones(2, 8))
-        pipeline._learned.outdated = True
+        pipeline._lasting.learned.outdated = True
         before = pipeline.arrangement
         with torch.no_grad():
             model(torch.ones(2, 8))
@@ -335,7 +335,7 @@ def test_a_graph_that_is_kept_after_its_backward_is_not_waited_for() -> None:
             losses[-1].backward(retain_graph=True)
             assert not pipeline._graphs.waiting()
         before = pipeline.stats.arrangements
-        pipeline._learned.outdated = True
+        pipeline._lasting.learned.outdated = True
         with pipeline.step():
             assert pipeline.stats.arrangements == before + 1
 
@@ -368,7 +368,7 @@ def test_what_was_learned_of_weights_goes_with_them() -> None:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
             for _ in range(2):
                 model(torch.ones(2, 8)).sum().backward()
-        learned = pipeline._learned
+        learned = pipeline._lasting.learned
         assert learned.lowered == set(map(id, model.parameters()))
         watched = set(learned.observed)
         model[0].weight = nn.Parameter(torch.ones(8, 8))
