@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,28 +16,25 @@ from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.arrangement import Arrangement
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.modules.hooks import Gatekeeper
 from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
-from sp_lightning.pipeline.planned import Planner
+from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.weights.units import Member
-
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.pipeline import Pipeline
-
-SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
 
 
 class Arranger:
     """Makes arrangements of a module, and has one of them at work.
 
     Args:
-        pipeline: Whose units these are: it is told of their calls, and planners look at it.
         lasting: What goes over from one arrangement to the next.
         planner: Chooses what the options leave to it; without one the window stays as small as it is.
         progress: Told how many bytes of weights have been laid out on the host, and of how many.
+        keeper: Is told of the calls of members.
         in_step: Whether the scope of a step is open.
 
     Attributes:
         assembly: The arrangement at work.
+        survey: What a planner may know.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
@@ -48,13 +44,13 @@ class Arranger:
 
     def __init__(
         self,
-        pipeline: Pipeline,
         lasting: Lasting,
         planner: Planner | None,
         progress: Callable[[int, int], None] | None,
+        *,
+        keeper: Gatekeeper,
         in_step: Callable[[], bool],
     ) -> None:
-        self._pipeline = pipeline
         self._lasting = lasting
         self._options = lasting.options
         self._learned = lasting.learned
@@ -62,7 +58,9 @@ class Arranger:
         self._activations = lasting.activations
         self._planner = planner
         self._progress = progress
+        self._keeper = keeper
         self._in_step = in_step
+        self.survey = Survey(lasting, lambda: self.arrangement)
         self._is_arranged = False
         self._arrange()
 
@@ -70,16 +68,6 @@ class Arranger:
     def arrangement(self) -> Arrangement:
         """Units, and where their weights lie at the moment."""
         return self.assembly.arrangement
-
-    @property
-    def budget(self) -> int | None:
-        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
-        if self.arrangement.budget is not None:
-            return self.arrangement.budget
-        free = self._lasting.backend.free_memory()
-        if free is None:
-            return None
-        return self.arrangement.streaming_bytes() + int(SHARE_OF_FREE_MEMORY * free)
 
     def before_step(self, look_for_new_parameters: bool) -> None:
         """Arrange anew if there is a reason for it.
@@ -166,7 +154,7 @@ class Arranger:
         """Have the window that the planner wants."""
         if self._planner is None:
             return
-        plan = self._planner.before_step(self._pipeline, torch.is_grad_enabled())
+        plan = self._planner.before_step(self.survey, torch.is_grad_enabled())
         if plan == self._learned.plan:
             return
         policies = self._activations.auto
@@ -200,7 +188,7 @@ class Arranger:
             lasting.module, self._options, self._learned, lasting.backend, autocast, self._progress, lasting.replicas
         )
         assembly = Assembly(arrangement, lasting, self._in_step)
-        assembly.put_up(keeper=self._pipeline)
+        assembly.put_up(self._keeper)
         self.assembly = assembly
         self._is_arranged = True
         self._activations.auto = self._auto_policy()  # units have changed: measured anew
@@ -214,13 +202,12 @@ class Arranger:
 
     def _auto_policy(self) -> AutoPolicy | None:
         """What chooses for each unit, where there is a limit to what activations may take."""
-        if not self._activations.chooses or self._room_for_activations() is None:
+        if not self._activations.chooses or self.survey.budget is None:
             return None
         never_again = self._activations.never_again
         lasting = self._lasting
-        return AutoPolicy(lasting.backend, lasting.meter, lambda: self._room_for_activations() or 0, never_again)
+        return AutoPolicy(lasting.backend, lasting.meter, self._room_for_activations, never_again)
 
-    def _room_for_activations(self) -> int | None:
-        """Bytes of device memory for activations; None if no limit is known."""
-        budget = self.budget
-        return None if budget is None else max(0, budget - self.arrangement.streaming_bytes())
+    def _room_for_activations(self) -> int:
+        """Bytes of device memory for activations, where there is a limit."""
+        return max(0, (self.survey.budget or 0) - self.arrangement.streaming_bytes())

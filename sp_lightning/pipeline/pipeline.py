@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, without_torch_function
-from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.arrangement import Arrangement, move_buffers
 from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
@@ -37,15 +36,14 @@ from sp_lightning.pipeline.modules.guard import (
     stop_watching_functions,
     watch_functions,
 )
-from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.planned import Planner
 from sp_lightning.pipeline.summary import Summary, summarize
+from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.devices import full_device, make_backend
 from sp_lightning.pipeline.transfer.trace import Recording
-from sp_lightning.pipeline.weights.units import Member, Unit
+from sp_lightning.pipeline.weights.units import Member
 
 _HOST = torch.device("cpu")
 
@@ -123,7 +121,7 @@ class Pipeline:
         self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
         self._activations, self._offloader = lasting.activations, lasting.offloader
         try:
-            self._arranger = Arranger(self, lasting, planner, progress, in_step=lambda: self._depth > 0)
+            self._arranger = Arranger(lasting, planner, progress, keeper=self, in_step=lambda: self._depth > 0)
         except BaseException:
             lasting.learned.release_buffers()
             self._backend.close()
@@ -253,55 +251,24 @@ class Pipeline:
         """What was planned, in numbers; `str()` of it is a table."""
         return summarize(self._assembly, self._lasting)
 
-    # ---------------------------------------------------------------------------------------------- for a planner
-
     @property
     def arrangement(self) -> Arrangement:
         """Units, and where their weights lie at the moment."""
         return self._arranger.arrangement
 
     @property
-    def _assembly(self) -> Assembly:
-        return self._arranger.assembly
-
-    @property
-    def activations(self) -> AutoPolicy | None:
-        """What chooses for the activations of each unit; None where nothing does."""
-        return self._activations.auto
-
-    def bytes_on_device(self, unit: Unit) -> int:
-        """What a unit would take if it lived on the device; 0 if it may not, or if nothing of it is stepped.
-
-        It may where the user wants that, if all optimizers step weight by weight: others look at weights together.
-        """
-        trainable = [weight.master for weight in unit.every_weight if weight.master.requires_grad]
-        if not (self.options.resident_optimizer and self.optimizers.step_by_unit and trainable):
-            return 0
-        weights = sum(w.master.nbytes + w.lowered * w.compute_bytes for w in unit.every_weight)
-        return weights + sum(p.nbytes + on_device.state_bytes(self.optimizers.seen, p) for p in trainable)
-
-    @property
-    def activation_peak(self) -> int:
-        """The most bytes of activations that were on the device in the step before."""
-        return self._lasting.meter.step_peak
-
-    def memory_in_use(self) -> int | None:
-        """Bytes of device memory that are allocated, where the device tells; the most is counted from now on."""
-        return self._backend.memory_in_use()
-
-    def most_memory_in_use(self) -> int | None:
-        """The most bytes of device memory that were allocated since `memory_in_use` was asked."""
-        return self._backend.most_memory_in_use()
-
-    @property
-    def budget(self) -> int | None:
-        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
-        return self._arranger.budget
+    def survey(self) -> Survey:
+        """What a planner may know."""
+        return self._arranger.survey
 
     @property
     def may_run_out(self) -> bool:
         """Whether a step may fail for want of device memory, or because of what was chosen to save it."""
-        return self._backend.runs_out or self.budget is not None
+        return self._backend.runs_out or self.survey.budget is not None
+
+    @property
+    def _assembly(self) -> Assembly:
+        return self._arranger.assembly
 
     # -------------------------------------------------------------------------------------------------- the scope
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.weights.units import Member
-
 
 _LONG = 100  # steps: longer than anybody accumulates losses before one backward
 
@@ -28,7 +23,7 @@ class Graph:
     def __init__(self, number: int) -> None:
         self.number = number
         self.done = False
-        self.uncompiled: set[Member] = set()
+        self.uncompiled: set[object] = set()
 
 
 class Graphs:
