@@ -16,7 +16,7 @@ from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Ticket
+from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.host import GroupHost, tensor_in
 from sp_lightning.pipeline.weights.units import Unit

@@ -17,7 +17,7 @@ from torch import Tensor
 from sp_lightning.pipeline._private import weak_storage
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.pool import Piece
-from sp_lightning.pipeline.transfer.backend import Ticket
+from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.host import ALIGNMENT
 
 _WASTE = 2  # memory of which less than one part in so many was saved is not worth a copy

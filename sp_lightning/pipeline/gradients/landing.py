@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.transfer.backend import Backend, Ticket
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.host import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight

@@ -18,7 +18,8 @@ from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer.stepping import UnitStep
-from sp_lightning.pipeline.transfer.backend import Backend, Ticket
+from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.weight import Weight

@@ -38,7 +38,7 @@ from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
 from sp_lightning.pipeline.optimizer.stepping import HAVE_FUSED_KERNELS, fused_kernel_works, why_not_by_unit
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Ticket
+from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight

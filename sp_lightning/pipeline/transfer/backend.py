@@ -19,37 +19,19 @@ shows as a wrong number on a laptop, not only on a GPU.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.transfer.trace import Origin, Trace
+from sp_lightning.pipeline.transfer.lanes import Lanes, Ticket
+from sp_lightning.pipeline.transfer.trace import Trace
 
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
 
 
-class Ticket(ABC):
-    """One copy on its way, or one piece of work on the host."""
-
-    @abstractmethod
-    def join(self) -> None:
-        """Block the calling thread until it is done; raises what went wrong in it."""
-
-    @property
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether `join` would return at once."""
-
-    def interval(self, origin: Origin) -> tuple[float, float] | None:
-        """When it began and ended, in seconds since then; None if nobody knows (see `Backend.timed`)."""
-        return None
-
-
-class Backend(ABC):
+class Backend(Lanes):
     """What the engine asks of a kind of device.
 
     Args:
@@ -57,14 +39,13 @@ class Backend(ABC):
         poison: Fill memory that holds nothing with NaN, so that a read of it cannot go unseen.
 
     Attributes:
-        timed: Whether tickets have to know when they began and ended.
         trace: Writes down what was asked for, while somebody wants to know.
     """
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
+        super().__init__()
         self.device = device
         self.poison = poison
-        self.timed = False
         self.trace = Trace(self)
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -102,26 +83,6 @@ class Backend(ABC):
             cleanup: What to do then in any case, also if something before it has failed.
             rank: Of jobs that can be done, those of a lower rank come first, and of the same rank those given first.
         """
-
-    @abstractmethod
-    def wait(self, ticket: Ticket) -> None:
-        """Make what is computed from now on wait for the copy; the host goes on."""
-
-    def synchronize(self, ticket: Ticket) -> None:
-        """Make the host wait for the copy."""
-        ticket.join()
-
-    def mark(self) -> Any:
-        """This moment on the device: when what was given to it so far has been computed."""
-        return perf_counter()
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """The time between two moments; the host waits for the second."""
-        return float(end - begin)
-
-    def origin(self) -> Origin:
-        """This moment, from which a recording counts."""
-        return Origin(self.mark(), perf_counter())
 
     def invalidate(self, memory: Tensor) -> None:
         """Memory that nobody may read any more; poisoned when debugging."""
@@ -161,10 +122,6 @@ class Backend(ABC):
     def most_memory_in_use(self) -> int | None:
         """The most bytes of device memory that were allocated since `memory_in_use` was asked."""
         return None
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Block until no copy is on its way and no work is left."""
 
     def close(self) -> None:
         """Give back threads and streams."""

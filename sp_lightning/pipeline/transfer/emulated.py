@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.transfer.backend import Backend, Ticket
+from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.cores import ANYWHERE, HostCores
+from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.transfer.threads import Lane, Worker, copy_memory
 
 

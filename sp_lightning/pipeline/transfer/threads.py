@@ -15,8 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.transfer.backend import Ticket
-from sp_lightning.pipeline.transfer.trace import Origin
+from sp_lightning.pipeline.transfer.lanes import Origin, Ticket
 
 
 class ThreadTicket(Ticket):

@@ -15,10 +15,9 @@ import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.transfer.backend import Backend, Ticket
+from sp_lightning.pipeline.transfer.lanes import Lanes, Origin, Ticket
 
 _NO_STALL = 20e-6  # seconds that asking takes when there is nothing to wait for
 
@@ -97,13 +96,6 @@ class Recording:
     steps: list[tuple[float, float]] = field(default_factory=list)
 
 
-class Origin(NamedTuple):
-    """When a recording began: as the device and as the host tell it."""
-
-    device: Any
-    host: float
-
-
 class _Entry(NamedTuple):
     kind: Kind
     name: str
@@ -117,11 +109,11 @@ class Trace:
     """Writes down what a backend is asked to do, and for what. While nothing is recorded, a call costs next to nothing.
 
     Args:
-        backend: Its clocks, and what computing waits for.
+        lanes: Those of the backend.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
         self._entries: list[_Entry] | None = None
         self._steps: list[Any] = []
         self._recordings = 0
@@ -140,28 +132,28 @@ class Trace:
     def wait(self, ticket: Ticket, what: str) -> None:
         """Make computing wait for a ticket, and note for how long it did."""
         if self._entries is None:
-            self._backend.wait(ticket)
+            self._lanes.wait(ticket)
             return
-        begin = self._backend.mark()
-        self._backend.wait(ticket)
-        self._entries.append(_Entry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
+        begin = self._lanes.mark()
+        self._lanes.wait(ticket)
+        self._entries.append(_Entry(Kind.STALL, what, 0, None, begin, self._lanes.mark()))
 
     def begin(self, kind: Kind, name: str) -> None:
         """A unit begins to compute; whichever did so before is done."""
         if self._entries is not None:
             self.end()
-            self._open = _Entry(kind, name, 0, None, self._backend.mark())
+            self._open = _Entry(kind, name, 0, None, self._lanes.mark())
 
     def end(self) -> None:
         """The unit that computed last is done."""
         if self._entries is not None and self._open is not None:
-            self._entries.append(self._open._replace(end=self._backend.mark()))
+            self._entries.append(self._open._replace(end=self._lanes.mark()))
             self._open = None
 
     def begin_step(self) -> None:
         """A new step begins."""
         if self._entries is not None:
-            self._steps.append(self._backend.mark())
+            self._steps.append(self._lanes.mark())
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -172,21 +164,21 @@ class Trace:
         if self._entries is None:
             self._entries, self._steps = [], []
         self._recordings += 1
-        self._backend.timed = True
+        self._lanes.timed = True
         recording, first, first_step = Recording(), len(self._entries), len(self._steps)
-        origin = self._backend.origin()
+        origin = self._lanes.origin()
         try:
             yield recording
         finally:
             self.end()
-            entries, steps = self._entries[first:], [*self._steps[first_step:], self._backend.mark()]
+            entries, steps = self._entries[first:], [*self._steps[first_step:], self._lanes.mark()]
             self._recordings -= 1
             if not self._recordings:
-                self._entries, self._backend.timed = None, False
-            self._backend.drain()
+                self._entries, self._lanes.timed = None, False
+            self._lanes.drain()
             spans = [span for entry in entries if (span := self._span(entry, origin)) is not None]
             recording.spans = sorted(spans, key=lambda span: span.begin)
-            moments = [self._backend.seconds(origin.device, mark) for mark in steps]
+            moments = [self._lanes.seconds(origin.device, mark) for mark in steps]
             recording.steps = list(zip(moments[:-1], moments[1:], strict=True))
 
     def _span(self, entry: _Entry, origin: Origin) -> Span | None:
@@ -196,8 +188,8 @@ class Trace:
                 return None
             begin, end = interval
         else:
-            begin = self._backend.seconds(origin.device, entry.begin)
-            end = self._backend.seconds(origin.device, entry.end)
+            begin = self._lanes.seconds(origin.device, entry.begin)
+            end = self._lanes.seconds(origin.device, entry.end)
             if entry.kind is Kind.STALL and end - begin < _NO_STALL:
                 return None
         return Span(entry.kind.lane, entry.kind, entry.name, begin, end, entry.nbytes)

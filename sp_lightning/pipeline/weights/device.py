@@ -25,7 +25,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from sp_lightning.pipeline.transfer.backend import Ticket
+from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.host import GroupHost, MasterState
 
 
