@@ -85,6 +85,20 @@ def test_imports_point_one_way_within_the_engine(path):
     assert not {name for name in ours if ENGINE.index(engine_room_of(name)) > mine}
 
 
+def test_no_import_leads_back():
+    """Not even for types, but for four nouns that know each other: weights, units, groups and their host memory."""
+    files = {name_of(path): path for path in modules(PACKAGE)}
+    leads_to = {
+        name: files.keys() & {part for found in imported(path) for part in (found, found.rpartition(".")[0])}
+        for name, path in files.items()
+    }
+    for _ in range(len(files).bit_length()):  # each round reaches twice as far
+        leads_to = {name: near.union(*(leads_to[other] for other in near)) for name, near in leads_to.items()}
+    room = "sp_lightning.pipeline.weights"
+    nouns = {f"{room}.{name}" for name in ("device", "host", "units", "weight")}
+    assert {name for name, all_imports in leads_to.items() if name in all_imports} == nouns
+
+
 @pytest.mark.parametrize("path", modules(PACKAGE / "pipeline"), ids=name_of)
 def test_the_engine_knows_torch_alone(path):
     allowed = {"torch", "typing_extensions", "sp_lightning"} | sys.stdlib_module_names
