@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -255,6 +256,9 @@ def test_every_policy_for_activations_is_exact(policy: str, autocast: bool, grap
     assert plain == streamed == 2
 
 
+@pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0), reason="Python 3.13.0 does not tell dynamo of a module's changed attribute"
+)
 def test_an_exception_in_a_compiled_block(graphs: CompileCounterWithBackend) -> None:
     """The next step is right, and needs no other graph."""
 
