@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,17 +17,14 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.pipeline._private import COMPILES_UNDER_MODES
 
 from .helpers import Run, assert_same_story, assert_same_trace, attached, collect_garbage, lightning_run
 from .zoo import CASES
 from .zoo.blocks import WIDTH, Block, Chain, chain
-
-# torch 2.6 compiles nothing under a dispatch mode such as that of `debug=True`, and never again what it met there
-COMPILES_IN_DEBUG = hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
 @pytest.fixture
@@ -79,7 +77,7 @@ def compare(
         run = Run(build() if by_option else WAYS[way](build()))
         torch.manual_seed(1)
         if streamed:
-            with attached(run.model, **{"compile": by_option, "debug": COMPILES_IN_DEBUG, **options}) as run.pipe:
+            with attached(run.model, **{"compile": by_option, "debug": COMPILES_UNDER_MODES, **options}) as run.pipe:
                 story(run)
             assert run.pipe.stats.loads > 0, "nothing was streamed"
         else:
@@ -245,7 +243,7 @@ def test_code_that_belongs_to_no_module_is_recomputed() -> None:
             block.compile(backend="eager")
         return model
 
-    assert_same_story(train, build, activations="recompute", debug=COMPILES_IN_DEBUG)
+    assert_same_story(train, build, activations="recompute", debug=COMPILES_UNDER_MODES)
     torch._dynamo.reset()
 
 
@@ -258,6 +256,9 @@ def test_every_policy_for_activations_is_exact(policy: str, autocast: bool, grap
     assert plain == streamed == 2
 
 
+@pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0), reason="Python 3.13.0 does not tell dynamo of a module's changed attribute"
+)
 def test_an_exception_in_a_compiled_block(graphs: CompileCounterWithBackend) -> None:
     """The next step is right, and needs no other graph."""
 
@@ -291,7 +292,7 @@ def test_inductor_is_exact() -> None:
         torch.manual_seed(0)
         run = Run(chain(3) if streamed else each(chain(3)))
         if streamed:
-            with attached(run.model, compile=True, debug=COMPILES_IN_DEBUG) as run.pipe:
+            with attached(run.model, compile=True, debug=COMPILES_UNDER_MODES) as run.pipe:
                 train(run, evaluate=False)
         else:
             train(run, evaluate=False)

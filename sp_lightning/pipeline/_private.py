@@ -29,6 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
+# Compiled code is guarded against the dispatch modes around it. Torch 2.9 compiles for modes that leave compiled code
+# alone, but its guards see them all the same: every call compiles again, and at torch's limit nothing is compiled any
+# more. Newer ones tell their guards which modes matter, and no public name says which torch does.
+COMPILES_UNDER_MODES = hasattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals")
+
 _CAN_LOOK_AT_TOP = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # not in torch 2.6
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_lightning.pipeline._private import run_as_without_mode, storage_key
+from sp_lightning.pipeline._private import COMPILES_UNDER_MODES, run_as_without_mode, storage_key
 from sp_lightning.pipeline.arrangement import Arrangement
 from sp_lightning.pipeline.modules.lowering import is_view, tensors_among
 
@@ -38,8 +38,8 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled, and what it runs is checked. A torch that does not ask runs it uncompiled."""
-        return True
+        """Compiled code stays compiled, and what it runs is checked. A torch that cannot do that runs it uncompiled."""
+        return COMPILES_UNDER_MODES
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check the operands, then run the operation."""

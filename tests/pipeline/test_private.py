@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import _private
 from sp_lightning.pipeline._private import (
+    COMPILES_UNDER_MODES,
     StepCode,
     arrives_whole,
     call_before_compiling,
@@ -454,6 +456,25 @@ def test_a_step_without_code_is_a_replaced_one(step: Callable[..., Any], monkeyp
     """Lightning's own tests put mocks there."""
     monkeypatch.setattr(SGD, "step", step)
     assert step_is_replaced(SGD([nn.Parameter(torch.ones(1))]))
+
+
+def test_what_compiles_under_modes_compiles_once() -> None:
+    class Mode(TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    compiled = torch.compile(lambda x: torch.sin(x) + 1, backend=graphs)
+    for _ in range(3):
+        with Mode():
+            compiled(torch.ones(2))
+    assert (graphs.frame_count == 1) == COMPILES_UNDER_MODES
+    torch._dynamo.reset()
 
 
 def test_dynamo_leaves_hidden_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
