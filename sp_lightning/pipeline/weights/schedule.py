@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterator
-from itertools import count, takewhile
+from itertools import count
 
 
 class Pass(enum.IntEnum):
@@ -65,13 +65,19 @@ class Schedule:
         Args:
             number: Of the use; it is to come.
         """
-        return self._expected_use(number) % self._members
+        while len(self._expected) < number - self.now:
+            self._expect_another()
+        return self._expected[number - self.now - 1] % self._members
 
     def upcoming_before_the_turn(self) -> Iterator[int]:
         """Members in the order in which they are expected before another kind of pass begins; endless in a loop."""
-        direction = self._current // self._members if self._members else 0
-        expected = map(self._expected_use, count(self.now + 1)) if self._members else iter(())
-        return (use % self._members for use in takewhile(lambda use: use // self._members == direction, expected))
+        for ahead in count() if self._members else ():
+            if ahead == len(self._expected):
+                self._expect_another()
+            direction, member = divmod(self._expected[ahead], self._members)
+            if direction != self._current // self._members:
+                return
+            yield member
 
     def forget_position(self) -> None:
         """After an exception: what comes next does not follow from what came last."""
@@ -82,14 +88,12 @@ class Schedule:
         self._expected.clear()
         self._last_two = self._previous, self._current = previous, current
 
-    def _expected_use(self, number: int) -> int:
-        ahead = number - self.now
-        while len(self._expected) < ahead:
-            before, last = self._last_two
-            following = self._next.get((before, last))
-            self._last_two = last, self._expected_after(last) if following is None else following
-            self._expected.append(self._last_two[1])
-        return self._expected[ahead - 1]
+    def _expect_another(self) -> None:
+        last = self._last_two[1]
+        use = self._next.get(self._last_two)
+        use = self._expected_after(last) if use is None else use
+        self._last_two = last, use
+        self._expected.append(use)
 
     def _expected_after(self, use: int) -> int:
         if use < 0:

@@ -110,9 +110,10 @@ class Window:
             if group not in in_use:
                 self._verify(group)
                 if not group.loaded:
-                    in_the_way = self._in_the_way_of(group)
-                    if any(other.users or other in in_use or ahead.next_use(other) < number for other in in_the_way):
-                        return
+                    for other in self._in_the_way_of(group):
+                        if other.users or other in in_use or ahead.next_use(other) < number:
+                            ahead.hold_up(number, group, other)
+                            return
                     self._load(group)
             ahead.see(number, group, group.loaded and not (group.suspect and group in in_use))
 
