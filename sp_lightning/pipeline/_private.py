@@ -106,12 +106,16 @@ def in_backward() -> bool:
 _ZERO_GRAD = {inspect.unwrap(zero_grad).__code__ for zero_grad in (Optimizer.zero_grad, nn.Module.zero_grad)}
 
 
-def zero_grad_is_calling(levels: int = 8) -> dict[str, Any] | None:
+def zero_grad_is_calling(above: int = 1, levels: int = 8) -> dict[str, Any] | None:
     """The local variables of torch's `zero_grad`, if it is among the callers; None otherwise.
 
     `zero_grad` reads each `.grad` only to throw it away. Gradients that are shown on demand must not be made for that.
+
+    Args:
+        above: How many callers up to begin; a look at each costs as much as all else that is done for a weight.
+        levels: How many to look at.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(above)
     while frame is not None and levels:
         if frame.f_code in _ZERO_GRAD:
             return frame.f_locals
