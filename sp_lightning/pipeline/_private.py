@@ -105,18 +105,22 @@ def graph_task() -> int:
 
 def in_backward() -> bool:
     """Whether this thread runs a node of a backward pass; a checkpoint's recomputation is told from a forward by it."""
-    return graph_task() != -1
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 _ZERO_GRAD = {inspect.unwrap(zero_grad).__code__ for zero_grad in (Optimizer.zero_grad, nn.Module.zero_grad)}
 
 
-def zero_grad_is_calling(levels: int = 8) -> dict[str, Any] | None:
+def zero_grad_is_calling(above: int = 1, levels: int = 8) -> dict[str, Any] | None:
     """The local variables of torch's `zero_grad`, if it is among the callers; None otherwise.
 
     `zero_grad` reads each `.grad` only to throw it away. Gradients that are shown on demand must not be made for that.
+
+    Args:
+        above: How many callers up to begin; a look at each costs as much as all else that is done for a weight.
+        levels: How many to look at.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(above)
     while frame is not None and levels:
         if frame.f_code in _ZERO_GRAD:
             return frame.f_locals
@@ -214,9 +218,8 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Let the engine read masters without its own `__torch_function__` guard seeing it."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
 def sees_torch_functions() -> bool:

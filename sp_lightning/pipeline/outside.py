@@ -137,7 +137,7 @@ class OutsideUse:
     def note_write(self, weight: Weight) -> None:
         """A master may be written to."""
         for group in (weight.twin.group, weight.unit.group):
-            group.suspect, group.state = True, None
+            self._window.suspect(group)
 
     def in_graph(self, weight: Weight) -> Tensor:
         """The leaf that the graph of this step was built on."""

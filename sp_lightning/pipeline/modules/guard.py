@@ -41,6 +41,7 @@ _ABOUT_THE_MASTER = {
 
 
 _ACCESSORS = ("__get__", "__set__", "__delete__")
+_GRADIENT: Any = torch.Tensor.grad
 _METADATA = {
     "shape", "dtype", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "names", "is_sparse", "is_meta",
     "is_quantized", "is_nested", "is_mkldnn", "nbytes", "itemsize", "output_nr", "retains_grad", "_base",
@@ -91,7 +92,7 @@ class Guard:
 
     def __init__(self, owner: Owner, weights: Iterable[Weight]) -> None:
         self.owner = owner
-        self._weights = list(weights)
+        self._entries = {id(weight.master): (self, weight) for weight in weights}
         self.armed = False
         self.redirects = False
 
@@ -108,17 +109,18 @@ class Guard:
     def _guard_masters(self) -> None:
         if not self.armed:
             self.armed = True
-            for weight in self._weights:
-                _guarded[id(weight.master)] = (self, weight)
+            _guarded.update(self._entries)
+            for _, weight in self._entries.values():
                 weight.master.__class__ = HostParameter
 
     def disarm(self) -> None:
         """Masters are ordinary Parameters again."""
         self.redirects = False
         if self.armed:
-            for weight in self._weights:
+            for _, weight in self._entries.values():
                 weight.master.__class__ = nn.Parameter
-                _guarded.pop(id(weight.master), None)  # an interrupt may have come in the middle of either
+            for master in self._entries:
+                _guarded.pop(master, None)  # an interrupt may have come in the middle of either
             self.armed = False
 
     def redirect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,6 +148,16 @@ class Guard:
         self.owner.used([_weight_of(master) for master in _masters_in((args, kwargs))])
         return result
 
+    def access_gradient(self, accessor: Callable[..., Any], args: tuple[Any, ...], weight: Weight) -> Any:
+        """Read, set or delete a master's `.grad`, which is on the host always: `zero_grad` does so twice for each."""
+        zero_grad = zero_grad_is_calling(above=3) if accessor.__name__ == "__get__" else {}
+        if zero_grad is None or not zero_grad.get("set_to_none", True):
+            self.owner.asked_for_gradient(weight)
+        else:
+            self.owner.gradient_is_dropped(weight)
+        with without_torch_function():
+            return accessor(*args)
+
     def _read_property(self, func: Any, args: tuple[Any, ...]) -> Any:
         name = getattr(func.__self__, "__name__", "")
         if name in _DEVICE_PROPERTIES:
@@ -166,21 +178,12 @@ class Guard:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in _ACCESSORS else ""
         for master in args[:1] if name in _ACCESSORS else _masters_in((args, kwargs)):
             weight = _weight_of(master)
-            if attribute == "grad":
-                self._tell_of_gradient(weight, reads=name == "__get__")
-            elif (attribute or name) not in _METADATA:
+            if (attribute or name) not in _METADATA:
                 self.owner.touched(weight)
             if writes:
                 self.owner.note_write(weight)
         with without_torch_function():
             return func(*args, **kwargs)
-
-    def _tell_of_gradient(self, weight: Weight, reads: bool) -> None:
-        zero_grad = zero_grad_is_calling()
-        if not reads or (zero_grad is not None and zero_grad.get("set_to_none", True)):
-            self.owner.gradient_is_dropped(weight)
-        else:
-            self.owner.asked_for_gradient(weight)
 
     def _is_about_host_tensors(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether other operands lie on the host, as those of a hand-made EMA do."""
@@ -237,7 +240,10 @@ class HostParameter(nn.Parameter):
         if found is None:
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
-        return found[0].redirect(func, args, kwargs or {})
+        guard, weight = found
+        if getattr(func, "__self__", None) is _GRADIENT:
+            return guard.access_gradient(func, args, weight)
+        return guard.redirect(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy is an ordinary Parameter."""

@@ -22,13 +22,17 @@ class ThreadTicket(Ticket):
     """Done when a thread says so."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._is_done = False
+        self._under_way = threading.Lock()  # held until then; an `Event` is made of several objects
+        self._under_way.acquire()
         self.error: BaseException | None = None
         self._began = self._ended = 0.0
 
     def wait(self) -> None:
         """Block until it is done, well or not."""
-        self._event.wait()
+        if not self._is_done:
+            with self._under_way:
+                pass
 
     @override
     def join(self) -> None:
@@ -39,7 +43,7 @@ class ThreadTicket(Ticket):
     @property
     @override
     def done(self) -> bool:
-        return self._event.is_set()
+        return self._is_done
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
@@ -56,7 +60,8 @@ class ThreadTicket(Ticket):
 
     def finish(self) -> None:
         """The thread is done with it."""
-        self._event.set()
+        self._is_done = True
+        self._under_way.release()
 
 
 _Entry = tuple[Callable[[], None], Sequence[Ticket], Callable[[], None], ThreadTicket]

@@ -9,8 +9,9 @@ wrong number: whoever needs a unit makes sure that it is there.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import count
 
 
 class Pass(enum.IntEnum):
@@ -24,15 +25,25 @@ class Pass(enum.IntEnum):
 class Schedule:
     """Remembers and predicts which member (module that is called, of some unit) is used next.
 
+    Uses are numbered. An expected use has the number that it will have if all before it come as expected; the first one
+    that does not takes a number that none of them had. So what somebody has found out about expected uses, by their
+    numbers, holds for as long as these numbers lie ahead, and need not be found out again at each use.
+
     Args:
         members: How many members there are; before anything is known they are expected to be used in their order.
+
+    Attributes:
+        now: The number of the use that was noted last.
     """
 
     def __init__(self, members: int) -> None:
+        self.now = 0
         self._members = members
         self._next: dict[tuple[int, int], int] = {}
         self._previous = -1
         self._current = -1
+        self._expected: deque[int] = deque()
+        self._last_two = -1, -1  # of all uses, expected ones included
 
     def visit(self, member: int, direction: Pass) -> None:
         """Note that `member` is used now."""
@@ -41,27 +52,48 @@ class Schedule:
             return
         if self._current >= 0:
             self._next[self._previous, self._current] = use
-        self._previous, self._current = self._current, use
+        if self._expected and self._expected[0] == use:
+            self._expected.popleft()
+            self.now += 1
+            self._previous, self._current = self._current, use
+        else:
+            self._turn_to(self._current, use)
 
-    def upcoming(self) -> Iterator[int]:
-        """Members in the order in which they are expected, from the next on; endless."""
-        return (use % self._members for use in self._expected_uses())
+    def expected(self, number: int) -> int:
+        """The member that is expected to be used then.
+
+        Args:
+            number: Of the use; it is to come.
+        """
+        while len(self._expected) < number - self.now:
+            self._expect_another()
+        return self._expected[number - self.now - 1] % self._members
 
     def upcoming_before_the_turn(self) -> Iterator[int]:
-        """Those of them that are expected before another kind of pass begins; endless in a loop."""
-        direction = self._current // self._members if self._members else 0
-        uses = takewhile(lambda use: use // self._members == direction, self._expected_uses())
-        return (use % self._members for use in uses)
+        """Members in the order in which they are expected before another kind of pass begins; endless in a loop."""
+        for ahead in count() if self._members else ():
+            if ahead == len(self._expected):
+                self._expect_another()
+            direction, member = divmod(self._expected[ahead], self._members)
+            if direction != self._current // self._members:
+                return
+            yield member
 
     def forget_position(self) -> None:
         """After an exception: what comes next does not follow from what came last."""
-        self._previous = self._current = -1
+        self._turn_to(-1, -1)
 
-    def _expected_uses(self) -> Iterator[int]:
-        previous, current = self._previous, self._current
-        while self._members:
-            previous, current = current, self._next.get((previous, current), self._expected_after(current))
-            yield current
+    def _turn_to(self, previous: int, current: int) -> None:
+        self.now += len(self._expected) + 1
+        self._expected.clear()
+        self._last_two = self._previous, self._current = previous, current
+
+    def _expect_another(self) -> None:
+        last = self._last_two[1]
+        use = self._next.get(self._last_two)
+        use = self._expected_after(last) if use is None else use
+        self._last_two = last, use
+        self._expected.append(use)
 
     def _expected_after(self, use: int) -> int:
         if use < 0:

@@ -14,7 +14,6 @@ is then started all the same, to run after that work, and nothing looks at the m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 import torch
 
@@ -22,7 +21,10 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.device import Group, Residency
+from sp_lightning.pipeline.weights.lookahead import Lookahead
 from sp_lightning.pipeline.weights.schedule import Schedule
+
+_NONE: frozenset[Group] = frozenset()
 
 
 class Window:
@@ -47,12 +49,13 @@ class Window:
         on_evict: Callable[[Group], None],
     ) -> None:
         self.groups = list(groups)
-        self._group_of_member = list(group_of_member)
-        self._schedule = schedule
         self._backend = backend
         self._stats = stats
         self._on_evict = on_evict
         self._step = 0
+        self._conflicts = {group: frozenset(group.conflicts) for group in groups if group.conflicts}
+        self._last_in_place: set[Group] = set()  # those whose place has not been given to another group since
+        self._ahead = Lookahead(schedule, group_of_member)
 
     def begin_step(self) -> None:
         """Start copies of what the step needs first: resident weights, and what the schedule expects."""
@@ -65,18 +68,25 @@ class Window:
 
     def suspect_all(self) -> None:
         """Masters may have changed: every group is looked at before it is used again."""
+        self._ahead.begin_anew()
         for group in self.groups:
             group.suspect = True
 
+    def suspect(self, group: Group) -> None:
+        """A group's masters may be written to now."""
+        group.suspect, group.state = True, None
+        self._ahead.lose(group)
+
     def forget(self) -> None:
         """After an exception: nothing on the device counts, and no call is inside of any group."""
+        self._ahead.begin_anew()
         for group in self.groups:
             group.users, group.suspect = 0, True
             group.residency, group.readable, group.ticket = Residency.ABSENT, False, None
 
     def is_blocked(self, group: Group) -> bool:
         """Whether the group is absent and a call is inside of a group that has its place."""
-        return not group.loaded and any(other.loaded and other.users for other in group.conflicts)
+        return not group.loaded and any(other.users for other in self._in_the_way_of(group))
 
     def bring(self, group: Group) -> None:
         """Make what is computed from now on see the group's weights."""
@@ -84,9 +94,10 @@ class Window:
         if not group.loaded:
             self._stats.misses += 1
             self._load(group)
-        assert group.ticket is not None
-        self._backend.trace.wait(group.ticket, "weights")
-        group.readable = True
+        if not group.readable:
+            assert group.ticket is not None
+            self._backend.trace.wait(group.ticket, "weights")
+            group.readable = True
 
     def prefetch(self, in_use: Sequence[Group] = ()) -> None:
         """Start copies for what comes next, as far as places are free.
@@ -94,26 +105,22 @@ class Window:
         Args:
             in_use: Groups that backward reads now, although no call is inside of them.
         """
-        if all(group.loaded and not group.suspect for group in self.groups):
-            return
-        soon = set(in_use)
-        for member in islice(self._schedule.upcoming(), 2 * len(self._group_of_member)):
-            group = self._group_of_member[member]
-            if group in soon:
-                continue
-            self._verify(group)
-            if not group.loaded:
-                if any(other.loaded and (other.users or other in soon) for other in group.conflicts):
-                    return
-                self._load(group)
-            soon.add(group)
-            if len(soon) == len(self.groups):
-                return
+        ahead = self._ahead
+        for number, group in ahead.unseen(in_use):
+            if group not in in_use:
+                self._verify(group)
+                if not group.loaded:
+                    for other in self._in_the_way_of(group):
+                        if other.users or other in in_use or ahead.next_use(other) < number:
+                            ahead.hold_up(number, group, other)
+                            return
+                    self._load(group)
+            ahead.see(number, group, group.loaded and not (group.suspect and group in in_use))
 
     def outdate(self, group: Group) -> None:
         """An optimizer is going to step the group's masters: what is on the device is worthless."""
         group.suspect, group.state, group.last_load = False, None, None
-        group.residency, group.readable = Residency.ABSENT, False
+        self._lose(group)
 
     def finish_step(self, group: Group) -> None:
         """Make sure that an optimizer is done with the group's masters.
@@ -141,12 +148,22 @@ class Window:
             return
         if group.state is None or group.host.has_changed(group.state):
             group.state = None
-            group.residency, group.readable = Residency.ABSENT, False
+            self._lose(group)
+
+    def _lose(self, group: Group) -> None:
+        group.residency, group.readable = Residency.ABSENT, False
+        self._ahead.lose(group)
+
+    def _in_the_way_of(self, group: Group) -> list[Group]:
+        """Groups on the device that have its place, or a part of it."""
+        return [other for other in self._conflicts.get(group, _NONE) & self._last_in_place if other.loaded]
 
     def _load(self, group: Group) -> None:
-        for other in group.conflicts:
-            if other.loaded:
-                self._evict(other)
+        for other in self._in_the_way_of(group):
+            self._evict(other)
+        if group in self._conflicts:
+            self._last_in_place -= self._conflicts[group]
+            self._last_in_place.add(group)
         if self._is_being_stepped(group):
             source = group.host.source.bytes
         else:
@@ -174,6 +191,6 @@ class Window:
                 "superpipeline: a backward pass inside of a unit's forward needs the place of that very unit. Use a "
                 "larger `k`, or name the inner module in `resident`."
             )
-        group.residency, group.readable = Residency.ABSENT, False
+        self._lose(group)
         self._on_evict(group)
         self._backend.invalidate(group.place)

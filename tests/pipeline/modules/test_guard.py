@@ -526,6 +526,29 @@ def test_zero_grad_does_not_make_gradients(scene: Scene, armed: bool, set_to_non
     assert scene.w.grad is None if set_to_none else scene.w.grad.eq(0).all()
 
 
+def test_zero_grad_is_quick(watched: Scene) -> None:
+    """It comes to each weight twice, between steps, when nothing computes: a handful of calls each time."""
+
+    def calls(masters: list[nn.Parameter]) -> int:
+        optimizer, count = SGD(masters, lr=0.1), 0
+        for master in masters:
+            master.grad = torch.ones_like(master)
+
+        def see(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(see)
+        try:
+            optimizer.zero_grad()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    plain = calls([nn.Parameter(torch.ones(3)) for _ in range(2)])
+    assert calls([watched.w, watched.b]) - plain <= 2 * 2 * 5
+
+
 def test_optimizers_that_are_made_between_steps_look_at_no_values(watched: Scene) -> None:
     """They ask what their parameters are, and in which groups."""
     SGD([{"params": [watched.w]}, {"params": [watched.b], "lr": 1.0}], lr=0.1)

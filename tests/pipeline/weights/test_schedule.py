@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 
@@ -14,7 +17,7 @@ F, B, I = Pass.FORWARD, Pass.BACKWARD, Pass.INFERENCE  # noqa: E741
 
 def ahead(schedule: Schedule, count: int) -> list[int]:
     """The next members that are expected."""
-    return list(islice(schedule.upcoming(), count))
+    return [schedule.expected(schedule.now + 1 + number) for number in range(count)]
 
 
 def run(schedule: Schedule, uses: list[Use]) -> None:
@@ -72,7 +75,7 @@ def test_what_is_expected_before_the_turn(uses: list[Use], expected: list[int]) 
 
 
 def test_nothing_is_expected_of_nothing() -> None:
-    assert list(Schedule(0).upcoming()) == list(Schedule(0).upcoming_before_the_turn()) == []
+    assert list(Schedule(0).upcoming_before_the_turn()) == []
 
 
 def test_a_member_used_twice_is_told_by_what_came_before() -> None:
@@ -122,9 +125,39 @@ def test_after_an_exception_nothing_follows_from_what_came_last() -> None:
 
 def test_expectations_have_no_end() -> None:
     """Window asks for twice the members; the stream of expectations must not dry up."""
-    assert len(ahead(Schedule(2), 1000)) == 1000
+    assert ahead(Schedule(2), 1000) == [0, 1, 1, 0] * 250
 
 
-def test_without_members_nothing_is_expected() -> None:
-    """Everything may be resident."""
-    assert ahead(Schedule(0), 3) == []
+def test_a_use_that_comes_as_expected_keeps_its_number() -> None:
+    """And so do those after it: what was found out about them holds."""
+    schedule = Schedule(3)
+    expected = {number: schedule.expected(number) for number in range(schedule.now + 1, schedule.now + 9)}
+    run(schedule, [(0, F), (1, F), (1, F), (2, F)])
+    assert schedule.now + 1 in expected
+    assert {number: schedule.expected(number) for number in expected if number > schedule.now} == {
+        number: member for number, member in expected.items() if number > schedule.now
+    }
+
+
+@pytest.mark.parametrize("turn", [lambda s: s.visit(2, F), lambda s: s.forget_position()])
+def test_what_does_not_come_as_expected_gets_numbers_of_its_own(turn: Callable[[Schedule], None]) -> None:
+    schedule = Schedule(3)
+    run(schedule, [(0, F)])
+    numbers = [schedule.now + 1 + ahead for ahead in range(5)]
+    for number in numbers:
+        schedule.expected(number)
+    turn(schedule)
+    assert schedule.now > max(numbers)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([F, B, I])), max_size=60), st.data())
+def test_expectations_do_not_depend_on_when_they_are_asked_for(uses: list[Use], data: st.DataObject) -> None:
+    """One schedule is asked now and then, the other at the end alone."""
+    asked, other = Schedule(4), Schedule(4)
+    for use in uses:
+        asked.visit(*use)
+        other.visit(*use)
+        ahead(asked, data.draw(st.integers(0, 12)))
+    assert ahead(asked, 12) == ahead(other, 12)
+    assert list(islice(asked.upcoming_before_the_turn(), 9)) == list(islice(other.upcoming_before_the_turn(), 9))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.device import Group
@@ -383,3 +389,185 @@ def test_an_error_of_a_step_surfaces_once(by: str) -> None:
     with pytest.raises(ArithmeticError, match="the optimizer is lost"):
         use()
     use()
+
+
+# ------------------------------------------------------------------------------------ how far ahead the window has seen
+
+
+class Afresh(Window):
+    """Goes through all that comes at every prefetch, as if for the first time: what it loads is right, and slow."""
+
+    schedule: Schedule
+
+    @override
+    def prefetch(self, in_use: Sequence[Group] = ()) -> None:
+        soon, now = set(in_use), self.schedule.now
+        for number in range(now + 1, now + 1 + 2 * len(self.groups)):
+            group = self.groups[self.schedule.expected(number)]
+            if group in soon:
+                continue
+            self._verify(group)
+            if not group.loaded:
+                if any(other.loaded and (other.users or other in soon) for other in group.conflicts):
+                    return
+                self._load(group)
+            soon.add(group)
+
+
+class Twice:
+    """The same things happen to two scenes, of which one goes through all that comes at every prefetch."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.count = self.random.randint(2, 8)
+        k = self.random.randint(1, self.count)
+        self.scenes = Scene(self.count, k), Scene(self.count, k)
+        afresh = self.scenes[1]
+        window = Afresh(
+            afresh.groups, afresh.groups, afresh.schedule, afresh.backend, afresh.stats, afresh.window._on_evict
+        )
+        window.schedule, afresh.window = afresh.schedule, window
+        self.inside: list[int] = []
+        self.steps: dict[int, list[PendingTicket]] = {}
+        self.position, self.forward = 0, True
+
+    def both(self, action: Callable[[Scene], Any]) -> None:
+        for scene in self.scenes:
+            action(scene)
+
+    def use(self, index: int, direction: Pass) -> None:
+        def begin(scene: Scene) -> None:
+            group = scene.groups[index]
+            scene.schedule.visit(index, direction)
+            if not scene.window.is_blocked(group):
+                scene.window.bring(group)
+                group.users += 1
+            scene.window.prefetch()
+
+        blocked = self.scenes[0].window.is_blocked(self.scenes[0].groups[index])
+        self.both(begin)
+        if not blocked:
+            self.inside.append(index)
+
+    def leave(self) -> None:
+        if self.inside:
+            index = self.inside.pop()
+
+            def end(scene: Scene) -> None:
+                scene.groups[index].users -= 1
+                scene.window.prefetch()
+
+            self.both(end)
+
+    def go_on(self) -> None:
+        """The next unit of a training step."""
+        self.leave()
+        self.use(self.position, Pass.FORWARD if self.forward else Pass.BACKWARD)
+        self.position += 1 if self.forward else -1
+        if not 0 <= self.position < self.count:
+            self.position, self.forward = self.position - (1 if self.forward else -1), not self.forward
+
+    def step(self) -> None:
+        """An optimizer begins to step masters."""
+        index = self.random.randrange(self.count)
+        if index not in self.steps and index not in self.inside:
+            self.steps[index] = []
+            self.both(lambda scene: self.steps[index].append(stepping(scene, index)))
+
+    def end_steps(self) -> None:
+        for index, tickets in self.steps.items():
+            for scene, ticket in zip(self.scenes, tickets, strict=True):
+                scene.change(index)
+                scene.groups[index].state = scene.groups[index].host.state()
+                ticket.finish()
+        self.steps.clear()
+
+    def write(self) -> None:
+        """Somebody writes to masters in the middle of a step."""
+        index = self.random.randrange(self.count)
+        if index not in self.steps:
+            self.both(lambda scene: (scene.change(index), scene.window.suspect(scene.groups[index])))
+
+    def act(self) -> None:
+        surprise = self.random.randrange(self.count), self.random.choice(list(Pass))
+        in_use = self.random.sample(range(self.count), min(2, self.count - 1))
+        what: list[tuple[int, Callable[[], None]]] = [
+            (20, self.go_on),
+            (2, self.leave),
+            (2, lambda: self.use(*surprise)),
+            (2, lambda: self.both(lambda scene: scene.window.prefetch([scene.groups[index] for index in in_use]))),
+            (2, self.step),
+            (2, self.end_steps),
+            (2, self.write),
+            (1, lambda: self.both(lambda scene: scene.window.suspect_all())),
+            (1, lambda: self.both(lambda scene: scene.window.begin_step())),
+        ]
+        weights, actions = zip(*what, strict=True)
+        self.random.choices(actions, weights)[0]()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_prefetch_that_goes_on_where_it_ended_loads_what_one_afresh_loads(seed: int) -> None:
+    twice = Twice(seed)
+    for _ in range(150):
+        twice.act()
+        ours, afresh = twice.scenes
+        assert ours.loaded() == afresh.loaded()
+        assert ours.stats == afresh.stats
+
+
+def test_a_group_that_backward_reads_is_looked_at_when_it_does_not_any_more() -> None:
+    scene = Scene(3, 3)
+    for index in range(3):
+        scene.window.bring(scene.groups[index])
+    scene.change(1)
+    scene.window.suspect(scene.groups[1])
+    scene.window.prefetch(in_use=[scene.groups[1]])
+    assert scene.groups[1].loaded
+    assert scene.stats.loads == 3
+    scene.window.prefetch()
+    assert not scene.groups[1].host.has_changed(scene.groups[1].state)
+    assert scene.stats.loads == 4
+
+
+def calls_in(action: Callable[[], None]) -> int:
+    """How many Python functions are called."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1], ids=["two places", "half", "all"])
+@pytest.mark.parametrize("what", ["inference", "training", "stepping in backward"])
+def test_what_a_use_costs_does_not_grow_with_the_model(share: float, what: str) -> None:
+    """The thread that does this has to run ahead of the device."""
+
+    def calls_per_use(count: int) -> float:
+        scene = Scene(count, max(2, int(share * count)))
+        step = [(index, Pass.INFERENCE if what == "inference" else Pass.FORWARD) for index in range(count)]
+        if what != "inference":
+            step += [(index, Pass.BACKWARD) for index in reversed(range(count))]
+
+        def run() -> None:
+            if what != "stepping in backward":
+                scene.window.suspect_all()
+            scene.window.begin_step()
+            for use in step:
+                scene.use(*use)
+                if what == "stepping in backward" and use[1] is Pass.BACKWARD:
+                    scene.window.outdate(scene.groups[use[0]])
+
+        for _ in range(3):
+            run()
+        return calls_in(run) / len(step)
+
+    assert calls_per_use(200) < 1.3 * calls_per_use(20)
