@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _OF_THE_MODULE = (*_SEES_GRADIENTS, "backward", "configure_gradient_clipping", "clip_gradients", "manual_backward")
+_OF_THE_STRATEGY = ("backward", "post_backward", "optimizer_step")
 _OF_THE_PRECISION = (
     "backward",
     "clip_grad_by_norm",
@@ -94,6 +95,7 @@ def plan_overlap(
     optimizer: Optimizer,
     automatic: bool,
     precision: Any,
+    strategy: type,
     lightning: Namespace,
 ) -> OverlapPlan:
     """Decide how the next step of an optimizer is overlapped.
@@ -104,6 +106,7 @@ def plan_overlap(
         optimizer: The optimizer about to step.
         automatic: Whether Lightning's own loop steps it.
         precision: The precision plugin.
+        strategy: The class of the strategy, which may be a user's.
         lightning: Where the module comes from.
 
     Returns:
@@ -113,7 +116,7 @@ def plan_overlap(
     clips = bool(trainer.gradient_clip_val)
     by_value = clips and trainer.gradient_clip_algorithm == "value"
     scales = getattr(precision, "scaler", None) is not None
-    reasons = _hindrances(module, trainer.callbacks, automatic, precision, lightning)
+    reasons = _hindrances(module, trainer.callbacks, automatic, precision, strategy, lightning)
     if pipeline.options.overlap_optimizer is False:
         why_not: str | None = "`overlap_optimizer=False`"
     else:
@@ -134,7 +137,12 @@ def plan_overlap(
 
 
 def _hindrances(
-    module: LightningModule, callbacks: Iterable[Any], automatic: bool, precision: Any, lightning: Namespace
+    module: LightningModule,
+    callbacks: Iterable[Any],
+    automatic: bool,
+    precision: Any,
+    strategy: type,
+    lightning: Namespace,
 ) -> list[str]:
     """What may look at gradients, or change them, between backward and the step."""
     hindrances = []
@@ -142,8 +150,9 @@ def _hindrances(
         hindrances.append("the step is not one of automatic optimization")
     elif not isinstance(precision, lightning.precisions) and type(precision) is not lightning.precision:
         hindrances.append(f"`{type(precision).__name__}` may do anything to gradients")
-    plugin = type(precision)  # on the plugin itself two of them are ours
-    hindrances += [f"`{plugin.__name__}.{hook}` is overridden" for hook in _OF_THE_PRECISION if _is_users(plugin, hook)]
+    # of the classes: on the objects themselves some of them are ours
+    for cls, hooks in ((type(precision), _OF_THE_PRECISION), (strategy, _OF_THE_STRATEGY)):
+        hindrances += [f"`{cls.__name__}.{hook}` is overridden" for hook in hooks if _is_users(cls, hook)]
     hindrances += [f"`{name}` is overridden" for name in _overridden([module], _OF_THE_MODULE)]
     hindrances += [f"`{name}` is overridden" for name in _overridden(callbacks, _SEES_GRADIENTS)]
     return hindrances

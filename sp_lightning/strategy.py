@@ -292,7 +292,9 @@ class SuperpipelineMixin(ProcessesMixin):
 
     def _plan_overlap(self, optimizer: Optimizer, automatic: bool) -> OverlapPlan:
         assert self.pipeline is not None
-        return plan_overlap(self.pipeline, self._module, optimizer, automatic, self.precision_plugin, self.lightning)
+        return plan_overlap(
+            self.pipeline, self._module, optimizer, automatic, self.precision_plugin, type(self), self.lightning
+        )
 
     def _expected_plans(self) -> list[OverlapPlan]:
         if self._module.trainer.state.fn != self.lightning.fitting:  # optimizers of an earlier fit are still there

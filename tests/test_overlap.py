@@ -724,6 +724,41 @@ class WarmsUp(Module):
         self.optimizers().optimizer.param_groups[0]["lr"] = 0.01 * (1 + self.global_step)
 
 
+def halve(strategy: Any) -> None:
+    for parameter in strategy.lightning_module.parameters():
+        parameter.grad.mul_(0.5)
+
+
+class HalvesInBackward:
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().backward(*args, **kwargs)  # type: ignore[misc]
+        halve(self)
+        return loss
+
+
+class HalvesAfterBackward:
+    def post_backward(self, loss: Tensor) -> None:
+        halve(self)
+
+
+class LooksInItsStep:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        module.losses.append(torch.stack([parameter.grad.norm() for parameter in module.parameters()]))
+        return result
+
+
+@pytest.mark.parametrize("changes", [HalvesInBackward, HalvesAfterBackward, LooksInItsStep])
+def test_strategies_of_users(changes: type) -> None:
+    traces = []
+    for base, chosen in [(SingleDeviceStrategy, {}), (SuperpipelineStrategy, {"k": 2, "units": [Block]})]:
+        torch.manual_seed(1)
+        strategy: Any = type("Users", (changes, base), {"__module__": __name__})(**chosen)
+        traces.append(fit(Module("sgd"), strategy))
+    assert_same_trace(*traces)
+
+
 @pytest.mark.parametrize(
     ("make", "plugins"),
     [(Module, [ChangesGradients]), (AddsUpItself, []), (WarmsUp, [])],
