@@ -741,6 +741,12 @@ class HalvesAfterBackward:
         halve(self)
 
 
+class RunsBackwardItself:
+    def backward(self, loss: Tensor, *args: Any) -> Tensor:
+        (0.5 * loss).backward()
+        return loss
+
+
 class LooksInItsStep:
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
@@ -749,10 +755,11 @@ class LooksInItsStep:
         return result
 
 
-@pytest.mark.parametrize("changes", [HalvesInBackward, HalvesAfterBackward, LooksInItsStep])
+@pytest.mark.parametrize("changes", [HalvesInBackward, HalvesAfterBackward, RunsBackwardItself, LooksInItsStep])
 def test_strategies_of_users(changes: type) -> None:
     traces = []
-    for base, chosen in [(SingleDeviceStrategy, {}), (SuperpipelineStrategy, {"k": 2, "units": [Block]})]:
+    options = {"k": 2, "units": [Block], "memory_budget": "1GiB"}  # steps are watched, and may run again
+    for base, chosen in [(SingleDeviceStrategy, {}), (SuperpipelineStrategy, options)]:
         torch.manual_seed(1)
         strategy: Any = type("Users", (changes, base), {"__module__": __name__})(**chosen)
         traces.append(fit(Module("sgd"), strategy))

@@ -285,7 +285,7 @@ def test_units_that_live_on_the_device_go_back(
 ) -> None:
     """What autograd has collected there when backward fails is not left."""
     planner = Fixed((2, 1), (2, 1), (2, 1, (), range(3, 6)))
-    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda: planner)
+    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: planner)
     memory = Device(where, lambda pipeline: not pipeline.arrangement.on_device)
     assert same(reference(**options), streamed(memory, **options))
     assert memory.failures == 1

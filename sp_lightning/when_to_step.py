@@ -8,7 +8,6 @@ them. Stepping in backward is right only where none of them is there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,51 +44,25 @@ _NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 
 
 @dataclass(frozen=True)
-class OverlapPlan:
-    """How one optimizer step is overlapped.
+class SteppingPlan:
+    """When the weights of one optimizer are stepped.
 
     Attributes:
-        pipeline: The engine.
-        optimizer: The optimizer.
-        why_not: Why it steps as in plain training; None if it steps unit by unit.
-        why_not_in_backward: Why its units wait for the end of backward; None if they do not.
+        why_not: Why they are stepped as in plain training; None if it is done unit by unit.
+        why_not_in_backward: Why units wait for the end of backward; None if they do not.
         needs_norms: Whether something between backward and the step needs the norms of gradients.
         clamp: The value by which gradients are clipped.
         keeps_gradients: Whether somebody may look at gradients after the step.
     """
 
-    pipeline: Pipeline
-    optimizer: Optimizer
     why_not: str | None
     why_not_in_backward: str | None
     needs_norms: bool
     clamp: float | None
     keeps_gradients: bool
 
-    def around_backward(self, may_step: bool = True) -> AbstractContextManager[None]:
-        """The scope for the backward pass before the step.
 
-        Args:
-            may_step: Whether units may be stepped in this one: what has been stepped cannot run again.
-        """
-        if self.why_not is not None:
-            return nullcontext()
-        if self.why_not_in_backward is None and may_step:
-            return self.pipeline.optimizers.stepping_in_backward(
-                self.optimizer, clamp=self.clamp, keep_gradients=self.keeps_gradients
-            )
-        return self.pipeline.optimizers.measuring_norms() if self.needs_norms else nullcontext()
-
-    def __str__(self) -> str:
-        name = type(self.optimizer).__name__
-        if self.why_not is not None:
-            return f"Superpipeline: {name} steps all weights after backward: {self.why_not}."
-        if self.why_not_in_backward is None:
-            return f"Superpipeline: {name} steps each unit in backward, as soon as its gradients are on the host."
-        return f"Superpipeline: {name} steps unit by unit under the next forward: {self.why_not_in_backward}."
-
-
-def plan_overlap(
+def plan_stepping(
     pipeline: Pipeline,
     module: LightningModule,
     optimizer: Optimizer,
@@ -97,8 +70,8 @@ def plan_overlap(
     precision: Any,
     strategy: type,
     lightning: Namespace,
-) -> OverlapPlan:
-    """Decide how the next step of an optimizer is overlapped.
+) -> SteppingPlan:
+    """Decide when the next step of an optimizer steps which weights.
 
     Args:
         pipeline: The engine.
@@ -125,12 +98,10 @@ def plan_overlap(
         reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")
     if scales:
         reasons.append("the loss scaler has to look at all gradients")
-    return OverlapPlan(
-        pipeline,
-        optimizer,
+    return SteppingPlan(
         why_not,
         reasons[0] if reasons else None,
-        needs_norms=scales or (clips and not by_value) or _is_users(module, "configure_gradient_clipping"),
+        needs_norms=scales or (clips and not by_value) or is_users(module, "configure_gradient_clipping"),
         clamp=float(trainer.gradient_clip_val) if by_value else None,
         keeps_gradients=any(_overridden([module, *trainer.callbacks], _AFTER_THE_STEP)),
     )
@@ -152,7 +123,7 @@ def _hindrances(
         hindrances.append(f"`{type(precision).__name__}` may do anything to gradients")
     # of the classes: on the objects themselves some of them are ours
     for cls, hooks in ((type(precision), _OF_THE_PRECISION), (strategy, _OF_THE_STRATEGY)):
-        hindrances += [f"`{cls.__name__}.{hook}` is overridden" for hook in hooks if _is_users(cls, hook)]
+        hindrances += [f"`{cls.__name__}.{hook}` is overridden" for hook in hooks if is_users(cls, hook)]
     hindrances += [f"`{name}` is overridden" for name in _overridden([module], _OF_THE_MODULE)]
     hindrances += [f"`{name}` is overridden" for name in _overridden(callbacks, _SEES_GRADIENTS)]
     return hindrances
@@ -161,10 +132,11 @@ def _hindrances(
 def _overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:
     """Hooks that are users' own code."""
     for thing in objects:
-        yield from (f"{type(thing).__name__}.{hook}" for hook in hooks if _is_users(thing, hook))
+        yield from (f"{type(thing).__name__}.{hook}" for hook in hooks if is_users(thing, hook))
 
 
-def _is_users(thing: Any, hook: str) -> bool:
+def is_users(thing: Any, hook: str) -> bool:
+    """Whether a hook of an object, or of a class, is neither Lightning's nor ours."""
     method = getattr(thing, hook, None)
     package = getattr(method, "__module__", "").split(".")[0]
     return method is not None and package not in _NOT_OF_USERS
