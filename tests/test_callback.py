@@ -315,6 +315,50 @@ def test_the_documented_metrics_are_those_there_are():
     assert documented == {**COUNTED, **TIMED}
 
 
+# ------------------------------------------------------------------------------------------ what was chosen meanwhile
+
+
+def chosen(texts):
+    return [text for text in texts if "chosen by the first steps" in text]
+
+
+def test_the_window_that_was_chosen_is_said(messages):
+    ours = trainer(streamed(k="auto", memory_budget="1GiB"), enable_model_summary=True)
+    fit(ours, Base())
+    (table,) = (text for text in messages() if "k, k_prime" in text)
+    assert "2, 1 at first (auto)" in table
+    (line,) = chosen(messages())
+    assert re.match(
+        r"Superpipeline: chosen by the first steps: k=\d, k_prime=\d.*\. A step should take .* of the dev", line
+    )
+
+
+def test_of_evaluations_in_a_loop_it_is_said_once(messages):
+    ours, module = trainer(streamed(k="auto", memory_budget="1GiB"), enable_model_summary=True), Base()
+    for _ in range(3):
+        ours.predict(module, loader())
+    assert len(chosen(messages())) == 1
+
+
+def test_nothing_is_said_without_a_summary(messages):
+    fit(trainer(streamed(k="auto", memory_budget="1GiB"), enable_model_summary=False), Base())
+    assert not chosen(messages())
+
+
+def test_why_the_window_stays_small_is_said_once(monkeypatch):
+    """Also where no summary is asked for: it explains a slow run."""
+
+    def nothing_fits(*args, **kwargs):
+        raise ValueError("Nothing fits.")
+
+    monkeypatch.setattr("sp_lightning.planning.planner.choose", nothing_fits)
+    ours, module = trainer(streamed(k="auto", memory_budget="1GiB")), Base()
+    with pytest.warns(UserWarning, match="the window stays as small as it is. Nothing fits") as caught:
+        fit(ours, module)
+        ours.predict(module, loader())
+    assert sum("stays as small" in str(warning.message) for warning in caught) == 1
+
+
 # ------------------------------------------------------------------------------------------------ timeline, diagnosis
 
 

@@ -268,7 +268,8 @@ def test_a_batch_size_that_was_only_tried_costs_nothing(tmp_path: Any) -> None:
     )
     trainer.fit(module)
     assert module.batch_size == 4
-    assert module.windows[-1] == 6
+    after_tuning = module.windows[-2 * 6 :]
+    assert after_tuning[0] == 2, "the usual window, which a planner may change"
 
 
 def test_units_that_were_told_to_run_again() -> None:
