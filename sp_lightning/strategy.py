@@ -9,7 +9,7 @@ of that name, which show it, in `tests/test_strategy_hazards.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -221,13 +221,12 @@ class SuperpipelineMixin(ProcessesMixin):
             self._narrator.stepping(optimizer, plan)
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    def _expected_plans(self) -> list[tuple[Optimizer, SteppingPlan]]:
+    def _expected_plans(self) -> Iterator[tuple[Optimizer, SteppingPlan]]:
         module = self._module
         if self._steps is None or module.trainer.state.fn != self.lightning.fitting:
-            return []  # optimizers of an earlier fit are still there
-        return [
-            (optimizer, self._steps.plan(optimizer, module.automatic_optimization)) for optimizer in self.optimizers
-        ]
+            return  # optimizers of an earlier fit are still there
+        for optimizer in self.optimizers:
+            yield optimizer, self._steps.plan(optimizer, module.automatic_optimization)
 
     def why_optimizer_waits(self) -> str | None:
         """Why an optimizer steps all of its weights after backward; None if none does."""

@@ -21,6 +21,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 
 from .helpers import Trace, assert_same_trace, frozen, note_state
+from .lightning_modules import trainer
 from .zoo.blocks import WIDTH, Block
 
 BLOCKS = 6
@@ -395,20 +396,10 @@ class Module(L.LightningModule):
 def fit(module: L.LightningModule, strategy: Any, steps: int = 5, **arguments: Any) -> Trace:
     torch.manual_seed(0)
     accumulate = arguments.get("accumulate_grad_batches", 1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **arguments,
-    )
-    trainer.fit(module, DataLoader([rows(seed) for seed in range(steps * accumulate)], batch_size=None))
+    ours = trainer(strategy, **{"max_epochs": 1, **arguments})
+    ours.fit(module, DataLoader([rows(seed) for seed in range(steps * accumulate)], batch_size=None))
     trace: Trace = {f"loss {index}": loss for index, loss in enumerate(module.losses)}
-    note_state(trace, "end", module, trainer.optimizers)
+    note_state(trace, "end", module, ours.optimizers)
     return trace
 
 
