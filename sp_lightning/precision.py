@@ -1,4 +1,4 @@
-"""Precision plugins with weights on the host: which work, the loss scaler of `16-mixed`, and how they clip."""
+"""Precision plugins with weights on the host: which work, the scaler of `16-mixed`, how they clip and run backward."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from typing_extensions import override
 
 from sp_lightning._namespace import Namespace
 from sp_lightning.pipeline import Pipeline
+from sp_lightning.steps import Steps
 
 
 class Loan:
-    """An engine that a plugin may use for as long as it is attached; a copy of the plugin in a pickle has none."""
+    """What a plugin may use while a module is attached; a copy of the plugin in a pickle has nothing.
 
-    def __init__(self, pipeline: Pipeline | None = None) -> None:
+    Attributes:
+        pipeline: The engine.
+        steps: What is around backward.
+    """
+
+    def __init__(self, pipeline: Pipeline | None = None, steps: Steps | None = None) -> None:
         self.pipeline = pipeline
+        self.steps = steps
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pipeline": None}
+        return {"pipeline": None, "steps": None}
 
 
 class HostGradScaler(torch.amp.GradScaler):
@@ -98,25 +105,43 @@ def host_scaler(scaler: torch.amp.GradScaler, lightning: Namespace) -> torch.amp
     return scaler
 
 
-def lend_pipeline(plugin: Any, pipeline: Pipeline | None, lightning: Namespace) -> None:
+def lend(plugin: Any, pipeline: Pipeline, steps: Steps, lightning: Namespace) -> None:
     """Have a plugin clip and unscale gradients through the engine, which does it while the optimizer reads them.
 
+    What is around backward is lent, too: of all that Lightning calls for it, the plugin's method is the innermost that
+    is no user's, so that hooks, and a strategy's own `backward`, are outside of what may have to run again.
+
     Args:
-        plugin: A precision plugin. What a user's own class does by itself is left alone.
-        pipeline: The engine; None takes it back.
+        plugin: A precision plugin. How a user's own class clips is left alone.
+        pipeline: The engine.
+        steps: What is around backward.
         lightning: The namespace that the plugin belongs to.
     """
-    loan = Loan(pipeline)
+    loan = Loan(pipeline, steps)
     scaler = getattr(plugin, "scaler", None)
     if isinstance(scaler, HostGradScaler):
         scaler.loan = loan
-    for name, clip in (("clip_grad_by_norm", _clip_by_norm), ("clip_grad_by_value", _clip_by_value)):
-        if getattr(type(plugin), name) is not getattr(lightning.precision, name):
-            continue
-        if pipeline is None:
-            vars(plugin).pop(name, None)
-        else:
+    plugin.backward = partial(_backward, plugin, loan)
+    for name, clip in _CLIPS.items():
+        if getattr(type(plugin), name) is getattr(lightning.precision, name):
             setattr(plugin, name, partial(clip, plugin, loan))
+
+
+def take_back(plugin: Any) -> None:
+    """The plugin is as its user built it."""
+    scaler = getattr(plugin, "scaler", None)
+    if isinstance(scaler, HostGradScaler):
+        scaler.loan = Loan()
+    for name in ("backward", *_CLIPS):
+        vars(plugin).pop(name, None)
+
+
+def _backward(plugin: Any, loan: Loan, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    run = partial(type(plugin).backward, plugin)
+    if loan.steps is None:
+        run(loss, *args, **kwargs)
+    else:
+        loan.steps.backward(run, loss, *args, **kwargs)
 
 
 def _clip_by_norm(plugin: Any, loan: Loan, optimizer: Optimizer, clip_val: float) -> None:
@@ -127,6 +152,9 @@ def _clip_by_norm(plugin: Any, loan: Loan, optimizer: Optimizer, clip_val: float
 def _clip_by_value(plugin: Any, loan: Loan, optimizer: Optimizer, clip_val: float) -> None:
     clip = nn.utils.clip_grad_value_ if loan.pipeline is None else loan.pipeline.optimizers.clip_grad_value
     clip(plugin.main_params(optimizer), clip_val)
+
+
+_CLIPS = {"clip_grad_by_norm": _clip_by_norm, "clip_grad_by_value": _clip_by_value}
 
 
 def host_precision(plugin: Any, lightning: Namespace) -> Any:

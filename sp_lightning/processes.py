@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning._namespace import Namespace
-from sp_lightning.pipeline import Replicas
+from sp_lightning.pipeline import Pipeline, Replicas
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -39,7 +39,6 @@ class ProcessesMixin(_Base):
         node_rank: Which machine.
         world_size: How many processes there are.
         replicas: The processes, for the engine, once they have met; None if this is the only one.
-        buffers_due: Whether in the next step all processes take the first one's buffers.
     """
 
     lightning: ClassVar[Namespace]
@@ -56,7 +55,7 @@ class ProcessesMixin(_Base):
         self.timeout = timeout
         self.num_nodes = 1
         self.replicas: Replicas | None = None
-        self.buffers_due = False
+        self._buffers_due = False
 
     @property
     @override
@@ -149,15 +148,19 @@ class ProcessesMixin(_Base):
         finally:
             self.replicas.accumulates = False
 
-    def takes_buffers(self) -> bool:
-        """Asked in each step: whether all processes take the first one's buffers now, as they would under DDP.
+    def begin_run(self, trains: bool) -> None:
+        """Steps follow. Only where they train do all processes see as many batches, and can share buffers."""
+        self._buffers_due = trains
+
+    def begin_step(self, pipeline: Pipeline) -> None:
+        """All processes take the first one's buffers, as they would under DDP.
 
         They do in the first step after one that has changed weights, be it an evaluation.
         """
-        if self.replicas is None:
-            return False
-        due, self.buffers_due = self.buffers_due, torch.is_grad_enabled() and not self.replicas.accumulates
-        return due
+        if self.replicas is not None:
+            if self._buffers_due:
+                pipeline.share_buffers()
+            self._buffers_due = torch.is_grad_enabled() and not self.replicas.accumulates
 
     @property
     def _is_connected(self) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class StepRetry:
         """Whether the step that is under way is the first one since units were arranged."""
         return self._attempt is not None and self._proven != self._pipeline.stats.arrangements
 
-    def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         """Run the backward pass of the last training step.
 
         Args:
@@ -98,29 +98,30 @@ class StepRetry:
         """
         attempt = self._attempt
         if attempt is None:
-            return run(loss)
+            run(loss)
+            return
         try:
-            result = self._backward(attempt, loss, run)
+            self._backward(attempt, loss, run)
         finally:
             self._attempt = None
         self._proven = self._pipeline.stats.arrangements
-        return result
 
-    def _backward(self, attempt: _Attempt, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def _backward(self, attempt: _Attempt, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         (scale,) = torch.autograd.grad(loss, attempt.given)
         value = loss.detach()
 
-        def backward() -> Tensor:
+        def backward() -> None:
             if attempt.loss is None:
                 self._pipeline.drop_gradients()
                 with self._lightning.in_hook(self._module, "training_step"):
                     attempt.loss = _loss_in(attempt.run())
             joined, attempt.loss = _Joined.apply(attempt.loss, value, scale), None
-            return run(joined)
+            run(joined)
 
         if self._pipeline.has_gradients():  # what is added to their sums cannot be taken away again
-            return backward()
-        return cast("Tensor", self._until_it_works(attempt, backward))
+            backward()
+        else:
+            self._until_it_works(attempt, backward)
 
     def _until_it_works(self, attempt: _Attempt, run: Callable[[], Any]) -> Any:
         result, failure = _try(run)

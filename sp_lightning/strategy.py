@@ -9,7 +9,7 @@ of that name, which show it, in `tests/test_strategy_hazards.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -22,17 +22,18 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 from typing_extensions import override
 
-from sp_lightning._host import use_all_cores
 from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
 from sp_lightning.materialize import materialize
 from sp_lightning.monitor.progress import SetUpProgress
 from sp_lightning.narrator import Narrator
-from sp_lightning.overlap import OverlapPlan, plan_overlap
 from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.transfer.cores import use_all_cores
 from sp_lightning.planning import AutoPlanner
-from sp_lightning.precision import host_precision, lend_pipeline
+from sp_lightning.precision import host_precision, lend, take_back
 from sp_lightning.processes import ProcessesMixin
-from sp_lightning.retry import StepRetry
+from sp_lightning.refusals import check_callbacks, check_processes
+from sp_lightning.steps import Steps
+from sp_lightning.when_to_step import SteppingPlan
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -64,8 +65,7 @@ class SuperpipelineMixin(ProcessesMixin):
         self._progress = SetUpProgress()
         self._narrator = Narrator(self.lightning, self.callback)
         self._threads_before: int | None = None
-        self._overlap: OverlapPlan | None = None
-        self._retry: StepRetry | None = None
+        self._steps: Steps | None = None
 
     # ---------------------------------------------------------------------------------------------- plugins
 
@@ -98,17 +98,13 @@ class SuperpipelineMixin(ProcessesMixin):
     @override
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
-        self.lightning.check(
-            not (self.is_distributed and self.options.resident_optimizer),
-            "`resident_optimizer=True` works on one device only: which units live on the device would differ between"
-            " processes. Leave it out, or set `Trainer(devices=1, num_nodes=1)`.",
-        )
+        check_processes(self.options, self.is_distributed, self.lightning)
 
     @override
     def setup_environment(self) -> None:
-        # Before any work: callbacks copy the model in their `setup`, long before ours.
-        self._refuse_averaging_on_device()
-        self._refuse_pruning_on_device()
+        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None:
+            check_callbacks(trainer.callbacks, self.root_device, self.lightning)
         super().setup_environment()
         self.setup_processes()
         if self.root_device.type != "cpu" and self._threads_before is None:
@@ -120,32 +116,6 @@ class SuperpipelineMixin(ProcessesMixin):
                     f"The optimizer steps on the host: torch uses {torch.get_num_threads()} threads there, and not the"
                     f" {self._threads_before} of OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}."
                 )
-
-    def _refuse_averaging_on_device(self) -> None:
-        """Hazard 9: averaging callbacks keep a copy of the whole model on the device by default."""
-        for callback in self._callbacks():
-            if isinstance(callback, self.lightning.averaging):
-                name, chosen = type(callback).__name__, callback._device  # type: ignore[attr-defined]
-                device = torch.device(chosen or self.root_device)
-                self.lightning.check(
-                    device.type == "cpu" or self.root_device.type == "cpu",
-                    f"`{name}(device={chosen!r})` keeps a second copy of the whole model on {device}, but"
-                    f" `strategy='superpipeline'` keeps weights in host memory. Set `{name}(device='cpu')`.",
-                )
-
-    def _refuse_pruning_on_device(self) -> None:
-        """`ModelPruning` multiplies weights with masks outside of steps: with the host's what is on the device."""
-        for callback in self._callbacks():
-            self.lightning.check(
-                self.root_device.type == "cpu" or not isinstance(callback, self.lightning.pruning),
-                f"`{type(callback).__name__}` prunes while the model is trained, outside of steps, where"
-                " `strategy='superpipeline'` has weights in host memory and their masks on the device. Prune with"
-                " `torch.nn.utils.prune` before `fit`, and make it permanent (`prune.remove`) afterwards.",
-            )
-
-    def _callbacks(self) -> list[Any]:
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        return [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
 
     @contextmanager
     @override
@@ -165,7 +135,7 @@ class SuperpipelineMixin(ProcessesMixin):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == self.lightning.fitting
-        self.buffers_due = fitting  # only then do the processes see as many batches
+        self.begin_run(trains=fitting)
         assert self.model is not None
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
@@ -175,7 +145,7 @@ class SuperpipelineMixin(ProcessesMixin):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._narrator.begin(trainer, self.pipeline, lambda: map(str, self._expected_plans()))
+        self._narrator.begin(trainer, self.pipeline, self._expected_plans())
 
     @override
     def model_to_device(self) -> None:
@@ -192,16 +162,12 @@ class SuperpipelineMixin(ProcessesMixin):
                 module,
                 self.root_device,
                 options=self.options,
-                planner=AutoPlanner(),
+                planner=AutoPlanner(self._narrator.measured),
                 progress=self._progress if shows_progress else None,
                 replicas=self.replicas,
             )
-            # A step that ran again in one process alone would leave the others waiting.
-            self._retry = StepRetry(self.pipeline, module, self.lightning, enabled=not self.is_distributed)
-            # Around whatever `backward` is now, a subclass's or one put in its place: all of it belongs to the step,
-            # and may have to run again. A method would be called by what wraps Lightning's, and call that again.
-            self.backward = _Around(self._backward_in_step, self.backward)  # type: ignore[method-assign]
-        lend_pipeline(self.precision_plugin, self.pipeline, self.lightning)
+            self._steps = Steps(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
+            lend(self.precision_plugin, self.pipeline, self._steps, self.lightning)
         # Hazard 1: `self.device`, `self.log` and others rely on it, and nothing was moved that would have set it.
         self.lightning.update_properties(module, device=self.root_device)
 
@@ -212,26 +178,19 @@ class SuperpipelineMixin(ProcessesMixin):
 
     # ---------------------------------------------------------------------------------------------- steps
 
-    def _step(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.pipeline is None else self.pipeline.step()
-
-    def _evaluation_step(self) -> AbstractContextManager[None]:
-        self._share_buffers()
-        return self._step()
-
-    def _share_buffers(self) -> None:
-        if self.pipeline is not None and self.takes_buffers():
-            self.pipeline.share_buffers()
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._share_buffers()
+        run = partial(super().training_step, *args, **kwargs)
+        if self.pipeline is None or self._steps is None:
+            return run()
+        self.begin_step(self.pipeline)
+        return self._steps.training_step((*args, *kwargs.values()), run)
 
-        def run() -> Any:
-            with self._step():
-                return super(SuperpipelineMixin, self).training_step(*args, **kwargs)
-
-        return run() if self._retry is None else self._retry.training_step((*args, *kwargs.values()), run)
+    def _evaluation_step(self) -> AbstractContextManager[None]:
+        if self.pipeline is None:
+            return nullcontext()
+        self.begin_step(self.pipeline)
+        return self.pipeline.step()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,29 +207,6 @@ class SuperpipelineMixin(ProcessesMixin):
         with self._evaluation_step():
             return super().predict_step(*args, **kwargs)
 
-    def _backward_in_step(
-        self, backward: Callable[..., Tensor], loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        assert self.pipeline is not None
-        assert self._retry is not None
-        pipeline = self.pipeline
-
-        def run(loss: Tensor) -> Tensor:
-            with self._step(), self._around_backward(), pipeline.in_all_processes():
-                named = kwargs.get("inputs")
-                if named is None:
-                    return backward(loss, optimizer, *args, **kwargs)
-                # The weights that a user names are not the tensors that the graph was built with.
-                inputs = pipeline.backward_inputs([named] if isinstance(named, Tensor) else named)
-                return backward(loss, optimizer, *args, **{**kwargs, "inputs": inputs})
-
-        return self._retry.backward(loss, run)
-
-    def _around_backward(self) -> AbstractContextManager[None]:
-        if self._overlap is None or self._retry is None:
-            return nullcontext()
-        return self._overlap.around_backward(may_step=not self._retry.is_probing)
-
     @override
     def optimizer_step(
         self,
@@ -279,29 +215,22 @@ class SuperpipelineMixin(ProcessesMixin):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if self.pipeline is not None:
-            self._overlap = self._plan_overlap(optimizer, isinstance(closure, self.lightning.closure))
-            self._narrator.once(str(self._overlap))
-        try:
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            self._overlap = None
-        if self.pipeline is not None:
-            self.pipeline.weights_changed()
-        return result
+        if self._steps is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._steps.optimizer_step(optimizer, isinstance(closure, self.lightning.closure)) as plan:
+            self._narrator.stepping(optimizer, plan)
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    def _plan_overlap(self, optimizer: Optimizer, automatic: bool) -> OverlapPlan:
-        assert self.pipeline is not None
-        return plan_overlap(self.pipeline, self._module, optimizer, automatic, self.precision_plugin, self.lightning)
-
-    def _expected_plans(self) -> list[OverlapPlan]:
-        if self._module.trainer.state.fn != self.lightning.fitting:  # optimizers of an earlier fit are still there
-            return []
-        return [self._plan_overlap(optimizer, self._module.automatic_optimization) for optimizer in self.optimizers]
+    def _expected_plans(self) -> Iterator[tuple[Optimizer, SteppingPlan]]:
+        module = self._module
+        if self._steps is None or module.trainer.state.fn != self.lightning.fitting:
+            return  # optimizers of an earlier fit are still there
+        for optimizer in self.optimizers:
+            yield optimizer, self._steps.plan(optimizer, module.automatic_optimization)
 
     def why_optimizer_waits(self) -> str | None:
         """Why an optimizer steps all of its weights after backward; None if none does."""
-        return next((plan.why_not for plan in self._expected_plans() if plan.why_not is not None), None)
+        return next((plan.why_not for _, plan in self._expected_plans() if plan.why_not is not None), None)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -322,10 +251,13 @@ class SuperpipelineMixin(ProcessesMixin):
                 self.pipeline.weights_changed()
             else:  # a user's `load_state_dict` that assigns (hazard 5)
                 self.pipeline.rebuild()
-        if self._retry is not None and self._retry.gave_up:
-            # A tuner has tried a batch that is too large, and goes back: what was given up for it is to be had again.
-            self._detach()
-            self.model_to_device()
+        if self._steps is not None and self._steps.gave_up:
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """A tuner has tried a batch that is too large, and goes back: what was given up for it is to be had again."""
+        self._detach()
+        self.model_to_device()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -389,19 +321,16 @@ class SuperpipelineMixin(ProcessesMixin):
                 plugin.teardown()
 
     def _detach(self) -> None:
-        pipeline, self.pipeline, self._retry = self.pipeline, None, None
-        vars(self).pop("backward", None)
+        pipeline, self.pipeline, self._steps = self.pipeline, None, None
         self._progress.close()
-        lend_pipeline(self.precision_plugin, None, self.lightning)
+        take_back(self.precision_plugin)
         if pipeline is not None:
             pipeline.detach()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # threads, streams, device memory and groups belong to this process
-        state = {**super().__getstate__(), "pipeline": None, "_retry": None, "replicas": None}
-        state.pop("backward", None)
-        return state
+        return {**super().__getstate__(), "pipeline": None, "_steps": None, "replicas": None}
 
     @classmethod
     @override
@@ -410,13 +339,6 @@ class SuperpipelineMixin(ProcessesMixin):
         for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=cls.__name__, **choices)
-
-
-class _Around(partial[Tensor]):
-    """A function, and as its first argument another one, which it is put around; it is taken for that one."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.args[0], name)
 
 
 def _move_metric(metric: Metric, device: torch.device) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -45,9 +48,11 @@ class Base(L.LightningModule):
         self.head = nn.Linear(WIDTH, 2)
         self.accuracy = torchmetrics.classification.BinaryAccuracy()
         self.trace = Trace()
+        self.notes: Counter[str] = Counter()
 
     def note(self, label: str, value: Any) -> None:
-        note_outputs(self.trace, f"{len(self.trace)} {label}", value)
+        note_outputs(self.trace, f"{label} {self.notes[label]}", value)
+        self.notes[label] += 1
 
     def forward(self, x: Tensor) -> Tensor:
         strategy = self.trainer.strategy
@@ -168,7 +173,10 @@ def assert_same_training(
     arguments: Callable[[], dict[str, Any]] = dict,
     **strategy: Any,
 ) -> Trace:
-    """Bit-equality with Lightning's single-device strategy.
+    """Bit-equality with Lightning's single-device strategy: while the module looks at gradients, and while nobody does.
+
+    Then units may be stepped in backward; and with a budget, as on any GPU, the first steps are measured and watched,
+    and may run again.
 
     Args:
         make: Builds the module.
@@ -180,7 +188,17 @@ def assert_same_training(
     actual = run(streamed(**strategy), make, drive, arguments)
     assert any("loss" in label for label in expected), "nothing was compared"
     assert_same_trace(expected, actual)
+    with nobody_looks():
+        unseen = run(streamed(**{"k": "auto", "memory_budget": "1GiB", **strategy}), make, drive, arguments)
+    assert_same_trace(
+        *({label: trace[label] for label in trace if "gradients" not in label} for trace in (expected, unseen))
+    )
     return actual
+
+
+def nobody_looks() -> AbstractContextManager[Any]:
+    """While modules do not look at gradients, which would keep units from being stepped in backward."""
+    return mock.patch.object(Base, "on_before_optimizer_step", L.LightningModule.on_before_optimizer_step)
 
 
 def assert_plain(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ import math
 import re
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
@@ -315,6 +316,51 @@ def test_the_documented_metrics_are_those_there_are():
     assert documented == {**COUNTED, **TIMED}
 
 
+# ------------------------------------------------------------------------------------------ what was chosen meanwhile
+
+
+def chosen(texts):
+    return [text for text in texts if "chosen by the first steps" in text]
+
+
+def test_the_window_that_was_chosen_is_said(messages):
+    summary = {"callbacks": [ModelSummary()], "enable_model_summary": True}
+    fit(trainer(streamed(k="auto", memory_budget="1GiB"), **summary), Base())
+    (table,) = (text for text in messages() if "units" in text and "k, k_prime" in text)
+    assert "2, 1 at first (auto)" in table
+    (line,) = chosen(messages())
+    assert re.match(
+        r"Superpipeline: chosen by the first steps: k=\d, k_prime=\d.*\. A step should take .* device;", line
+    )
+
+
+def test_of_evaluations_in_a_loop_it_is_said_once(messages):
+    ours, module = trainer(streamed(k="auto", memory_budget="1GiB"), enable_model_summary=True), Base()
+    for _ in range(3):
+        ours.predict(module, loader())
+    assert len(chosen(messages())) == 1
+
+
+def test_nothing_is_said_without_a_summary(messages):
+    fit(trainer(streamed(k="auto", memory_budget="1GiB"), enable_model_summary=False), Base())
+    assert not chosen(messages())
+
+
+def test_why_the_window_stays_small_is_said_once(monkeypatch):
+    """Also where no summary is asked for: it explains a slow run."""
+
+    def nothing_fits(*args, **kwargs):
+        raise ValueError("Nothing fits.")
+
+    monkeypatch.setattr("sp_lightning.planning.planner.choose", nothing_fits)
+    ours, module = trainer(streamed(k="auto", memory_budget="1GiB")), Base()
+    with pytest.warns(UserWarning, match="the window stays as small as it is. Nothing fits"):
+        fit(ours, module)
+    with warnings.catch_warnings(record=True) as later:
+        ours.predict(module, loader())
+    assert not [warning for warning in later if "stays as small" in str(warning.message)]
+
+
 # ------------------------------------------------------------------------------------------------ timeline, diagnosis
 
 
@@ -323,6 +369,8 @@ def test_the_timeline_of_a_fit(tmp_path, messages):
     path = tmp_path / "new" / "timeline.html"
     assert_same_training(
         arguments=lambda: {"callbacks": SuperpipelineCallback(path, timeline_steps=2), "max_epochs": 3},
+        k=2,
+        k_prime=1,
     )
     text = path.read_text(encoding="utf-8")
     assert "2 steps of" in text

@@ -21,6 +21,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 
 from .helpers import Trace, assert_same_trace, frozen, note_state
+from .lightning_modules import trainer
 from .zoo.blocks import WIDTH, Block
 
 BLOCKS = 6
@@ -395,20 +396,10 @@ class Module(L.LightningModule):
 def fit(module: L.LightningModule, strategy: Any, steps: int = 5, **arguments: Any) -> Trace:
     torch.manual_seed(0)
     accumulate = arguments.get("accumulate_grad_batches", 1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **arguments,
-    )
-    trainer.fit(module, DataLoader([rows(seed) for seed in range(steps * accumulate)], batch_size=None))
+    ours = trainer(strategy, **{"max_epochs": 1, **arguments})
+    ours.fit(module, DataLoader([rows(seed) for seed in range(steps * accumulate)], batch_size=None))
     trace: Trace = {f"loss {index}": loss for index, loss in enumerate(module.losses)}
-    note_state(trace, "end", module, trainer.optimizers)
+    note_state(trace, "end", module, ours.optimizers)
     return trace
 
 
@@ -722,6 +713,48 @@ class WarmsUp(Module):
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.optimizers().optimizer.param_groups[0]["lr"] = 0.01 * (1 + self.global_step)
+
+
+def halve(strategy: Any) -> None:
+    for parameter in strategy.lightning_module.parameters():
+        parameter.grad.mul_(0.5)
+
+
+class HalvesInBackward:
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().backward(*args, **kwargs)  # type: ignore[misc]
+        halve(self)
+        return loss
+
+
+class HalvesAfterBackward:
+    def post_backward(self, loss: Tensor) -> None:
+        halve(self)
+
+
+class RunsBackwardItself:
+    def backward(self, loss: Tensor, *args: Any) -> Tensor:
+        (0.5 * loss).backward()
+        return loss
+
+
+class LooksInItsStep:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        module.losses.append(torch.stack([parameter.grad.norm() for parameter in module.parameters()]))
+        return result
+
+
+@pytest.mark.parametrize("changes", [HalvesInBackward, HalvesAfterBackward, RunsBackwardItself, LooksInItsStep])
+def test_strategies_of_users(changes: type) -> None:
+    traces = []
+    options = {"k": 2, "units": [Block], "memory_budget": "1GiB"}  # steps are watched, and may run again
+    for base, chosen in [(SingleDeviceStrategy, {}), (SuperpipelineStrategy, options)]:
+        torch.manual_seed(1)
+        strategy: Any = type("Users", (changes, base), {"__module__": __name__})(**chosen)
+        traces.append(fit(Module("sgd"), strategy))
+    assert_same_trace(*traces)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DistributedSampler
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
@@ -81,8 +82,24 @@ def stepping() -> None:
         assert_as_ddp(Silent, strategy={"overlap_optimizer": overlap})
 
 
+class Sharded(ZeroRedundancyOptimizer):
+    """Each process steps a part of the weights; its state is asked of it alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.optim.state_dict())
+
+
+def sharded_optimizer() -> None:
+    class Shards(Silent):
+        def configure_optimizers(self) -> Any:
+            return Sharded(self.parameters(), torch.optim.AdamW, lr=1e-2)
+
+    assert_as_ddp(Shards)
+    assert_as_ddp(Shards, gradient_clip_val=0.1)
+
+
 def test_ways_of_training() -> None:
-    in_processes([as_it_comes, clipping, accumulation, mixed_precision, activations, stepping])
+    in_processes([as_it_comes, clipping, accumulation, mixed_precision, activations, stepping, sharded_optimizer])
 
 
 # --------------------------------------------------------------------------------------------------------- modules

@@ -410,4 +410,4 @@ def test_a_compiled_lightning_module():
         it.fit(compiled, loader(), loader(2))
         return [it.callback_metrics, dict(module.named_parameters()), it.predict(compiled, loader(2))]
 
-    torch.testing.assert_close(run(streamed(overlap_optimizer=False)), run(plain()), rtol=0, atol=0)
+    torch.testing.assert_close(run(streamed()), run(plain()), rtol=0, atol=0)

@@ -18,11 +18,11 @@ from torch import nn
 
 import sp_lightning
 from sp_lightning.pipeline import Kind, Lane, Pipeline, PipelineOptions, Recording, Span
-from sp_lightning.timeline import break_down, headline, write_timeline
+from sp_lightning.timeline import break_down, headline, readable_seconds, write_timeline
 from sp_lightning.timeline.breakdown import length, union, without
 from sp_lightning.timeline.drawing import COLORS, Box, Text
 from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline, where_time_goes
-from sp_lightning.timeline.scale import readable_seconds, round_steps, ticks
+from sp_lightning.timeline.scale import round_steps, ticks
 
 from .recordings import make_recording
 from .simulated import SimulatedBackend, TimedBlock

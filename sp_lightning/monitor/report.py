@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sp_lightning.pipeline import Pipeline, Stats, Summary, as_table, readable_bytes
+from sp_lightning.pipeline import Pipeline, Stats, Summary, WindowPlan, as_table, readable_bytes, readable_seconds
 
 _WINDOW = "k, k_prime"
 _ACTIVATIONS = {
@@ -12,6 +12,13 @@ _ACTIVATIONS = {
     "recompute": "computed again in backward",
     "offload": "wait on the host for backward",
     "auto": "for each unit what is cheapest, so that all of it fits",
+}
+
+_WORK = {
+    "compute": "computing",
+    "to device": "copies to the device",
+    "to host": "copies to the host",
+    "host": "the host's work on gradients and weights",
 }
 
 
@@ -24,7 +31,8 @@ def plan_rows(pipeline: Pipeline, optimizers: Sequence[str]) -> list[tuple[str, 
     """
     summary, module = pipeline.summary(), pipeline.module
     automatic = "auto" in (pipeline.options.k, pipeline.options.k_prime)
-    rows = [(name, f"{value} (auto)" if automatic and name == _WINDOW else value) for name, value in summary.rows()]
+    how = "at first (auto)" if pipeline.survey.budget is not None else "(auto)"  # without a limit nothing is measured
+    rows = [(name, f"{value} {how}" if automatic and name == _WINDOW else value) for name, value in summary.rows()]
     up = bytes_to_device(summary, trains=bool(optimizers))
     moves = f"at most {readable_bytes(up)} of weights to the device"
     if optimizers:
@@ -44,6 +52,20 @@ def bytes_to_device(summary: Summary, trains: bool) -> int:
     forward = sum(summary.unit_bytes)
     backward = sum(summary.unit_bytes[: summary.units - stays]) if trains else 0
     return forward + backward
+
+
+def planned(plan: WindowPlan) -> str:
+    """Say what was chosen when the first steps had been measured, and what it is expected to take."""
+    chosen = [f"k={plan.k}", f"k_prime={plan.k_prime}"]
+    if plan.resident:
+        chosen.append(f"{len(plan.resident)} units resident")
+    if plan.on_device:
+        chosen.append(f"{len(plan.on_device)} units with their optimizer state on the device")
+    work = _WORK.get(plan.bottleneck, plan.bottleneck)
+    return (
+        f"chosen by the first steps: {', '.join(chosen)}. A step should take {readable_seconds(plan.step_seconds)} and"
+        f" {readable_bytes(plan.device_bytes)} of the device; most of the time goes to {work}."
+    )
 
 
 def show_table(rows: Sequence[tuple[str, str]], rich: bool, say: Callable[[str], None]) -> None:

@@ -3,7 +3,7 @@
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
-from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary, as_table
 from sp_lightning.pipeline.survey import Planner, Survey
@@ -31,4 +31,5 @@ __all__ = [
     "WindowPlan",
     "as_table",
     "readable_bytes",
+    "readable_seconds",
 ]

@@ -1,4 +1,4 @@
-"""Amounts of memory as users write and read them."""
+"""Amounts of memory, and times, as users write and read them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _UNITS_OF_BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
+UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | None:
@@ -49,3 +50,13 @@ def readable_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def readable_seconds(seconds: float) -> str:
+    """A time as people write it: three digits and a unit."""
+    for size, unit in UNITS_OF_TIME:
+        if abs(seconds) >= 0.9995 * size or unit == "µs":
+            value = seconds / size
+            digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+            return "0 s" if not value else f"{value:.{digits}f} {unit}"
+    raise AssertionError("the last unit takes any time")

@@ -10,7 +10,8 @@ With gradient accumulation it waits for a first step of the optimizer, and recor
 from __future__ import annotations
 
 import contextlib
-import logging
+import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -28,8 +29,6 @@ _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
 _MUCH_LARGER = 1.25  # inputs, than when they were measured
 
-_log = logging.getLogger(__name__)
-
 _Situation = tuple[tuple[str | int, ...], bool]
 """Units and their bytes, and whether there is a backward: what a plan is made for."""
 
@@ -42,10 +41,20 @@ class _Made:
     size: int
 
 
-class AutoPlanner(Planner):
-    """Measures the first steps, then chooses what the user has left open (see `choose`)."""
+def _warn(outcome: WindowPlan | str) -> None:
+    if isinstance(outcome, str):
+        warnings.warn(outcome, stacklevel=2)
 
-    def __init__(self) -> None:
+
+class AutoPlanner(Planner):
+    """Measures the first steps, then chooses what the user has left open (see `choose`).
+
+    Args:
+        tell: Is given what came of it each time: a plan, or why the window stays as it is, which is a warning without.
+    """
+
+    def __init__(self, tell: Callable[[WindowPlan | str], None] = _warn) -> None:
+        self._tell = tell
         self._made: dict[_Situation, _Made] = {}
         self._arrangement: Arrangement | None = None
         self._units: tuple[str | int, ...] = ()
@@ -94,7 +103,10 @@ class AutoPlanner(Planner):
         measuring = self._measuring
         if not measuring.goes_on():
             self._measuring = None
-            made = self._made[self._units, self._trains] = _Made(_plan(survey, measuring), _size(survey))
+            outcome = _plan(survey, measuring)
+            self._tell(outcome)
+            plan = None if isinstance(outcome, str) else outcome
+            made = self._made[self._units, self._trains] = _Made(plan, _size(survey))
             return made
         return None
 
@@ -178,8 +190,8 @@ def _size(survey: Survey) -> int:
     return survey.activation_peak if survey.activations is None else survey.activations.input_bytes
 
 
-def _plan(survey: Survey, measured: _Measurement) -> WindowPlan | None:
-    """Choose by what was measured; None if only the smallest window fits."""
+def _plan(survey: Survey, measured: _Measurement) -> WindowPlan | str:
+    """Choose by what was measured; why not, if only the smallest window fits."""
     options, arrangement, budget = survey.options, survey.arrangement, survey.budget
     assert budget is not None
     workload = workload_of(survey, measured.recording, measured.observed())
@@ -187,8 +199,7 @@ def _plan(survey: Survey, measured: _Measurement) -> WindowPlan | None:
     try:
         plan = choose(workload, machine, budget, k=options.k, k_prime=options.k_prime, fill=options.k == "auto")
     except ValueError as error:
-        _log.info("Superpipeline: the window stays as small as it is. %s", error)
-        return None
+        return f"Superpipeline: the window stays as small as it is. {error}"
     choice, prediction = plan.choice, plan.prediction
     ways = ways_of(workload, choice)
     policies = {unit.name: way.policy for unit, way in zip(workload.units, ways, strict=True)}

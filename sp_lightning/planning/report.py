@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from sp_lightning.pipeline.activations.choice import choose as choose_ways
-from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
 from sp_lightning.pipeline.survey import SHARE_OF_FREE_MEMORY
 from sp_lightning.planning.choose import Plan, choose
 from sp_lightning.planning.cost import Choice, Prediction, predict
@@ -128,7 +128,7 @@ class Report:
             memory = f"{row.choice.k:>4}  {readable_bytes(row.device_bytes):>10} {readable_bytes(took.host_bytes):>10}"
             if row.fits:
                 moved = f"{readable_bytes(took.bytes_to_device):>10} {readable_bytes(took.bytes_to_host):>10}"
-                yield f"{memory} {moved} {_time(took.seconds):>10}  {took.bottleneck}"
+                yield f"{memory} {moved} {readable_seconds(took.seconds):>10}  {took.bottleneck}"
             else:
                 yield f"{memory} {'does not fit':>21}"
 
@@ -146,9 +146,10 @@ class Report:
         if self.not_followed is None:
             ways = Counter(way.policy for way in choice.ways)
             chosen.append("activations: " + ", ".join(f"{policy} {count}" for policy, count in sorted(ways.items())))
-        lanes = ", ".join(f"{lane} {_time(seconds)}" for lane, seconds in took.lanes.items())
+        lanes = ", ".join(f"{lane} {readable_seconds(seconds)}" for lane, seconds in took.lanes.items())
         yield f"Fastest: {'; '.join(chosen)}"
-        yield f"{readable_bytes(self.best.device_bytes)} on the device, {_time(took.seconds)} a step; busy: {lanes}"
+        device, step = readable_bytes(self.best.device_bytes), readable_seconds(took.seconds)
+        yield f"{device} on the device, {step} a step; busy: {lanes}"
 
 
 def plan(module: nn.Module, inputs: Any = None, assumptions: Assumptions | None = None, title: str = "") -> Report:
@@ -219,7 +220,3 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f} {name}"
     return str(number)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

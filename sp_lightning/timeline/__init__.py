@@ -5,7 +5,7 @@
     drawing.py     a drawing as SVG or PNG
     page.py        a drawing as a page that can be zoomed
     chrome.py      a recording as Chrome trace
-    scale.py       axes, and numbers as people write them
+    scale.py       round numbers for axes
 
 Knows recordings, and nothing of how they are made.
 """
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sp_lightning.pipeline import Recording
+from sp_lightning.pipeline import Recording, readable_seconds
 from sp_lightning.timeline.breakdown import Breakdown, break_down
 from sp_lightning.timeline.chrome import to_chrome_trace
 from sp_lightning.timeline.drawing import require_pillow, save_png
 from sp_lightning.timeline.page import to_page
 from sp_lightning.timeline.picture import draw_timeline, headline
-from sp_lightning.timeline.scale import readable_seconds
 
 __all__ = ["Breakdown", "break_down", "check_timeline_path", "headline", "readable_seconds", "write_timeline"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sp_lightning.pipeline import Kind, Lane, Recording, Span, readable_bytes
+from sp_lightning.pipeline import Kind, Lane, Recording, Span, readable_bytes, readable_seconds
 from sp_lightning.timeline.breakdown import Breakdown, break_down
 from sp_lightning.timeline.drawing import Box, Drawing, Line, Text, fits, label_size, text_width
-from sp_lightning.timeline.scale import readable_seconds, ticks
+from sp_lightning.timeline.scale import ticks
 
 WIDTH = 1280
 MARGIN = 28

@@ -1,20 +1,10 @@
-"""Round numbers for axes, and numbers as people write them."""
+"""Round numbers for axes."""
 
 from __future__ import annotations
 
 import math
 
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-
-
-def readable_seconds(seconds: float) -> str:
-    """A time as people write it: three digits and a unit."""
-    for size, unit in _UNITS:
-        if abs(seconds) >= 0.9995 * size or unit == "µs":
-            value = seconds / size
-            digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-            return "0 s" if not value else f"{value:.{digits}f} {unit}"
-    raise AssertionError("the last unit takes any time")
+from sp_lightning.pipeline.sizes import UNITS_OF_TIME
 
 
 def round_steps(span: float, count: int = 10) -> list[float]:
@@ -30,5 +20,5 @@ def round_steps(span: float, count: int = 10) -> list[float]:
 def ticks(seconds: float) -> list[tuple[float, str]]:
     """Moments to mark on an axis that is so long, and what to write there: all in one unit."""
     moments = round_steps(seconds)
-    size, unit = next((pair for pair in _UNITS if moments[-1] >= pair[0]), _UNITS[-1])
+    size, unit = next((pair for pair in UNITS_OF_TIME if moments[-1] >= pair[0]), UNITS_OF_TIME[-1])
     return [(moment, f"{moment / size:g} {unit}" if moment else "0") for moment in moments]

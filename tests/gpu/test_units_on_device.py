@@ -67,7 +67,7 @@ def test_under_lightning(precision: str, device: torch.device, monkeypatch: pyte
     accelerator = "gpu" if device.type == "cuda" else device.type
     expected = lightning_run(CASES["vit"], "auto", precision, accelerator=accelerator)
     planner = Fixed((2, 1), (2, 1, (), (1, 2)))
-    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda: planner)
+    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: planner)
     actual = lightning_run(CASES["vit"], SuperpipelineStrategy(k="auto"), precision, accelerator=accelerator)
     assert max(on_device for *_, on_device in planner.seen) > 0
     for label in [label for label in expected if "/ loss" in label]:

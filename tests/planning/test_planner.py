@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,7 +59,16 @@ def test_it_is_as_fast_as_the_best_window(bottleneck: str, units: int) -> None:
     assert plan is not None
     assert plan.step_seconds == pytest.approx(planned.seconds[-1], rel=0.01)
     assert plan.device_bytes == pytest.approx(planned.counted, rel=0.01)
-    assert plan.bottleneck == bottleneck or units == 6
+
+
+@pytest.mark.parametrize("bottleneck", MACHINES)
+def test_it_names_the_bottleneck(bottleneck: str) -> None:
+    """With few units in the window: with more of them, less is moved."""
+    blocks = MACHINES[bottleneck]
+    least = blocks.train(k=1, k_prime=1, steps=2)
+    plan = blocks.train(AutoPlanner(), memory_budget=least.counted + 2 * UNIT_BYTES).summary.plan
+    assert plan is not None
+    assert plan.bottleneck == bottleneck
 
 
 @pytest.mark.parametrize(("share", "rate"), [(2.0, 5e7), (3.0, 2e6)], ids=["fast copies", "slow copies"])
@@ -146,7 +154,7 @@ def test_on_the_cpu_without_a_budget_nothing_is_measured() -> None:
     with planned(chain(6)) as pipeline:
         for _ in range(5):
             pipeline.module(*rows()).square().mean().backward()
-            assert not pipeline._backend.trace.is_recording
+            assert pipeline._backend.trace._entries is None
         summary = pipeline.summary()
     assert (summary.k, summary.k_prime, summary.plan) == (2, 1, None)
 
@@ -158,12 +166,11 @@ def test_by_default_the_budget_is_nine_tenths_of_what_is_free(monkeypatch: pytes
         assert pipeline.survey.budget == pipeline.arrangement.streaming_bytes() + 9_000
 
 
-def test_what_does_not_fit_is_said_and_left_as_small_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_is_said_and_left_as_small_as_it_is() -> None:
     blocks = MACHINES["compute"]
-    with caplog.at_level(logging.INFO, "sp_lightning"):
+    with pytest.warns(UserWarning, match="the window stays as small as it is"):
         trained = blocks.train(AutoPlanner(), memory_budget=2 * UNIT_BYTES + PIECES)
     assert (trained.summary.k, trained.summary.plan) == (2, None)
-    assert "stays as small as it is" in caplog.text
 
 
 def test_a_budget_for_a_single_slot_is_enough() -> None:
@@ -228,15 +235,15 @@ def test_an_exception_ends_what_is_being_measured() -> None:
     with planned(model, memory_budget=4 * total) as pipeline:
         for _ in range(2):
             step(model, optimizer, *rows())
-        assert pipeline._backend.trace.is_recording
+        assert pipeline._backend.trace._entries is not None
         with pytest.raises(InterruptedError), pipeline.step():  # noqa: PT012
             model(*rows())
             raise InterruptedError
-        assert not pipeline._backend.trace.is_recording
+        assert pipeline._backend.trace._entries is None
         for _ in range(6):
             step(model, optimizer, *rows())
         assert pipeline.summary().plan is not None
-    assert not pipeline._backend.trace.is_recording
+    assert pipeline._backend.trace._entries is None
 
 
 def test_a_training_without_an_optimizer_is_planned_at_last() -> None:

@@ -82,6 +82,26 @@ def choose_cores(device: torch.device, threads: int | Literal["auto"], processes
     return HostCores(threads, near)
 
 
+def use_all_cores(processes: int = 1) -> int | None:
+    """Give torch this process's share of the cores, if a launcher left it with one thread.
+
+    `torchrun` sets `OMP_NUM_THREADS=1` to spare the cores for its other processes. The optimizer steps on the host
+    here: on one thread it would take as many times longer as there are cores. A user's own `OMP_NUM_THREADS=1` outside
+    of `torchrun` is a choice, and kept.
+
+    Args:
+        processes: How many processes like this one share the machine.
+
+    Returns:
+        The number of threads that torch had, to be restored later, or `None` if nothing was changed.
+    """
+    cores, threads = len(allowed_cores()) // processes, torch.get_num_threads()
+    if threads > 1 or cores <= 1 or user_chose_threads():
+        return None
+    torch.set_num_threads(cores)
+    return threads
+
+
 def user_chose_threads() -> bool:
     """Whether torch's number of threads is the user's choice: `torchrun` sets it, too, to spare the other processes."""
     return "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ

@@ -121,11 +121,6 @@ class Trace:
         self._recordings = 0
         self._open: _Entry | None = None
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether anything is written down."""
-        return self._entries is not None
-
     def moved(self, kind: Kind, name: str, nbytes: int, ticket: Ticket) -> None:
         """A copy, or work on the host, has been given to the backend."""
         if self._entries is not None:

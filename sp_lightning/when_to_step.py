@@ -8,7 +8,6 @@ them. Stepping in backward is right only where none of them is there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _OF_THE_MODULE = (*_SEES_GRADIENTS, "backward", "configure_gradient_clipping", "clip_gradients", "manual_backward")
+_OF_THE_STRATEGY = ("backward", "post_backward", "optimizer_step")
 _OF_THE_PRECISION = (
     "backward",
     "clip_grad_by_norm",
@@ -44,59 +44,34 @@ _NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 
 
 @dataclass(frozen=True)
-class OverlapPlan:
-    """How one optimizer step is overlapped.
+class SteppingPlan:
+    """When the weights of one optimizer are stepped.
 
     Attributes:
-        pipeline: The engine.
-        optimizer: The optimizer.
-        why_not: Why it steps as in plain training; None if it steps unit by unit.
-        why_not_in_backward: Why its units wait for the end of backward; None if they do not.
+        why_not: Why they are stepped as in plain training; None if it is done unit by unit.
+        why_not_in_backward: Why units wait for the end of backward; None if they do not.
         needs_norms: Whether something between backward and the step needs the norms of gradients.
         clamp: The value by which gradients are clipped.
         keeps_gradients: Whether somebody may look at gradients after the step.
     """
 
-    pipeline: Pipeline
-    optimizer: Optimizer
     why_not: str | None
     why_not_in_backward: str | None
     needs_norms: bool
     clamp: float | None
     keeps_gradients: bool
 
-    def around_backward(self, may_step: bool = True) -> AbstractContextManager[None]:
-        """The scope for the backward pass before the step.
 
-        Args:
-            may_step: Whether units may be stepped in this one: what has been stepped cannot run again.
-        """
-        if self.why_not is not None:
-            return nullcontext()
-        if self.why_not_in_backward is None and may_step:
-            return self.pipeline.optimizers.stepping_in_backward(
-                self.optimizer, clamp=self.clamp, keep_gradients=self.keeps_gradients
-            )
-        return self.pipeline.optimizers.measuring_norms() if self.needs_norms else nullcontext()
-
-    def __str__(self) -> str:
-        name = type(self.optimizer).__name__
-        if self.why_not is not None:
-            return f"Superpipeline: {name} steps all weights after backward: {self.why_not}."
-        if self.why_not_in_backward is None:
-            return f"Superpipeline: {name} steps each unit in backward, as soon as its gradients are on the host."
-        return f"Superpipeline: {name} steps unit by unit under the next forward: {self.why_not_in_backward}."
-
-
-def plan_overlap(
+def plan_stepping(
     pipeline: Pipeline,
     module: LightningModule,
     optimizer: Optimizer,
     automatic: bool,
     precision: Any,
+    strategy: type,
     lightning: Namespace,
-) -> OverlapPlan:
-    """Decide how the next step of an optimizer is overlapped.
+) -> SteppingPlan:
+    """Decide when the next step of an optimizer steps which weights.
 
     Args:
         pipeline: The engine.
@@ -104,6 +79,7 @@ def plan_overlap(
         optimizer: The optimizer about to step.
         automatic: Whether Lightning's own loop steps it.
         precision: The precision plugin.
+        strategy: The class of the strategy, which may be a user's.
         lightning: Where the module comes from.
 
     Returns:
@@ -113,7 +89,7 @@ def plan_overlap(
     clips = bool(trainer.gradient_clip_val)
     by_value = clips and trainer.gradient_clip_algorithm == "value"
     scales = getattr(precision, "scaler", None) is not None
-    reasons = _hindrances(module, trainer.callbacks, automatic, precision, lightning)
+    reasons = _hindrances(module, trainer.callbacks, automatic, precision, strategy, lightning)
     if pipeline.options.overlap_optimizer is False:
         why_not: str | None = "`overlap_optimizer=False`"
     else:
@@ -122,19 +98,22 @@ def plan_overlap(
         reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")
     if scales:
         reasons.append("the loss scaler has to look at all gradients")
-    return OverlapPlan(
-        pipeline,
-        optimizer,
+    return SteppingPlan(
         why_not,
         reasons[0] if reasons else None,
-        needs_norms=scales or (clips and not by_value) or _is_users(module, "configure_gradient_clipping"),
+        needs_norms=scales or (clips and not by_value) or is_users(module, "configure_gradient_clipping"),
         clamp=float(trainer.gradient_clip_val) if by_value else None,
         keeps_gradients=any(_overridden([module, *trainer.callbacks], _AFTER_THE_STEP)),
     )
 
 
 def _hindrances(
-    module: LightningModule, callbacks: Iterable[Any], automatic: bool, precision: Any, lightning: Namespace
+    module: LightningModule,
+    callbacks: Iterable[Any],
+    automatic: bool,
+    precision: Any,
+    strategy: type,
+    lightning: Namespace,
 ) -> list[str]:
     """What may look at gradients, or change them, between backward and the step."""
     hindrances = []
@@ -142,8 +121,9 @@ def _hindrances(
         hindrances.append("the step is not one of automatic optimization")
     elif not isinstance(precision, lightning.precisions) and type(precision) is not lightning.precision:
         hindrances.append(f"`{type(precision).__name__}` may do anything to gradients")
-    plugin = type(precision)  # on the plugin itself two of them are ours
-    hindrances += [f"`{plugin.__name__}.{hook}` is overridden" for hook in _OF_THE_PRECISION if _is_users(plugin, hook)]
+    # of the classes: on the objects themselves some of them are ours
+    for cls, hooks in ((type(precision), _OF_THE_PRECISION), (strategy, _OF_THE_STRATEGY)):
+        hindrances += [f"`{cls.__name__}.{hook}` is overridden" for hook in hooks if is_users(cls, hook)]
     hindrances += [f"`{name}` is overridden" for name in _overridden([module], _OF_THE_MODULE)]
     hindrances += [f"`{name}` is overridden" for name in _overridden(callbacks, _SEES_GRADIENTS)]
     return hindrances
@@ -152,10 +132,11 @@ def _hindrances(
 def _overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:
     """Hooks that are users' own code."""
     for thing in objects:
-        yield from (f"{type(thing).__name__}.{hook}" for hook in hooks if _is_users(thing, hook))
+        yield from (f"{type(thing).__name__}.{hook}" for hook in hooks if is_users(thing, hook))
 
 
-def _is_users(thing: Any, hook: str) -> bool:
+def is_users(thing: Any, hook: str) -> bool:
+    """Whether a hook of an object, or of a class, is neither Lightning's nor ours."""
     method = getattr(thing, hook, None)
     package = getattr(method, "__module__", "").split(".")[0]
     return method is not None and package not in _NOT_OF_USERS
