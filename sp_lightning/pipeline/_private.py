@@ -100,7 +100,7 @@ def graph_task() -> int:
 
 def in_backward() -> bool:
     """Whether this thread runs a node of a backward pass; a checkpoint's recomputation is told from a forward by it."""
-    return graph_task() != -1
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 _ZERO_GRAD = {inspect.unwrap(zero_grad).__code__ for zero_grad in (Optimizer.zero_grad, nn.Module.zero_grad)}
@@ -213,9 +213,8 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Let the engine read masters without its own `__torch_function__` guard seeing it."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
 def sees_torch_functions() -> bool:

@@ -652,8 +652,8 @@ def test_an_interrupt_while_masters_are_guarded() -> None:
     with attached(model) as pipeline:
         guard = pipeline._assembly.guard
         guard.arm()
-        guard._weights[0].master.__class__ = nn.Parameter
-        _guarded.pop(id(guard._weights[0].master))
+        pipeline.arrangement.weights[0].master.__class__ = nn.Parameter
+        _guarded.pop(id(pipeline.arrangement.weights[0].master))
         pipeline.reset()
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 

@@ -92,7 +92,7 @@ class Guard:
 
     def __init__(self, owner: Owner, weights: Iterable[Weight]) -> None:
         self.owner = owner
-        self._weights = list(weights)
+        self._entries = {id(weight.master): (self, weight) for weight in weights}
         self.armed = False
         self.redirects = False
 
@@ -109,17 +109,18 @@ class Guard:
     def _guard_masters(self) -> None:
         if not self.armed:
             self.armed = True
-            for weight in self._weights:
-                _guarded[id(weight.master)] = (self, weight)
+            _guarded.update(self._entries)
+            for _, weight in self._entries.values():
                 weight.master.__class__ = HostParameter
 
     def disarm(self) -> None:
         """Masters are ordinary Parameters again."""
         self.redirects = False
         if self.armed:
-            for weight in self._weights:
+            for _, weight in self._entries.values():
                 weight.master.__class__ = nn.Parameter
-                _guarded.pop(id(weight.master), None)  # an interrupt may have come in the middle of either
+            for master in self._entries:
+                _guarded.pop(master, None)  # an interrupt may have come in the middle of either
             self.armed = False
 
     def redirect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
