@@ -20,7 +20,8 @@ from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.modules.guard import _guarded, guards_suspended
+from sp_lightning.pipeline.modules.guard import _guarded
+from sp_lightning.pipeline.modules.suspension import guards_suspended
 
 from .parts import RecordingBackend
 
