@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sp_lightning.pipeline.modules.guard import HostParameter, guards_suspended
+from sp_lightning.pipeline.modules.guard import HostParameter
+from sp_lightning.pipeline.modules.suspension import guards_suspended
 
 from .lightning_modules import Base, fit, plain, streamed, trainer
 

@@ -28,13 +28,12 @@ from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
-from sp_lightning.pipeline.modules.guard import (
+from sp_lightning.pipeline.modules.functions import stop_watching_functions, watch_functions
+from sp_lightning.pipeline.modules.suspension import (
     forget_ended_steps,
     guards_resumed,
     guards_suspended,
     resume_all_guards,
-    stop_watching_functions,
-    watch_functions,
 )
 from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions

@@ -21,7 +21,8 @@ from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.modules.guard import _guarded, guards_suspended
+from sp_lightning.pipeline.modules.guard import _guarded
+from sp_lightning.pipeline.modules.suspension import guards_suspended
 
 from .parts import RecordingBackend
 
@@ -691,8 +692,8 @@ def test_an_interrupt_while_masters_are_guarded() -> None:
     with attached(model) as pipeline:
         guard = pipeline._assembly.guard
         guard.arm()
-        guard._weights[0].master.__class__ = nn.Parameter
-        _guarded.pop(id(guard._weights[0].master))
+        pipeline.arrangement.weights[0].master.__class__ = nn.Parameter
+        _guarded.pop(id(pipeline.arrangement.weights[0].master))
         pipeline.reset()
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 

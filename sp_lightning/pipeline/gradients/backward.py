@@ -15,7 +15,7 @@ import torch
 
 from sp_lightning.pipeline._private import graph_task, in_backward, when_backward_ends
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
-from sp_lightning.pipeline.modules.guard import EngineAtWork
+from sp_lightning.pipeline.modules.at_work import EngineAtWork
 from sp_lightning.pipeline.modules.swap import swap_in, swap_out
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.device import Group

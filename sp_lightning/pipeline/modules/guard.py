@@ -14,18 +14,14 @@ then on all of them are ordinary. So nobody sees half a step, and nobody waits w
 
 from __future__ import annotations
 
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import sees_torch_functions, without_torch_function, zero_grad_is_calling
+from sp_lightning.pipeline.modules.suspension import guards_suspended
 from sp_lightning.pipeline.weights.weight import Weight
 
 _DEVICE_PROPERTIES = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
@@ -150,7 +146,7 @@ class Guard:
 
     def access_gradient(self, accessor: Callable[..., Any], args: tuple[Any, ...], weight: Weight) -> Any:
         """Read, set or delete a master's `.grad`, which is on the host always: `zero_grad` does so twice for each."""
-        zero_grad = zero_grad_is_calling(above=3) if accessor.__name__ == "__get__" else {}
+        zero_grad = zero_grad_is_calling(above=2) if accessor.__name__ == "__get__" else {}
         if zero_grad is None or not zero_grad.get("set_to_none", True):
             self.owner.asked_for_gradient(weight)
         else:
@@ -193,30 +189,6 @@ class Guard:
             not isinstance(value, HostParameter) and value.device.type == "cpu" and value.dim()
             for value in _instances_in((args, kwargs), Tensor)
         )
-
-
-class EngineAtWork:
-    """Around the engine's own work in a step: one thread at a time, and its reads of masters mean the masters.
-
-    Backward of a CUDA graph runs in a thread of autograd's, hence the lock.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._unguarded: list[AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        unguarded = without_torch_function()
-        unguarded.__enter__()
-        self._unguarded.append(unguarded)
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._unguarded.pop().__exit__(*exc_info)
-        self._lock.release()
-
-    def __bool__(self) -> bool:
-        return bool(self._unguarded)
 
 
 _guarded: dict[int, tuple[Guard, Weight]] = {}
@@ -270,88 +242,6 @@ class HostParameter(nn.Parameter):
             return action()
         finally:
             self.__class__ = guarded
-
-
-_watching: weakref.WeakSet[Any] = weakref.WeakSet()
-_torchs_apply: Any = torch.autograd.Function.__dict__["apply"]
-
-
-def watch_functions(user: object) -> None:
-    """Have weights that a `torch.autograd.Function` is applied to redirected: torch asks no `__torch_function__` there.
-
-    Args:
-        user: Who asks for it, until `stop_watching_functions`.
-    """
-    if not _watching:
-        torch.autograd.Function.apply = classmethod(_apply)
-    _watching.add(user)
-
-
-def stop_watching_functions(user: object) -> None:
-    """Undo `watch_functions`."""
-    _watching.discard(user)
-    if not _watching:
-        torch.autograd.Function.apply = _torchs_apply
-
-
-def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    apply = _torchs_apply.__get__(None, cls)
-    if sees_torch_functions() and any(isinstance(value, HostParameter) for value in args):
-        return HostParameter.__torch_function__(apply, (HostParameter,), args, kwargs)
-    return apply(*args, **kwargs)
-
-
-_apply.__name__ = "apply"  # torch.compile knows it by this name
-
-
-_stepping: list[tuple[int, FrameType]] = []  # thread and frame of the optimizer steps that are running
-
-
-def suspend_guards(step: FrameType) -> None:
-    """An optimizer steps, in this frame: what it does with masters it means."""
-    _stepping.append((threading.get_ident(), step))
-
-
-def resume_guards() -> None:
-    """The optimizer of the last `suspend_guards` has stepped."""
-    if _stepping:
-        _stepping.pop()
-
-
-def guards_suspended() -> bool:
-    """Whether an optimizer steps now, in this thread."""
-    forget_ended_steps()
-    return bool(_stepping) and _stepping[-1][0] == threading.get_ident()
-
-
-def forget_ended_steps() -> None:
-    """Torch does not tell when a step ends with an exception; its frame would hold the closure, and so the batch."""
-    thread = threading.get_ident()
-    while _stepping and _stepping[-1][0] == thread and not _is_running(_stepping[-1][1]):
-        _stepping.pop()
-
-
-def _is_running(wanted: FrameType) -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return frame is not None
-
-
-def resume_all_guards() -> None:
-    """After an exception: no optimizer steps any more."""
-    _stepping.clear()
-
-
-@contextmanager
-def guards_resumed() -> Iterator[None]:
-    """A closure that an optimizer calls computes again: there masters are guarded as ever."""
-    forget_ended_steps()
-    stepping, _stepping[:] = list(_stepping), []
-    try:
-        yield
-    finally:
-        _stepping[:] = stepping
 
 
 def _weight_of(master: HostParameter) -> Weight:

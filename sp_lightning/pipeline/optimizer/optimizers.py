@@ -20,7 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
-from sp_lightning.pipeline.modules.guard import EngineAtWork, guards_resumed, resume_guards, suspend_guards
+from sp_lightning.pipeline.modules.at_work import EngineAtWork
+from sp_lightning.pipeline.modules.suspension import guards_resumed, resume_guards, suspend_guards
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.on_device import move_state
 from sp_lightning.pipeline.optimizer.overlap import Overlap

@@ -17,15 +17,9 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.modules.guard import (
-    EngineAtWork,
-    Guard,
-    HostParameter,
-    guards_resumed,
-    guards_suspended,
-    resume_guards,
-    suspend_guards,
-)
+from sp_lightning.pipeline.modules.at_work import EngineAtWork
+from sp_lightning.pipeline.modules.guard import Guard, HostParameter
+from sp_lightning.pipeline.modules.suspension import guards_resumed, guards_suspended, resume_guards, suspend_guards
 from sp_lightning.pipeline.weights.weight import Weight
 
 from ..parts import place

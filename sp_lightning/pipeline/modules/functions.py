@@ -1,0 +1,42 @@
+"""Masters that a `torch.autograd.Function` is applied to: torch asks no `__torch_function__` there."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from sp_lightning.pipeline._private import sees_torch_functions
+from sp_lightning.pipeline.modules.guard import HostParameter
+
+_watching: weakref.WeakSet[Any] = weakref.WeakSet()
+_torchs_apply: Any = torch.autograd.Function.__dict__["apply"]
+
+
+def watch_functions(user: object) -> None:
+    """Have weights that a `torch.autograd.Function` is applied to redirected.
+
+    Args:
+        user: Who asks for it, until `stop_watching_functions`.
+    """
+    if not _watching:
+        torch.autograd.Function.apply = classmethod(_apply)
+    _watching.add(user)
+
+
+def stop_watching_functions(user: object) -> None:
+    """Undo `watch_functions`."""
+    _watching.discard(user)
+    if not _watching:
+        torch.autograd.Function.apply = _torchs_apply
+
+
+def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    apply = _torchs_apply.__get__(None, cls)
+    if sees_torch_functions() and any(isinstance(value, HostParameter) for value in args):
+        return HostParameter.__torch_function__(apply, (HostParameter,), args, kwargs)
+    return apply(*args, **kwargs)
+
+
+_apply.__name__ = "apply"  # torch.compile knows it by this name
