@@ -1,6 +1,6 @@
 """What of a unit an optimizer can step as one: weights that lie side by side with all that belongs to them.
 
-A *run* is one flat weight to the optimizer's code, whole or cut into pieces. A weight that can be neither joined nor
+A *run* is one flat weight to the optimizer's code, whole or cut into parts. A weight that can be neither joined nor
 cut is a *single*: it is stepped as in plain training, in its own shape and with its own state.
 """
 
@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Member:
+class Candidate:
     """A weight that has a gradient.
 
     Attributes:
@@ -60,7 +60,7 @@ class Member:
             form.append((key, value.dtype, None if value.dim() else value.item()))
         return form
 
-    def joins(self, other: Member) -> bool:
+    def joins(self, other: Candidate) -> bool:
         """Whether the two can be stepped as one."""
         mine, others = self._tensors(), other._tensors()
         return (
@@ -75,19 +75,19 @@ class Member:
         return [self.memory, self.gradient] if self.copy is None else [self.memory, self.gradient, self.copy]
 
 
-def group_neighbours(members: Iterable[Member]) -> Iterator[list[Member]]:
-    """Groups that can be stepped as one, of one member each if need be."""
-    group: list[Member] = []
-    for member in members:
-        if group and not group[-1].joins(member):
+def group_neighbours(candidates: Iterable[Candidate]) -> Iterator[list[Candidate]]:
+    """Groups that can be stepped as one, of one candidate each if need be."""
+    group: list[Candidate] = []
+    for candidate in candidates:
+        if group and not group[-1].joins(candidate):
             yield group
             group = []
-        group.append(member)
+        group.append(candidate)
     if group:
         yield group
 
 
-class Piece(NamedTuple):
+class Part(NamedTuple):
     """One parameter in the eyes of the optimizer's code: a weight, several weights, or a part of one.
 
     Attributes:
@@ -115,22 +115,22 @@ class Single:
 
     Args:
         optimizer: The user's optimizer, which keeps the state.
-        member: The weight.
+        candidate: The weight.
     """
 
-    def __init__(self, optimizer: Optimizer, member: Member) -> None:
+    def __init__(self, optimizer: Optimizer, candidate: Candidate) -> None:
         self._optimizer = optimizer
-        self._master = member.master
-        self._index = member.index
-        self._is_first_step = member.is_first_step
+        self._master = candidate.master
+        self._index = candidate.index
+        self._is_first_step = candidate.is_first_step
 
-    def piece(self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> Piece:
+    def part(self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> Part:
         """All of it."""
         gradient = gradients[self._index]
         assert gradient is not None
         state = self._optimizer.state.get(self._master, {})
         keep = partial(self._optimizer.state.__setitem__, self._master, state) if self._is_first_step else None
-        return Piece(self._master.data, gradient, copies[self._index], state, keep)
+        return Part(self._master.data, gradient, copies[self._index], state, keep)
 
 
 class Run:
@@ -138,26 +138,26 @@ class Run:
 
     Args:
         optimizer: The user's optimizer, which keeps the state.
-        members: The weights.
+        candidates: The weights.
         flat_state: Where their state is put if it does not lie side by side.
     """
 
-    def __init__(self, optimizer: Optimizer, members: Sequence[Member], flat_state: FlatState) -> None:
+    def __init__(self, optimizer: Optimizer, candidates: Sequence[Candidate], flat_state: FlatState) -> None:
         self._optimizer = optimizer
-        self._masters = [member.master for member in members]
-        self._indices = [member.index for member in members]
+        self._masters = [candidate.master for candidate in candidates]
+        self._indices = [candidate.index for candidate in candidates]
         self._flat_state = flat_state
-        self._is_first_step = members[0].is_first_step
-        self._memory = flat([member.memory for member in members])
-        self._gradient = flat([member.gradient for member in members])
-        copies = [member.copy for member in members if member.copy is not None]
+        self._is_first_step = candidates[0].is_first_step
+        self._memory = flat([candidate.memory for candidate in candidates])
+        self._gradient = flat([candidate.gradient for candidate in candidates])
+        copies = [candidate.copy for candidate in candidates if candidate.copy is not None]
         self._copy = flat(copies) if copies else None
         self._by_element: dict[str, Tensor] = {}
         self._by_weight: dict[str, Tensor] = {}
         self._stepped: dict[str, Tensor] = {}
         self._places: dict[str, list[Tensor]] = {}
-        for key in members[0].state:
-            self._hold(key, _gathered(key, members, optimizer, flat_state))
+        for key in candidates[0].state:
+            self._hold(key, _gathered(key, candidates, optimizer, flat_state))
 
     @property
     def is_only_updated(self) -> bool:
@@ -168,27 +168,27 @@ class Run:
         """Whether numbers that the optimizer keeps for each weight are the same for all of them, as its steps are."""
         return all(bool((numbers == numbers[0]).all()) for numbers in self._by_weight.values())
 
-    def pieces(self, size: int | None) -> Iterable[Piece]:
-        """All of it, in pieces of so many elements, or in one."""
+    def parts(self, size: int | None) -> Iterable[Part]:
+        """All of it, in parts of so many elements, or in one."""
         size = size or self._memory.numel()
         memories, gradients = torch.split(self._memory, size), torch.split(self._gradient, size)
         copies = repeat(None) if self._copy is None else torch.split(self._copy, size)
         states: list[State] = [{} for _ in memories]
         if self._is_first_step:
             keeps = [partial(self._keep, index * size, state) for index, state in enumerate(states)]
-            return map(Piece, memories, gradients, copies, states, keeps)
+            return map(Part, memories, gradients, copies, states, keeps)
         for key, values in self._by_element.items():
             for state, value in zip(states, torch.split(values, size), strict=True):
                 state[key] = value
         for key, numbers in self._by_weight.items():
-            # the code changes a number, like that of the steps, with each parameter: each piece has its own
+            # the code changes a number, like that of the steps, with each parameter: each part has its own
             self._stepped[key] = numbers[:1].repeat(len(states))
             for state, number in zip(states, self._stepped[key].unbind(), strict=True):
                 state[key] = number
-        return map(Piece, memories, gradients, copies, states, repeat(None))
+        return map(Part, memories, gradients, copies, states, repeat(None))
 
     def finish(self) -> None:
-        """All pieces have been stepped."""
+        """All parts have been stepped."""
         for key, places in self._places.items():
             for master, place in zip(self._masters, places, strict=True):
                 self._optimizer.state[master][key] = place
@@ -196,7 +196,7 @@ class Run:
             self._by_weight[key].fill_(values[-1])
 
     def _keep(self, start: int, state: State) -> None:
-        """Put what the code made for a piece where the weights' state lies from now on."""
+        """Put what the code made for a part where the weights' state lies from now on."""
         for key, value in state.items():
             if start == 0:
                 self._places[key] = [self._flat_state.place(index, key, value) for index in self._indices]
@@ -211,17 +211,19 @@ class Run:
         held[key] = flat(tensors)
 
 
-def _gathered(key: str, members: Sequence[Member], optimizer: Optimizer, flat_state: FlatState) -> list[Tensor]:
+def _gathered(key: str, candidates: Sequence[Candidate], optimizer: Optimizer, flat_state: FlatState) -> list[Tensor]:
     """State of weights, moved to where it lies side by side unless it does so already."""
-    tensors: list[Tensor] = [member.state[key] for member in members]
+    tensors: list[Tensor] = [candidate.state[key] for candidate in candidates]
     as_weights = all(
-        tensor.dim() == 0 or tensor.stride() == member.memory.stride()
-        for tensor, member in zip(tensors, members, strict=True)
+        tensor.dim() == 0 or tensor.stride() == candidate.memory.stride()
+        for tensor, candidate in zip(tensors, candidates, strict=True)
     )
     if as_weights and side_by_side(tensors):
         return tensors
-    places = [flat_state.place(member.index, key, tensor) for tensor, member in zip(tensors, members, strict=True)]
-    for place, tensor, member in zip(places, tensors, members, strict=True):
+    places = [
+        flat_state.place(candidate.index, key, tensor) for tensor, candidate in zip(tensors, candidates, strict=True)
+    ]
+    for place, tensor, candidate in zip(places, tensors, candidates, strict=True):
         if place is not tensor:
-            optimizer.state[member.master][key] = place.copy_(tensor)
+            optimizer.state[candidate.master][key] = place.copy_(tensor)
     return places

@@ -2,11 +2,11 @@
 
 An optimizer steps its parameters one by one, with one pass over memory for each operation. Here the code of the user's
 optimizer runs on memory of our choice. Weights that lie side by side are one tensor. Where there is a cast or a copy to
-do besides the update, and where torch has no fused kernel, that tensor is cut into pieces that stay in the cache from
+do besides the update, and where torch has no fused kernel, that tensor is cut into parts that stay in the cache from
 one operation to the next. Every bit is as after `optimizer.step()`.
 
     gradient (bf16) -> cast -> scale, clamp -> update of master and state -> copy for the device (bf16)
-                       `-------------- for one piece after the other, in the cache --------------'
+                       `-------------- for one part after the other, in the cache --------------'
 
 `optimizer.state` keeps its plain form, a tensor per parameter and kind of state; these lie side by side, too.
 """
@@ -27,7 +27,7 @@ from sp_lightning.pipeline._private import StepCode, step_is_replaced, without_t
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.optimizer.flat import WHOLE, FlatState
-from sp_lightning.pipeline.optimizer.runs import Member, Piece, Run, Single, group_neighbours
+from sp_lightning.pipeline.optimizer.runs import Candidate, Part, Run, Single, group_neighbours
 from sp_lightning.pipeline.weights.host import is_dense
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)
@@ -39,7 +39,7 @@ BY_WEIGHT = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") i
 HAVE_FUSED_KERNELS = (Adam, AdamW, SGD, Adagrad)
 """Optimizers with a fused CPU kernel."""
 
-_PIECE = 1 << 18  # elements for each thread: of a gradient, a master and a copy, so many stay in its cache
+_PART = 1 << 18  # elements for each thread: of a gradient, a master and a copy, so many stay in its cache
 
 
 def why_not_by_unit(optimizer: Optimizer, group: dict[str, Any], weights: Iterable[nn.Parameter]) -> str | None:
@@ -118,9 +118,9 @@ class UnitStep:
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
             update = _Update(self._optimizer, hyper, scaling.without_ones())
             self._find_runs(update, gradients, copies)
-            singles = (single.piece(gradients, copies) for single in self._singles)
-            pieces = (piece for run in self._runs for piece in run.pieces(update.limit_for(run)))
-            for batch in update.batches(chain(singles, pieces)):
+            singles = (single.part(gradients, copies) for single in self._singles)
+            parts = (part for run in self._runs for part in run.parts(update.limit_for(run)))
+            for batch in update.batches(chain(singles, parts)):
                 update.run(batch)
             for run in self._runs:
                 run.finish()
@@ -134,13 +134,13 @@ class UnitStep:
         states = [self._optimizer.state.get(master, {}) for master in self._masters]
         if self._flat_state is None or not self._flat_state.is_for(memories, states):
             self._flat_state = FlatState(memories)
-        members = [
-            self._member(index, memory, gradient, copy, update)
+        candidates = [
+            self._candidate(index, memory, gradient, copy, update)
             for index, (memory, gradient, copy) in enumerate(zip(memories, gradients, copies, strict=True))
             if gradient is not None
         ]
         self._singles, self._runs = [], []
-        for neighbours in group_neighbours(members):
+        for neighbours in group_neighbours(candidates):
             first = neighbours[0]
             if len(neighbours) > 1 or (first.memory.numel() > update.limit and first.form is not None):
                 self._runs.append(Run(self._optimizer, neighbours, self._flat_state))
@@ -148,7 +148,9 @@ class UnitStep:
                 self._singles.append(Single(self._optimizer, first))
         self._seen = self._look(update, gradients, copies)
 
-    def _member(self, index: int, memory: Tensor, gradient: Tensor, copy: Tensor | None, update: _Update) -> Member:
+    def _candidate(
+        self, index: int, memory: Tensor, gradient: Tensor, copy: Tensor | None, update: _Update
+    ) -> Candidate:
         for what, tensor in (("gradient", gradient), ("lowered copy", copy)):
             if tensor is not None and not _is_like(tensor, memory):
                 raise ValueError(
@@ -158,7 +160,7 @@ class UnitStep:
         master = self._masters[index]
         state = {key: value for key, value in self._optimizer.state.get(master, {}).items() if value is not None}
         is_first_step = update.keeps_state and not state
-        return Member(index, master, memory, gradient, copy, state, is_first_step, update.is_by_element)
+        return Candidate(index, master, memory, gradient, copy, state, is_first_step, update.is_by_element)
 
     def _look(self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> list[Any]:
         """Where everything lies, and what else decides what can be stepped as one."""
@@ -181,8 +183,8 @@ class _Update:
     """The code of the user's optimizer, to be run on parameters of our choice, and what goes before and after it."""
 
     def __init__(self, optimizer: Optimizer, hyper: dict[str, Any], scaling: Scaling) -> None:
-        # two at least: smaller pieces would show the time that Python takes between them
-        self.limit = _PIECE * max(2, torch.get_num_threads())
+        # two at least: smaller parts would show the time that Python takes between them
+        self.limit = _PART * max(2, torch.get_num_threads())
         self.is_by_element = type(optimizer) in BY_ELEMENT
         self.keeps_state = type(optimizer) is not SGD or hyper["momentum"] != 0
         self._scaling = scaling
@@ -192,37 +194,37 @@ class _Update:
         self._scratch_used = 0
 
     def limit_for(self, run: Run) -> int | None:
-        """Into how large pieces to cut a run. Scaling alone saves less by it than each piece costs in Python."""
+        """Into how large parts to cut a run. Scaling alone saves less by it than each part costs in Python."""
         return None if self._is_fused and run.is_only_updated else self.limit
 
-    def batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    def batches(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
         """Pieces for one call of the optimizer's code each: as many as the cache holds until all is done to them."""
-        batch: list[Piece] = []
+        batch: list[Part] = []
         size = 0
-        for piece in pieces:
-            in_cache = 0 if self._is_fused and piece.is_only_updated else piece.parameter.numel()
+        for part in parts:
+            in_cache = 0 if self._is_fused and part.is_only_updated else part.parameter.numel()
             # first steps for themselves: the fused kernel of SGD wants momentum for all of its parameters, or for none
-            if batch and (size + in_cache > self.limit or (piece.keep is None) != (batch[0].keep is None)):
+            if batch and (size + in_cache > self.limit or (part.keep is None) != (batch[0].keep is None)):
                 yield batch
                 batch, size = [], 0
-            batch.append(piece)
+            batch.append(part)
             size += in_cache
         if batch:
             yield batch
 
-    def run(self, pieces: Sequence[Piece]) -> None:
+    def run(self, parts: Sequence[Part]) -> None:
         """Cast and scale the gradients, update, write copies."""
         self._scratch_used = 0
-        for piece in pieces:
-            gradient = self._cast(piece.gradient, piece.parameter.dtype)
+        for part in parts:
+            gradient = self._cast(part.gradient, part.parameter.dtype)
             self._scaling.apply_(gradient)
-            piece.parameter.grad = gradient
-        self._code.run({piece.parameter: piece.state for piece in pieces})
-        for piece in pieces:
-            if piece.copy is not None:
-                piece.copy.copy_(piece.parameter)
-            if piece.keep is not None:
-                piece.keep()
+            part.parameter.grad = gradient
+        self._code.run({part.parameter: part.state for part in parts})
+        for part in parts:
+            if part.copy is not None:
+                part.copy.copy_(part.parameter)
+            if part.keep is not None:
+                part.keep()
 
     def _cast(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         if gradient.dtype == dtype:
@@ -234,17 +236,3 @@ class _Update:
         start = self._scratch_used
         self._scratch_used += gradient.numel()
         return self._scratch[dtype].as_strided(gradient.size(), gradient.stride(), start).copy_(gradient)
-
-
-def host_bytes(optimizer: Optimizer, masters: Iterable[nn.Parameter], copies: Iterable[Tensor | None]) -> int:
-    """Bytes of host memory for weights: themselves, what the optimizer keeps about them, and lowered copies.
-
-    Args:
-        optimizer: The optimizer that steps them.
-        masters: The weights.
-        copies: Their lowered copies.
-    """
-    masters = list(masters)
-    states = (optimizer.state.get(master, {}) for master in masters)
-    kept = (value for state in states for value in state.values() if isinstance(value, Tensor))
-    return sum(tensor.nbytes for tensor in chain(masters, kept, copies) if tensor is not None)

@@ -43,7 +43,6 @@ from sp_lightning.pipeline.optimizer.stepping import (
     BY_WEIGHT,
     UnitStep,
     fused_kernel_works,
-    host_bytes,
     why_not_by_unit,
 )
 from sp_lightning.pipeline.weights.host import lay_out, tensor_in
@@ -86,7 +85,7 @@ def recipes(*ways: dict[str, Any]) -> list[Any]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of a few hundred elements are cut already."""
-    monkeypatch.setattr(stepping, "_PIECE", 128)
+    monkeypatch.setattr(stepping, "_PART", 128)
 
 
 def in_one_buffer(likes: Sequence[Tensor], dtype: torch.dtype, packed: bool = False) -> list[Tensor]:
@@ -250,7 +249,7 @@ def test_odd_weights_without_a_byte_between_them(dtype: torch.dtype, fused: bool
 
 def test_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernels divide memory among threads where vectors end, so the number of threads decides nothing."""
-    monkeypatch.setattr(stepping, "_PIECE", 1 << 15)
+    monkeypatch.setattr(stepping, "_PART", 1 << 15)
     pair = Pair(FUSED_ADAMW, [(500, 128), (128,), (300, 128), (1001,)], copy_dtype=torch.bfloat16)
     torch.set_num_threads(2)
     try:
@@ -588,14 +587,6 @@ def test_an_error_of_the_optimizers_code_is_the_users() -> None:
         pair.step_ours()
 
 
-def test_host_bytes_per_parameter() -> None:
-    """AdamW, fp32 masters, bf16 copies: 4 + 8 + 2."""
-    pair = Pair(FUSED_ADAMW, [(1024, 64)] * 4, gradient_dtype=torch.bfloat16, copy_dtype=torch.bfloat16)
-    pair.run(1)
-    numel = sum(master.numel() for master in pair.masters)
-    assert host_bytes(pair.ours, pair.masters, pair.copies) == 14 * numel + 4 * len(pair.masters)
-
-
 # ------------------------------------------------------------------------------------------------------- its manners
 
 
@@ -649,7 +640,7 @@ def test_a_kernel_without_fusion_gets_pieces() -> None:
     pair.run(2)
     with Recorder() as recorder:
         pair.step_ours()
-    assert recorder.sizes("addcdiv_") == [2 * stepping._PIECE] * 30
+    assert recorder.sizes("addcdiv_") == [2 * stepping._PART] * 30
 
 
 def test_gradients_are_not_held() -> None:
