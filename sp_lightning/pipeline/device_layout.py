@@ -52,7 +52,7 @@ class DeviceLayout:
         self.parts = [[units[number] for number in part] for part in numbers]
         self._resident = division.resident
         self._streamed = [unit for unit in division.all_units() if unit not in self.on_device]
-        self._pieces = PIECES + averaged  # one more, while the next ones are put together
+        self._pieces = PIECES + averaged  # one more, for sums of micro-batches that are averaged with the last one
 
     @property
     def on_device_bytes(self) -> int:

@@ -21,6 +21,7 @@ WORDS = {
     Kind.STALL: "device waits",
     Kind.LOAD: "weights",
     Kind.FETCH: "activations, back",
+    Kind.SUMS: "gradients, back",
     Kind.GRADIENTS: "gradients",
     Kind.OFFLOAD: "activations, out",
     Kind.STEP: "optimizer step",
@@ -28,7 +29,7 @@ WORDS = {
 }
 """What the kinds are called in pictures."""
 
-PALE = {Kind.FETCH, Kind.OFFLOAD, Kind.ADD, Kind.GRADIENTS}
+PALE = {Kind.FETCH, Kind.SUMS, Kind.OFFLOAD, Kind.ADD, Kind.GRADIENTS}
 """Kinds whose colour takes dark letters."""
 
 _LANE_WORDS = {

@@ -1,37 +1,44 @@
 """Gradients averaged over processes, between autograd and the host.
 
-It is done on the device, before they leave it, and in the dtype of their masters.
+It is done on the device, before they leave it, and in the dtype of their masters. They are put together in the piece of
+memory in which they leave; there they are scaled and summed up with one operation each. Whose turn it is, processes
+have to agree on (agreement.py). While backward goes on, one turn is under way.
 
-[Note: whose turn it is]
-What one process sends, all others have to wait for, and it must belong to the same weights everywhere. But each
-follows a backward pass of its own: a layer may be left out in one of them, or a weight may have left its unit. So
-before gradients are averaged, the processes tell each other which weights they have gradients of. This is a small
-message between hosts, which runs ahead of the devices. They agree on one of these sets; who has no gradient of a
-weight in it adds zero, and may come to it later: then it has another turn, and cannot be stepped before backward ends.
-Who has ended its backward pass takes part until nobody has any gradient left.
-
-[Note: accumulation]
-As under torch's DDP, the sums of micro-batches are averaged, with the last one, and not each micro-batch: other sums
-would round otherwise. So while `accumulates` is set, gradients are added up on the host of each process; with the last
-micro-batch's they go to the device once more. Those that a user's hook must see, and sparse ones, are averaged in each.
+Those that a user's hook must see, and sparse ones, are averaged in each micro-batch; others with the last one, as sums
+(unaveraged.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import tensor_hooks
-from sp_lightning.pipeline.gradients.host_gradients import HostGradients
+from sp_lightning.pipeline.gradients.agreement import Agreement
+from sp_lightning.pipeline.gradients.landing import GradientPiece, Pieces, lay_out_gradients, unit_of
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
-Gradients = dict[Weight, Tensor]
+
+class Averaged(NamedTuple):
+    """Gradients that have had their turn.
+
+    Attributes:
+        weights: Whose they are: a unit's in its order, or any.
+        piece: Where they lie.
+        tensors: They themselves.
+    """
+
+    weights: list[Weight]
+    piece: GradientPiece
+    tensors: list[Tensor]
 
 
 class Averaging:
@@ -42,6 +49,9 @@ class Averaging:
         weights: All weights, in an order that is the same in all processes.
         elsewhere: Parameters that autograd itself collects gradients of, on the device.
         moment: What has to be the same in all processes whenever gradients are averaged: a number of steps.
+
+    Attributes:
+        replicas: See above.
     """
 
     def __init__(
@@ -51,36 +61,34 @@ class Averaging:
         elsewhere: Sequence[nn.Parameter],
         moment: Callable[[], int],
     ) -> None:
-        self._replicas = replicas
+        self.replicas = replicas
         self._weights = list(weights)
         self._numbers = {weight: number for number, weight in enumerate(self._weights)}
         self._elsewhere = elsewhere
-        self._moment = moment
-        self._open: set[Weight] = set()
-        self._under_way: tuple[Gradients, list[dist.Work]] | None = None
-        self._sums: HostGradients
+        self._agreement = Agreement(len(self._weights) + len(elsewhere), moment, self._exchange)
+        self._late: list[int] = []
+        self._under_way: tuple[Averaged, list[dist.Work]] | None = None
+        self._unaveraged: Unaveraged
         self._gathered: Mapping[Unit, dict[Weight, Tensor]]
+        self._pieces: Pieces
 
-    def work_with(self, gradients: HostGradients, gathered: Mapping[Unit, dict[Weight, Tensor]]) -> None:
+    def work_with(self, unaveraged: Unaveraged, gathered: Mapping[Unit, dict[Weight, Tensor]], pieces: Pieces) -> None:
         """Take note of what is there besides what `average` is given.
 
         Args:
-            gradients: Those on the host: sums of earlier micro-batches are taken from there.
-            gathered: Those on the device that have not left yet: they are taken when another process has their turn.
+            unaveraged: Sums of earlier micro-batches, on the host.
+            gathered: Gradients that have not left the device: they are taken when another process has their turn.
+            pieces: Memory in which gradients are put together, and leave.
         """
-        self._sums, self._gathered = gradients, gathered
+        self._unaveraged, self._gathered, self._pieces = unaveraged, gathered, pieces
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
     def is_due(self, weight: Weight) -> bool:
         """Whether a gradient is averaged in this backward pass, and not with that of a later micro-batch."""
-        return not self._replicas.accumulates or bool(tensor_hooks(weight.master))
+        return not self.replicas.accumulates or bool(tensor_hooks(weight.master))
 
-    def leave_for_later(self, weights: Iterable[Weight]) -> None:
-        """Gradients go to the host as they are, and are averaged with those of a later micro-batch."""
-        self._replicas.unaveraged.update(id(weight.master) for weight in weights)
-
-    def average(self, gradients: Mapping[Weight, Tensor]) -> Iterator[Gradients]:
+    def average(self, gradients: Mapping[Weight, Tensor]) -> Iterator[Averaged]:
         """Have gradients averaged while backward goes on.
 
         Args:
@@ -91,25 +99,38 @@ class Averaging:
         """
         left = dict(gradients)
         while left:
-            yield from self._start(self._agree(left, goes_on=True), left)
+            yield from self._complete()
+            self._start(self._agree(left, goes_on=True), left)
 
     def is_final(self, weights: Iterable[Weight]) -> bool:
         """Whether no process can come to these weights any more in this backward pass, once their turn has come."""
-        return self._open.isdisjoint(weights)
+        return self._agreement.is_final(self._numbers[weight] for weight in weights)
 
     # ------------------------------------------------------------------------------------------------ when it ends
 
-    def finish(self) -> Iterator[Gradients]:
+    def finish(self, sparse: Collection[Weight]) -> Iterator[Averaged]:
         """Backward is over in this process: take part until it is over in all of them.
+
+        Args:
+            sparse: Weights that this process has sparse gradients of.
 
         Yields:
             What has been averaged since the last call.
         """
-        self._replicas.passes += 1
-        while turn := self._agree(self._sums_that_are_due()):
-            yield from self._start(turn, {})
+        self.replicas.passes += 1
+        late = [self._numbers[weight] for weight in sparse]
+        if not self.replicas.accumulates:
+            first = len(self._weights)
+            late += [first + index for index, other in enumerate(self._elsewhere) if other.grad is not None]
+        while turn := self._agree(self._sums_that_are_due(), late, goes_on=False):
+            yield from self._complete()
+            self._start(turn, {})
         yield from self._complete()
-        self._open.clear()
+        self._agreement.end()
+
+    def _sums_that_are_due(self) -> list[Weight]:
+        """Those that the last micro-batch has added nothing to."""
+        return [] if self.replicas.accumulates else self._unaveraged.among(self._weights)
 
     def average_sparse(self, gradients: Mapping[Weight, list[Tensor]]) -> dict[Weight, list[Tensor]]:
         """Average sparse gradients, when backward is over in all processes.
@@ -117,14 +138,12 @@ class Averaging:
         Args:
             gradients: For each weight what backward has brought, one after the other.
         """
-        left = {weight: reduce(torch.add, parts).to("cpu") for weight, parts in gradients.items()}
         averaged = {}
-        while turn := self._agree(left):
-            for weight in turn:
-                own = left.pop(weight, None)
-                part = (_no_rows(weight) if own is None else own).coalesce() * (1 / self._replicas.count)
-                dist.all_reduce(part, group=self._replicas.host_group)
-                averaged[weight] = [part]
+        for weight in [self._weights[number] for number in self._late if number < len(self._weights)]:
+            own = reduce(torch.add, gradients[weight]).to("cpu") if weight in gradients else _no_rows(weight)
+            part = own.coalesce() * (1 / self.replicas.count)
+            dist.all_reduce(part, group=self.replicas.host_group)
+            averaged[weight] = [part]
         return averaged
 
     def has_elsewhere(self) -> bool:
@@ -137,121 +156,83 @@ class Averaging:
         What was averaged before is in them, and is not changed by it: it is the same in all processes. So are sums of
         micro-batches, which wait for the last one.
         """
-        if self._replicas.accumulates:
-            return
-        used = torch.tensor([parameter.grad is not None for parameter in self._elsewhere], dtype=torch.int32)
-        if used.numel():
-            dist.all_reduce(used, group=self._replicas.host_group)
-        for parameter, users in zip(self._elsewhere, used.tolist(), strict=True):
-            if users:
-                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                average = (own * (1 / self._replicas.count)).contiguous()
-                dist.all_reduce(average)
-                parameter.grad = own.copy_(average)
+        first = len(self._weights)
+        for parameter in [self._elsewhere[number - first] for number in self._late if number >= first]:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            average = (own * (1 / self.replicas.count)).contiguous()
+            dist.all_reduce(average)
+            parameter.grad = own.copy_(average)
 
     def abandon(self) -> None:
         """After an exception: nothing is on its way any more."""
-        self._under_way = None
-        self._open.clear()
+        if self._under_way is not None:
+            self._pieces.discard(self._under_way[0].piece)  # others may still write to it
+            self._under_way = None
+        self._agreement.end()
+        self._unaveraged.forget()
 
-    def _agree(self, mine: Collection[Weight], goes_on: bool = False) -> list[Weight]:
-        """Whose gradients are averaged next (see the note above); nobody's when no process has any left.
+    # --------------------------------------------------------------------------------------------------------- a turn
+
+    def _agree(self, mine: Iterable[Weight], late: Iterable[int] = (), *, goes_on: bool) -> list[Weight]:
+        """Whose gradients are averaged next; nobody's when no process has any left."""
+        turn = self._agreement.next_turn([self._numbers[weight] for weight in mine], late, goes_on=goes_on)
+        self._late = turn.late
+        return [self._weights[number] for number in turn.weights]
+
+    def _exchange(self, message: Tensor) -> list[Tensor]:
+        answers = [torch.empty_like(message) for _ in range(self.replicas.count)]
+        dist.all_gather(answers, message, group=self.replicas.host_group)
+        return answers
+
+    def _start(self, turn: list[Weight], left: dict[Weight, Tensor]) -> None:
+        """Put a turn's gradients together, and have them averaged.
 
         Args:
-            mine: What this process has.
-            goes_on: Whether its backward pass goes on and may bring more.
-
-        Raises:
-            RuntimeError: The processes are not at the same moment of the training.
+            turn: Whose turn it is.
+            left: What this process has to give; what is taken is removed.
         """
-        has = torch.zeros(len(self._weights), dtype=torch.int32, device="cpu")
-        has[[self._numbers[weight] for weight in mine]] = 1
-        message = torch.cat([torch.tensor([self._moment(), goes_on], dtype=torch.int32, device="cpu"), has])
-        answers = [torch.empty_like(message) for _ in range(self._replicas.count)]
-        dist.all_gather(answers, message, group=self._replicas.host_group)
-        moments = [int(answer[0]) for answer in answers]
-        if len(set(moments)) > 1:
-            raise RuntimeError(
-                f"The processes have taken different numbers of optimizer steps ({moments}) when they average "
-                "gradients. Every process has to run backward as often as the others between two steps; a "
-                "`training_step` that returns None in one of them does not."
-            )
-        sets = [answer[2:].nonzero().flatten().tolist() for answer in answers]
-        # backward came to its first layer last; where that is a later one, others are as far or further
-        turn = max(sets, key=lambda numbers: numbers[0] if numbers else -1)
-        missing = (set(turn) - set(numbers) for numbers, answer in zip(sets, answers, strict=True) if answer[1])
-        self._open.update(self._weights[number] for number in set[int]().union(*missing))
-        return [self._weights[number] for number in turn]
+        sums = self._unaveraged.take(turn)
+        parts = [
+            [found.pop(weight) for found in (sums, self._others_gathered(weight), left) if weight in found]
+            for weight in turn
+        ]
+        dtypes = [weight.master.dtype for weight in turn]
+        nbytes = lay_out_gradients(turn, dtypes)[1]
+        piece = self._pieces.take(nbytes) if unit_of(turn) is not None else self._pieces.make(nbytes)
+        tensors, _ = piece.tensors(turn, dtypes)
+        _put_in(tensors, parts)
+        works = []
+        for flat in piece.flat(turn, dtypes):
+            flat.mul_(1 / self.replicas.count)
+            works.append(dist.all_reduce(flat, async_op=True))
+        self._under_way = Averaged(turn, piece, tensors), works
 
-    def _start(self, turn: Sequence[Weight], left: dict[Weight, Tensor]) -> Iterator[Gradients]:
-        averaged = {}
-        for weight in turn:
-            parts = [*self._take_sum(weight), *self._take_gathered(weight)]
-            if weight in left:
-                parts.append(left.pop(weight))
-            self._replicas.unaveraged.discard(id(weight.master))
-            own = reduce(torch.add, [part.to(weight.master.dtype) for part in parts] or [_nothing(weight)])
-            averaged[weight] = (own * (1 / self._replicas.count)).contiguous()
-        works = [dist.all_reduce(gradient, async_op=True) for gradient in averaged.values()]
-        yield from self._complete()
-        self._under_way = averaged, works
-
-    def _complete(self) -> Iterator[Gradients]:
+    def _complete(self) -> Iterator[Averaged]:
         if self._under_way is not None:
             (averaged, works), self._under_way = self._under_way, None
             for work in works:
                 work.wait()
             yield averaged
 
-    # ------------------------------------------------------------------------------------------ sums of micro-batches
-
-    def check_averaged(self, weights: Iterable[Weight]) -> None:
-        """Called before weights are stepped.
-
-        Raises:
-            RuntimeError: A gradient is the sum of this process alone.
-        """
-        for weight in weights:
-            if self._unaveraged(weight) is not None:
-                raise RuntimeError(
-                    f"The gradient of {weight.name!r} would be stepped before it was averaged over processes, because "
-                    "the last micro-batch of the step had no backward. `training_step` may not return None there."
-                )
-
-    def _unaveraged(self, weight: Weight) -> Tensor | None:
-        return self._sums.get(weight) if id(weight.master) in self._replicas.unaveraged else None
-
-    def _sums_that_are_due(self) -> list[Weight]:
-        """Those that the last micro-batch has added nothing to."""
-        if self._replicas.accumulates:
-            return []
-        return [weight for weight in self._weights if self._unaveraged(weight) is not None]
-
-    def _take_sum(self, weight: Weight) -> list[Tensor]:
-        """What earlier micro-batches have left on the host, back on the device."""
-        if self._unaveraged(weight) is None:
-            return []
-        self._sums.expect_more([weight])
-        self._sums.let_land([weight])
-        total = self._sums.get(weight)
-        assert total is not None
-        self._sums.drop(weight)
-        weight.master.grad = None
-        # without waiting: it is overwritten by the average at the earliest, which is made of it
-        return [total.to(weight.twin.data.device, weight.master.dtype, copy=True, non_blocking=True)]
-
-    def _take_gathered(self, weight: Weight) -> list[Tensor]:
-        gathered = self._gathered.get(weight.unit, {})
-        return [gathered.pop(weight)] if weight in gathered and self.is_due(weight) else []
+    def _others_gathered(self, weight: Weight) -> dict[Weight, Tensor]:
+        """What a unit that has not left yet has gathered, if it may be taken."""
+        return self._gathered.get(weight.unit, {}) if self.is_due(weight) else {}
 
 
-def _nothing(weight: Weight) -> Tensor:
-    """The part of a process that has not used a weight."""
-    return torch.zeros(weight.host.shape, dtype=weight.master.dtype, device=weight.twin.data.device)
+def _put_in(targets: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+    """Write sums of gradients to memory; of a weight that this process has not used, zeros."""
+    used = [target for target, own in zip(targets, parts, strict=True) if own]
+    if used:
+        torch._foreach_copy_(used, [own[0] for own in parts if own])
+    for target, own in zip(targets, parts, strict=True):
+        if not own:
+            target.zero_()
+        for further in own[1:]:
+            target.add_(further.to(target.dtype))
 
 
 def _no_rows(weight: Weight) -> Tensor:
-    """The same of a sparse gradient."""
+    """The part of a process that has not used a weight whose gradient is sparse."""
     rows, *columns = weight.host.shape
     values = torch.empty(0, *columns, dtype=weight.master.dtype)
     return torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), values, (rows, *columns))

@@ -108,6 +108,7 @@ class BackwardPass:
             self._returns.ship_all_but([unit, self._resident])
             for group in groups:
                 self._window.bring(group)
+            self._returns.fetch_sums(unit)
             if unit not in self._reached:
                 self._reached.append(unit)
             for other in unit.members:  # for checkpoints inside of the unit, which call its parts and not the unit

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import post_accumulate_hooks, tensor_hooks, without_torch_function
-from sp_lightning.pipeline.gradients.averaging import Averaging
+from sp_lightning.pipeline.gradients.averaging import Averaged, Averaging
 from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
-from sp_lightning.pipeline.gradients.landing import Piece, Pieces, Ring, Shipment, lay_out_gradients
+from sp_lightning.pipeline.gradients.landing import Parcel, Pieces, Ring, Shipment, lay_out_gradients, unit_of
+from sp_lightning.pipeline.gradients.route import Route, choose_route
 from sp_lightning.pipeline.gradients.sums import Sums
+from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.backend import Backend, Ticket
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.units import Unit
@@ -89,6 +91,7 @@ class GradientReturn:
 
     stepper: Stepper
     measures_norms = False
+    _unaveraged: Unaveraged  # where there is averaging
 
     def __init__(
         self,
@@ -112,9 +115,10 @@ class GradientReturn:
         self._homes = Homes(backend, pin)
         self.gradients = HostGradients(self._homes, backend, stats)
         self._sums = Sums(self.gradients, self._homes, backend, stats)
-        if averaging is not None:
-            averaging.work_with(self.gradients, self._gathered)
         self._pieces = Pieces(self._units, backend)
+        if averaging is not None:
+            self._unaveraged = Unaveraged(averaging.replicas, self.gradients, backend, stats)
+            averaging.work_with(self._unaveraged, self._gathered, self._pieces)
         together = max((unit.group.units for unit in self._units), default=1)
         self._ring = Ring(backend, pin, slots_in_ring(len(self._units), together))
 
@@ -151,11 +155,7 @@ class GradientReturn:
         if gradient.layout is not torch.strided:
             self._sparse.setdefault(weight, []).append(gradient)
             return
-        if self.stepper.has_stepped(weight):
-            raise RuntimeError(
-                f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
-                "`overlap_optimizer=False`."
-            )
+        self._check_not_stepped(weight)
         unit = weight.unit
         if weight in self._gathered.get(unit, ()):  # reentrant checkpoints accumulate several times in one backward
             self._ship(unit)
@@ -165,6 +165,18 @@ class GradientReturn:
         self._gathered[unit][weight] = gradient
         if len(self._gathered[unit]) == self._expected[unit]:
             self._ship(unit)
+
+    def _check_not_stepped(self, weight: Weight) -> None:
+        if self.stepper.has_stepped(weight):
+            raise RuntimeError(
+                f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
+                "`overlap_optimizer=False`."
+            )
+
+    def fetch_sums(self, unit: Unit) -> None:
+        """Backward has come to a unit: sums that are averaged when it leaves it are needed on the device."""
+        if self._averaging is not None:
+            self._unaveraged.fetch(unit)
 
     def ship_all_but(self, units: Sequence[Unit]) -> None:
         """Backward has moved on to these units: what others gathered can leave."""
@@ -183,85 +195,89 @@ class GradientReturn:
         now = {weight: gradient for weight, gradient in gathered.items() if self._averaging.is_due(weight)}
         later = {weight: gradient for weight, gradient in gathered.items() if weight not in now}
         if later:
-            self._averaging.leave_for_later(later)
+            self._unaveraged.note(later)
             self._put_together(unit, later)
         if now:
             self._ship_averaged(self._averaging.average(now))
 
-    def _ship_averaged(self, averaged: Iterable[Mapping[Weight, Tensor]]) -> None:
-        for gradients in averaged:
-            for unit in dict.fromkeys(weight.unit for weight in gradients):
-                self._put_together(unit, gradients)
+    def _ship_averaged(self, turns: Iterable[Averaged]) -> None:
+        for turn in turns:
+            for weight in turn.weights:
+                self._check_not_stepped(weight)
+            unit = unit_of(turn.weights)
+            if unit is not None:
+                self._send(Parcel(unit, turn.weights, turn.piece, turn.tensors))
+                continue
+            averaged = dict(zip(turn.weights, turn.tensors, strict=True))
+            for unit in dict.fromkeys(weight.unit for weight in turn.weights):
+                self._put_together(unit, averaged)
 
     def _put_together(self, unit: Unit, gathered: Mapping[Weight, Tensor]) -> None:
         """Put a unit's gradients together, and send them to the host."""
         weights = [weight for weight in unit.weights if weight in gathered]
         gradients = [gathered[weight] for weight in weights]
         dtypes = [gradient.dtype for gradient in gradients]
-        _, nbytes, norms_at = lay_out_gradients(weights, dtypes)
-        piece = self._pieces.take(nbytes)
-        if piece.ticket is not None:
-            self._backend.trace.wait(piece.ticket, "gradients")
-        gathered_there, norms = piece.tensors(weights, dtypes)
-        torch._foreach_copy_(gathered_there, gradients)
-        measures = self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights)
-        if measures:
-            torch.stack(torch._foreach_norm(gathered_there, 2, torch.float32), out=norms)
+        piece = self._pieces.take(lay_out_gradients(weights, dtypes)[1])
+        tensors, _ = piece.tensors(weights, dtypes)
+        torch._foreach_copy_(tensors, gradients)
+        self._send(Parcel(unit, weights, piece, tensors))
+
+    def _send(self, parcel: Parcel) -> None:
+        """Start the copy to where gradients stay, or through a slot to where they are added or used."""
+        unit, weights = parcel.unit, parcel.weights
+        if self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights):
+            parcel.measure()
         self.stepper.finish_step(unit.group)
         self.gradients.expect_more(weights)
-        self._send(unit, piece, weights, dtypes, nbytes, None if measures else norms_at)
-
-    def _send(
-        self,
-        unit: Unit,
-        piece: Piece,
-        weights: list[Weight],
-        dtypes: list[torch.dtype],
-        nbytes: int,
-        without_norms: int | None,
-    ) -> None:
-        """Start the copy to where gradients stay, or through a slot to where they are added or used.
-
-        Args:
-            unit: Whose gradients.
-            piece: Where they have been put together.
-            weights: Which of the unit's weights.
-            dtypes: Of each gradient.
-            nbytes: Bytes of the gradients, with their norms.
-            without_norms: How many of these to send if the norms have not been taken; None if they have.
-        """
-        complete, first = len(weights) == self._expected.get(unit), self._are_first(weights)
-        final = self._averaging is None or self._averaging.is_final(weights)
-        steps_now = complete and final and self.stepper.wants(unit)
-        lower = any(dtype != weight.master.dtype for weight, dtype in zip(weights, dtypes, strict=True))
-        passes_through = first and lower and steps_now and not self.stepper.keeps_gradients
-        if passes_through and self._homes.has_lower(unit):  # of the time before the optimizer stepped in backward
+        complete = len(weights) == self._expected.get(unit)
+        steps_now = complete and self._is_final(weights) and self.stepper.wants(unit)
+        route = choose_route(
+            first=self._are_first(weights),
+            lower=parcel.is_lower,
+            complete=complete,
+            fills_home=self._homes.members(unit, weights) == weights,
+            used_up=steps_now and not self.stepper.keeps_gradients,
+        )
+        if route is Route.OPTIMIZER and self._homes.has_lower(unit):  # of the time before it stepped in backward
             self.gradients.let_land(weights)
             self._homes.give_up_lower(unit)
-        home = None
-        if first and not passes_through and (complete or not lower):
-            home = self._homes.in_lower_dtypes(unit, weights, dtypes) if lower else self._homes.of(unit, weights)
-        sent = nbytes if without_norms is None else without_norms
-        if home is not None and home.weights == weights:
-            self.gradients.let_land(weights)
-            home.vacate()
-            piece.ticket = self._backend.download(home.memory[:sent], piece.memory[:sent])
-            shipment = Shipment(unit, weights, home.tensors, piece.ticket, None)
-            self._sums.begin(weights, home.tensors)
-            if without_norms is None:
-                self.gradients.measured(dict(zip(weights, home.norms, strict=True)))
-        else:
-            slot = self._ring.take(nbytes)
-            piece.ticket = self._backend.download(slot.memory[:sent], piece.memory[:sent])
-            shipment = Shipment(unit, weights, slot.tensors(weights, dtypes)[0], piece.ticket, slot)
-        self._stats.bytes_to_host += sent
-        self._backend.trace.moved(Kind.GRADIENTS, unit.name, sent, piece.ticket)
+        shipment = self._send_home(parcel, route) if route.stays else self._send_through_slot(parcel)
+        self._stats.bytes_to_host += parcel.bytes_to_send
+        self._backend.trace.moved(Kind.GRADIENTS, unit.name, parcel.bytes_to_send, shipment.ticket)
         self._shipped.update(dict.fromkeys(weights))
-        if not first or (shipment.slot is not None and not passes_through):
+        if route is Route.SUM:
             shipment = self._sums.add(shipment, self.measures_norms)
         self.gradients.wait_for(weights, shipment.ticket)
         if steps_now and self._sums.held_back.isdisjoint(weights):
             self.stepper.step_in_backward(shipment)
+
+    def _send_home(self, parcel: Parcel, route: Route) -> Shipment:
+        unit, weights = parcel.unit, parcel.weights
+        if route is Route.HOME:
+            home = self._homes.of(unit, weights)
+        else:
+            home = self._homes.in_lower_dtypes(unit, weights, parcel.dtypes)
+        self.gradients.let_land(weights)
+        home.vacate()
+        ticket = self._start_copy(home.memory, parcel)
+        self._sums.begin(weights, home.tensors)
+        if parcel.has_norms:
+            self.gradients.measured(dict(zip(weights, home.norms, strict=True)))
+        return Shipment(unit, weights, home.tensors, ticket, None)
+
+    def _send_through_slot(self, parcel: Parcel) -> Shipment:
+        slot = self._ring.take(parcel.nbytes)
+        ticket = self._start_copy(slot.memory, parcel)
+        return Shipment(parcel.unit, parcel.weights, slot.tensors(parcel.weights, parcel.dtypes)[0], ticket, slot)
+
+    def _start_copy(self, target: Tensor, parcel: Parcel) -> Ticket:
+        sent = parcel.bytes_to_send
+        parcel.piece.ticket = self._backend.download(target[:sent], parcel.piece.memory[:sent])
+        return parcel.piece.ticket
+
+    def _is_final(self, weights: list[Weight]) -> bool:
+        """Whether no other process can bring more of these gradients."""
+        return self._averaging is None or self._averaging.is_final(weights)
 
     def _are_first(self, weights: list[Weight]) -> bool:
         """Whether there is nothing to add to, and no user's hook to ask."""
@@ -282,7 +298,7 @@ class GradientReturn:
         """
         self.ship_all_but([])
         if self._averaging is not None and (takes_part or self._arrived or self._averaging.has_elsewhere()):
-            self._ship_averaged(self._averaging.finish())
+            self._ship_averaged(self._averaging.finish(self._sparse))
             self._sparse = self._averaging.average_sparse(self._sparse)
             self._averaging.average_elsewhere()
         self.stepper.end_of_backward()
@@ -307,7 +323,7 @@ class GradientReturn:
     def check_averaged(self, weights: Iterable[Weight]) -> None:
         """Called before weights are stepped; raises if other processes have another gradient of one of them."""
         if self._averaging is not None:
-            self._averaging.check_averaged(weights)
+            self._unaveraged.check_averaged(weights)
 
     def abandon(self) -> None:
         """After an exception: forget what has not landed."""

@@ -36,11 +36,17 @@ class Homes:
 
     def of(self, unit: Unit, weights: Sequence[Weight]) -> Home:
         """The home of gradients in their masters' dtypes, of at least these weights of a unit."""
-        home = self._homes.get(unit)
-        if home is None or not set(weights) <= set(home.weights):
-            members = [weight for weight in unit.weights if weight.master.requires_grad or weight in weights]
+        home, members = self._homes.get(unit), self.members(unit, weights)
+        if home is None or home.weights != members:
             home = self._put(self._homes, unit, members, [weight.master.dtype for weight in members])
         return home
+
+    def members(self, unit: Unit, weights: Sequence[Weight]) -> list[Weight]:
+        """All whose gradients lie, or would lie, in the home of these weights of a unit."""
+        home = self._homes.get(unit)
+        if home is not None and set(weights) <= set(home.weights):
+            return home.weights
+        return [weight for weight in unit.weights if weight.master.requires_grad or weight in weights]
 
     def in_lower_dtypes(self, unit: Unit, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> Home:
         """The home of gradients as they come, of exactly these weights of a unit."""
@@ -60,6 +66,13 @@ class Homes:
     def room_for(self, weight: Weight) -> Tensor:
         """Memory for one weight's gradient, in its master's dtype, that nobody else holds."""
         return self.of(weight.unit, [weight]).room_for(weight)
+
+    def memory_of(self, unit: Unit, gradients: Sequence[Tensor]) -> Tensor | None:
+        """Where these gradients lie together as they travel, with nothing else among them; None if they do not."""
+        for home in (self._homes.get(unit), self._lower.get(unit)):
+            if home is not None and list(map(id, home.tensors)) == list(map(id, gradients)):
+                return home.memory
+        return None
 
     def has_lower(self, unit: Unit) -> bool:
         """Whether gradients of a unit have stayed as they came."""

@@ -20,6 +20,7 @@ from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend, Ticket
+from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -93,6 +94,10 @@ class HostGradients:
     def get(self, weight: Weight) -> Tensor | None:
         """The gradient in the dtype in which it came, or the sum in the master's; it may still have to land."""
         return self._low.get(weight, weight.master.grad)
+
+    def memory_of(self, unit: Unit, gradients: Sequence[Tensor]) -> Tensor | None:
+        """Where these gradients of a unit lie together as they travel; None if they do not."""
+        return self._homes.memory_of(unit, gradients)
 
     def take(self, weight: Weight) -> tuple[Tensor, Scaling]:
         """A gradient for the optimizer, which writes what is to be done to it back if it is in the master's dtype."""

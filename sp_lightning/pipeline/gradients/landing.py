@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -31,6 +33,12 @@ def lay_out_gradients(weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) 
     sizes = [weight.master.numel() * dtype.itemsize for weight, dtype in zip(weights, dtypes, strict=True)]
     offsets, nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
     return offsets[:-1], nbytes, offsets[-1]
+
+
+def unit_of(weights: Sequence[Weight]) -> Unit | None:
+    """The unit whose gradients these are, in its order; None if they are of several units, or in another order."""
+    unit, members = weights[0].unit, set(weights)
+    return unit if [weight for weight in unit.weights if weight in members] == list(weights) else None
 
 
 def norms_in(memory: Tensor, offset: int, count: int) -> Tensor:
@@ -58,8 +66,15 @@ class TensorsIn:
             self._tensors[key] = tensors, norms_in(self.memory, norms_at, len(weights))
         return self._tensors[key]
 
+    def flat(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """The same gradients as one tensor, with what lies between them; as several where the dtype changes."""
+        offsets, _, norms_at = lay_out_gradients(weights, dtypes)
+        starts = [next(run)[1] for _, run in groupby(zip(dtypes, offsets, strict=True), key=lambda pair: pair[0])]
+        runs = zip((dtype for dtype, _ in groupby(dtypes)), starts, [*starts[1:], norms_at], strict=True)
+        return [self.memory[start:end].view(dtype) for dtype, start, end in runs if start < end]
 
-class Piece(TensorsIn):
+
+class GradientPiece(TensorsIn):
     """Device memory in which the gradients of one unit are put together.
 
     Attributes:
@@ -69,6 +84,56 @@ class Piece(TensorsIn):
     def __init__(self, nbytes: int, backend: Backend) -> None:
         super().__init__(backend.allocate(nbytes))
         self.ticket: Ticket | None = None
+
+
+@dataclass(eq=False)
+class Parcel:
+    """The gradients of a unit, put together, before it is known where they go.
+
+    Attributes:
+        unit: Whose gradients they are.
+        weights: Which of the unit's weights.
+        piece: Where they lie.
+        tensors: They themselves.
+        has_norms: Whether their norms lie behind them.
+    """
+
+    unit: Unit
+    weights: list[Weight]
+    piece: GradientPiece
+    tensors: list[Tensor]
+    has_norms: bool = False
+
+    def measure(self) -> None:
+        """Take the norms of the gradients, which travel with them."""
+        _, norms = self.piece.tensors(self.weights, self.dtypes)
+        torch.stack(torch._foreach_norm(self.tensors, 2, torch.float32), out=norms)
+        self.has_norms = True
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """In which each of them has been computed, or averaged."""
+        return [tensor.dtype for tensor in self.tensors]
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether one of them is in another dtype than its master."""
+        return any(tensor.dtype != w.master.dtype for w, tensor in zip(self.weights, self.tensors, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that they need on the host, with room for their norms."""
+        return self._layout[1]
+
+    @property
+    def bytes_to_send(self) -> int:
+        """The same without norms if these were not taken."""
+        _, nbytes, norms_at = self._layout
+        return nbytes if self.has_norms else norms_at
+
+    @cached_property
+    def _layout(self) -> tuple[list[int], int, int]:
+        return lay_out_gradients(self.weights, self.dtypes)
 
 
 class Pieces:
@@ -82,22 +147,31 @@ class Pieces:
     def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
         self._units = units
         self._backend = backend
-        self._pieces: list[Piece] = []
+        self._pieces: list[GradientPiece] = []
         self._turn = 0
         self._given_up = 0
 
-    def take(self, nbytes: int) -> Piece:
-        """The next one, of at least so many bytes; a copy out of it may still be under way."""
+    def take(self, nbytes: int) -> GradientPiece:
+        """The next one, of at least so many bytes; computing waits until what was in it has left."""
         if len(self._pieces) < PIECES:
-            self._pieces.append(Piece(max(self._largest(), nbytes), self._backend))
+            self._turn = len(self._pieces)
+            self._pieces.append(self.make(max(self._largest(), nbytes)))
             return self._pieces[-1]
         self._turn = (self._turn + 1) % PIECES
+        ticket = self._pieces[self._turn].ticket
+        if ticket is not None:
+            self._backend.trace.wait(ticket, "gradients")
         if self._pieces[self._turn].memory.nbytes < nbytes:  # weights that were frozen, or lowered, when it was made
-            ticket = self._pieces[self._turn].ticket
-            if ticket is not None:
-                ticket.join()
-            self._pieces[self._turn] = Piece(nbytes, self._backend)
+            self._pieces[self._turn] = self.make(nbytes)
         return self._pieces[self._turn]
+
+    def make(self, nbytes: int) -> GradientPiece:
+        """One for once, of so many bytes."""
+        return GradientPiece(nbytes, self._backend)
+
+    def discard(self, piece: GradientPiece) -> None:
+        """Never take this one again."""
+        self._pieces = [other for other in self._pieces if other is not piece]
 
     def _largest(self) -> int:
         trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in self._units)

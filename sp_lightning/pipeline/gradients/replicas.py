@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.weights.parameters import check_parameter
 
+_Description = tuple[str, tuple[int, ...], str, tuple[int, ...]]  # name, shape, dtype, strides
+
 
 class Replicas:
     """The processes of torch's default group, each with a replica of the model.
@@ -48,18 +50,26 @@ class Replicas:
         for name, parameter in module.named_parameters():
             check_parameter(name, parameter, on_meta=False)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+        described = [
+            # gradients are averaged as they lie in memory
+            (name, tuple(t.shape), str(t.dtype), t.stride() if isinstance(t, nn.Parameter) else ())
+            for name, t in tensors.items()
+        ]
         self._check_alike(described)
         for tensor in tensors.values():
             self._broadcast([tensor])
 
-    def _check_alike(self, described: list[tuple[str, tuple[int, ...], str]]) -> None:
-        everyones: list[list[tuple[str, tuple[int, ...], str]]] = [[] for _ in range(self.count)]
+    def _check_alike(self, described: list[_Description]) -> None:
+        everyones: list[list[_Description]] = [[] for _ in range(self.count)]
         dist.all_gather_object(everyones, described, group=self.host_group)
         for rank, others in enumerate(everyones):
             if others != everyones[0]:
                 differing = next(iter(set(others) ^ set(everyones[0])), None)
-                what = "their order" if differing is None else f"{differing[0]!r} (shape and dtype are compared, too)"
+                what = (
+                    "their order"
+                    if differing is None
+                    else f"{differing[0]!r} (shape, dtype, strides are compared, too)"
+                )
                 raise ValueError(
                     f"Processes 0 and {rank} have built different models, the first difference is in {what}. Build the "
                     "same one in all of them."

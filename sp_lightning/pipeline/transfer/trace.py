@@ -1,7 +1,7 @@
 """What the lanes of a step were busy with, from when to when; written down only while somebody asks for it.
 
     compute     forwards and backwards of units, and stalls: computing had to wait for a copy
-    to device   weights, and activations that come back
+    to device   weights, and activations that come back; with several processes, sums of gradients to be averaged
     to host     gradients, and activations that leave
     host        units being stepped, gradients being added up
 
@@ -40,6 +40,7 @@ class Kind(enum.Enum):
     STALL = "stall"
     LOAD = "load"
     FETCH = "fetch"
+    SUMS = "sums"
     GRADIENTS = "gradients"
     OFFLOAD = "offload"
     STEP = "step"
@@ -57,6 +58,7 @@ _LANES = {
     Kind.STALL: Lane.COMPUTE,
     Kind.LOAD: Lane.TO_DEVICE,
     Kind.FETCH: Lane.TO_DEVICE,
+    Kind.SUMS: Lane.TO_DEVICE,
     Kind.GRADIENTS: Lane.TO_HOST,
     Kind.OFFLOAD: Lane.TO_HOST,
     Kind.STEP: Lane.HOST,

@@ -10,17 +10,19 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.gradients import landing
 from sp_lightning.pipeline.gradients.landing import (
-    Piece,
+    GradientPiece,
+    Pieces,
     Ring,
     Slot,
     TensorsIn,
     cast_and_add,
     lay_out_gradients,
     norms_in,
+    unit_of,
 )
 from sp_lightning.pipeline.weights.weight import Weight
 
-from ..parts import RecordingBackend
+from ..parts import DoneTicket, RecordingBackend, place
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
 
@@ -75,9 +77,48 @@ def test_tensors_are_made_once_for_each_set_of_gradients() -> None:
     assert found.tensors(weights, [FLOAT, FLOAT]) is both
 
 
+def test_gradients_as_one_tensor() -> None:
+    """For one operation on all of them; a change of dtype parts them, and what is empty has no part."""
+    weights = weights_of(torch.ones(65), torch.ones(2, 3), torch.ones(0), torch.ones(1), torch.ones(2, 2))
+    dtypes = [FLOAT, FLOAT, torch.float64, BF16, BF16]
+    found = TensorsIn(torch.zeros(1 << 12, dtype=torch.uint8))
+    flat = found.flat(weights, dtypes)
+    assert [(tensor.dtype, tensor.nbytes) for tensor in flat] == [(FLOAT, 768), (BF16, 512)]
+    for tensor in flat:
+        tensor += 1
+    tensors, norms = found.tensors(weights, dtypes)
+    assert all(tensor.eq(1).all() for tensor in tensors)
+    assert not norms.any()
+
+
+def test_whose_gradients_are_of_one_unit() -> None:
+    first, second = place([torch.ones(1)] * 3), place([torch.ones(1)] * 2)
+    one, two, three = first.weights
+    assert unit_of([one, two, three]) is first.unit
+    assert unit_of([one, three]) is first.unit
+    assert unit_of([three, one]) is None
+    assert unit_of([*first.weights, *second.weights]) is None
+
+
+def test_pieces_take_turns_when_what_was_in_them_has_left() -> None:
+    made = place([torch.ones(3)])
+    pieces, backend = Pieces([made.unit], made.backend), made.backend
+    first, second = pieces.take(256), pieces.take(256)
+    assert pieces.take(256) is first
+    second.ticket = DoneTicket()
+    assert pieces.take(256) is second
+    assert ("wait", second.ticket) in backend.calls  # type: ignore[attr-defined]
+    first.ticket = DoneTicket()
+    assert pieces.take(2048).memory.nbytes == 2048, "a larger one in its place"
+    assert ("wait", first.ticket) in backend.calls  # type: ignore[attr-defined]
+    pieces.discard(second)
+    assert pieces.take(256) is not second
+    assert pieces.nbytes() == 2048 + 512
+
+
 def test_a_piece_lies_on_the_device() -> None:
     """Poisoned when debugging, as all of its memory."""
-    piece = Piece(256, RecordingBackend())
+    piece = GradientPiece(256, RecordingBackend())
     assert piece.memory.view(FLOAT).isnan().all()
     assert piece.ticket is None
 

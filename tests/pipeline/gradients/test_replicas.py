@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import reduce
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -272,6 +273,67 @@ def sums_that_were_dropped() -> None:
     assert_same_trace(*traces)
 
 
+class Elsewhere(nn.Module):
+    """In one process a weight is used outside of its unit, and so has left it: units differ from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = chain(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        return x + self.blocks[1].up.weight.square().sum() if dist.get_rank() else x
+
+
+def other_units() -> None:
+    for accumulate in (1, 2):
+        assert_averages_closely(Elsewhere, accumulate=accumulate)
+        assert_averages_closely(Elsewhere, accumulate=accumulate, make_optimizer=lambda m: SGD(m.parameters(), lr=0.1))
+
+
+class Counted(nn.Module):
+    """Blocks of several weights each, in two dtypes, and what is summed up on the host after backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = chain(3)
+        self.last = Block().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(x).double())
+
+
+def as_few_operations_as_possible() -> None:
+    """For a unit one message between hosts and one sum on the device; sums of micro-batches come back in one copy."""
+    model, replicas = Counted(), Replicas()
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=Block), replicas=replicas)
+    uploads: list[Tensor] = []
+    upload = pipeline._backend.upload
+
+    def note(target: Tensor, source: Tensor, after: Any = None) -> Any:
+        uploads.append(source)
+        return upload(target, source, after)
+
+    units = 4
+    largest = max(sum(p.nbytes for p in block.parameters()) for block in (*model.blocks, model.last))
+    for accumulates, comes_back in ((True, False), (False, True), (False, False)):
+        replicas.accumulates = accumulates
+        loss = model(torch.randn(5, WIDTH)).square().mean()
+        uploads.clear()
+        loads = pipeline.stats.loads
+        with (
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums,
+            mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as messages,
+            mock.patch.object(pipeline._backend, "upload", note),
+        ):
+            loss.backward()
+        assert sums.call_count == (0 if accumulates else units)
+        assert messages.call_count == (1 if accumulates else units + 1), "and one when backward is over"
+        assert len(uploads) == pipeline.stats.loads - loads + units * comes_back
+        assert pipeline._assembly.returns.device_bytes() < 2.5 * largest, "two pieces"
+    pipeline.detach()
+
+
 def buffers_of_the_first() -> None:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
@@ -296,6 +358,8 @@ def test_single_things() -> None:
             accumulation,
             gradients_that_were_read_in_between,
             sums_that_were_dropped,
+            other_units,
+            as_few_operations_as_possible,
             buffers_of_the_first,
         ]
     )
