@@ -115,7 +115,7 @@ class Assembly:
             in_step=in_step,
         )
         self._clipping = Clipping(
-            arrangement.weights_by_master, arrangement.on_device, backend, self.gradients, self.overlap
+            arrangement.weights_by_master, arrangement.on_device, backend, self.gradients, self.overlap.in_backward
         )
 
     def _averaging(self) -> Averaging | None:
@@ -217,6 +217,7 @@ class Assembly:
     def abandon(self) -> None:
         """An exception has ended whatever was under way."""
         self.calls.abandon()
+        self.overlap.put_back()
         self.backward.abandon()
         self._lasting.saved.pop_all()
         self._lasting.backend.drain()

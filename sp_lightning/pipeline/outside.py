@@ -64,6 +64,7 @@ class OutsideUse:
         self._returns = returns
         self._gradients = returns.gradients
         self._overlap = overlap
+        self._in_backward = overlap.in_backward
         self._backward = backward
         self._settle = settle
         self.guard = Guard(self, arrangement.weights)
@@ -119,7 +120,8 @@ class OutsideUse:
 
     def asked_for_gradient(self, weight: Weight) -> None:
         """Somebody reads a master's `.grad`."""
-        if self._overlap.has_spent(weight):
+        self._check_unseen(weight)
+        if self._in_backward.has_spent(weight):
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used by the optimizer as it arrived, and not kept. Read "
                 "it before the step, in `on_before_optimizer_step`, or train with `overlap_optimizer=False`."
@@ -131,8 +133,16 @@ class OutsideUse:
 
     def gradient_is_dropped(self, weight: Weight) -> None:
         """Somebody gives a master another `.grad`, or none."""
+        self._check_unseen(weight)
         self._gradients.drop(weight)
-        self._overlap.forget_spent(weight)
+        self._in_backward.forget_spent(weight)
+
+    def _check_unseen(self, weight: Weight) -> None:
+        """Nobody may look at a gradient, or change it, between a step in backward and the call of `step()`."""
+        if self._in_backward.awaits_step(weight):
+            with self._at_work:
+                self._backward.forget_failed()
+            self._in_backward.check_unseen(weight)
 
     def note_write(self, weight: Weight) -> None:
         """A master may be written to."""

@@ -79,8 +79,7 @@ class BackwardPass:
 
     def note(self) -> None:
         """Called at every sign of a backward pass; the first one opens it."""
-        if self.running and self._callback() is None:
-            self.abandon()  # it ended with an exception that the user caught inside of the step
+        self.forget_failed()
         if not self.running and in_backward():
             self.running = True
             self.task = graph_task()
@@ -88,6 +87,11 @@ class BackwardPass:
             callback = partial(self._end)
             self._callback = weakref.ref(callback)  # autograd holds it for as long as the pass lives
             when_backward_ends(callback)
+
+    def forget_failed(self) -> None:
+        """If the pass has ended with an exception that the user has caught, nothing is expected of it any more."""
+        if self.running and self._callback() is None:
+            self.abandon()
 
     def reach(self, member: Member, graph: Graph, groups: Sequence[Group], around: Sequence[Group]) -> None:
         """Backward is about to run the nodes of a member's call.

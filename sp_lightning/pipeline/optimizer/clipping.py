@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
-from sp_lightning.pipeline.optimizer.overlap import Overlap
+from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -29,7 +29,7 @@ class Clipping:
         on_device: Parameters that live on the device.
         backend: Has the thread for work on the host.
         gradients: Those of the weights.
-        overlap: Knows what has been stepped already.
+        in_backward: Knows what has been stepped already.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Clipping:
         on_device: Sequence[nn.Parameter],
         backend: Backend,
         gradients: HostGradients,
-        overlap: Overlap,
+        in_backward: InBackward,
     ) -> None:
         self._weights = weights
         self._on_device = set(map(id, on_device))
         self._backend = backend
         self._gradients = gradients
-        self._overlap = overlap
+        self._in_backward = in_backward
 
     def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> bool:
         """Clip gradients by their total norm, when they are read, as `clip_grad_norm_` would now.
@@ -85,15 +85,18 @@ class Clipping:
 
     def clip_value(self, parameters: Iterable[nn.Parameter], limit: float) -> bool:
         """Clip gradients by value, when they are read; those that were clipped and stepped in backward are left."""
-        found = self._with_gradients(parameters)
+        found = self._with_gradients(self.not_stepped(parameters))
         if found is None:
             return False
-        self._gradients.clamp(
-            [weight for weight in found.weights if not self._overlap.has_stepped_in_backward(weight)], limit
-        )
+        self._gradients.clamp(found.weights, limit)
         if found.on_device:
             nn.utils.clip_grad_value_(found.on_device, limit)
         return True
+
+    def not_stepped(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of them that have not been clipped and stepped in backward."""
+        weights = ((parameter, self._weights.get(id(parameter))) for parameter in parameters)
+        return [p for p, weight in weights if weight is None or not self._in_backward.awaits_step(weight)]
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Multiply gradients with the inverse of a loss scale, when they are read; those on the device now.

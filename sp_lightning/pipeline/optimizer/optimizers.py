@@ -149,7 +149,7 @@ class Optimizers:
             keep_gradients: Keep gradients that arrive in a lower dtype until `zero_grad`. If they are not kept, it is
                 an error to read them after the step.
         """
-        return self._overlap.in_backward(optimizer, clamp, keep_gradients)
+        return self._overlap.stepping_in_backward(optimizer, clamp, keep_gradients)
 
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
@@ -176,7 +176,7 @@ class Optimizers:
             done = self._clipping.clip_value(parameters, limit)
             self._close()
         if not done:
-            nn.utils.clip_grad_value_(parameters, limit)
+            nn.utils.clip_grad_value_(self._clipping.not_stepped(parameters), limit)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """What `GradScaler.unscale_` does, while the optimizer reads the gradients.

@@ -7,8 +7,7 @@ the rest and nothing else, and is then stepped unit by unit on the thread for wo
 [Note: when a unit is stepped]
 *After backward*, by default: `step()` returns at once, and each unit is sent to the device when it is done. Everything
 that decides about a step (clipping, a loss scaler, a user's hook that looks at gradients) has happened by then.
-*In backward*, where somebody vouches that nothing will (`in_backward`): as soon as all of a group's gradients have
-landed, and nothing holds one of its weights on the device any more: no node of the graph, no checkpoint.
+*In backward*, where somebody vouches that nothing will (in_backward.py).
 Of what can be stepped, that comes first which the next forward will need first. So the units that gave their gradients
 last are stepped first when backward ends, and those that gave them first may still wait while forward has begun.
 
@@ -19,11 +18,8 @@ memory somebody else holds an alias of cannot be guarded, and are stepped in tim
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -31,30 +27,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline._private import others_hook_steps, users_of_storage
+from sp_lightning.pipeline._private import others_hook_steps
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
-from sp_lightning.pipeline.gradients.landing import Shipment
-from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
+from sp_lightning.pipeline.optimizer.in_backward import EarlyStep, InBackward, is_aliased
 from sp_lightning.pipeline.optimizer.stepping import HAVE_FUSED_KERNELS, fused_kernel_works, why_not_by_unit
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Ticket
 from sp_lightning.pipeline.weights.device import Group
-from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
-
-_OWN_USERS = 2  # of a master's memory: the master, and the tensor that its weight holds it by
-
-
-@dataclass(eq=False)
-class _InBackward:
-    """An optimizer that steps while backward runs."""
-
-    optimizer: Optimizer
-    param_group_of: dict[Weight, int]
-    clamp: float | None
-    keep: bool
-    settings: list[dict[str, Any]] | None = None  # not before the first unit: hooks before backward may change them
 
 
 class Overlap:
@@ -69,6 +49,9 @@ class Overlap:
         overlaps: Whether anything is to be overlapped; else steps are done when `step()` returns.
         fused: Whether to take torch's fused CPU kernels where the user left the choice to torch.
         is_nested: Whether the gradient that autograd has just finished may not be the last one for its weight.
+
+    Attributes:
+        in_backward: What is stepped before backward ends.
     """
 
     def __init__(
@@ -89,16 +72,12 @@ class Overlap:
         self._stats = stats
         self._overlaps = overlaps
         self._fused = fused
-        self._is_nested = is_nested
         self._checked: set[int] = set()
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._to_step: dict[Group, list[Share]] = {}
         self._had_state: set[int] = set()
-        self._now: _InBackward | None = None
-        self._shipped: dict[Group, list[Shipment]] = {}
-        self._stepped: set[Weight] = set()
-        self._spent = spent
-        returns.stepper = self
+        self.in_backward = InBackward(steps, returns.keep, stats, spent, is_nested)
+        returns.stepper = self.in_backward
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
 
@@ -111,15 +90,18 @@ class Overlap:
         if not known:
             return
         self._returns.check_averaged(known)
-        if self.why_not(optimizer) is not None:
+        stepped = self.in_backward.conclude(optimizer, known)
+        if (reason := self.why_not(optimizer)) is not None:
+            if stepped:
+                raise RuntimeError(f"Units were stepped in backward, and {reason}, which was not so then.")
             self._steps.settle()
             self._gradients.show_all()
             return
         self._had_state = set(map(id, optimizer.state))
         for group in optimizer.param_groups:
             weights = [self._weights[id(p)] for p in group["params"] if id(p) in self._weights]
-            ours = [weight for weight in weights if self._may_step(weight)]
-            left = [weight for weight in ours if weight not in self._stepped]
+            ours = [weight for weight in weights if weight in stepped or self._may_step(weight)]
+            left = [weight for weight in ours if weight not in stepped]
             self._share_out(optimizer, self._settings(optimizer, group), left)
             taken = {id(weight.master) for weight in ours}
             rest = [p for p in group["params"] if id(p) not in taken]
@@ -128,7 +110,6 @@ class Overlap:
             for weight in weights:
                 if id(weight.master) not in taken:
                     self._let_plain_code_step(weight)
-        self._stepped.clear()
 
     def after_step(self) -> None:
         """The optimizer has stepped what it was left with: now the rest."""
@@ -136,14 +117,15 @@ class Overlap:
         for group in sorted(self._to_step, key=lambda group: (not group.resident, group.index)):
             shares = self._to_step[group]
             after = [ticket for share in shares for ticket in self._gradients.on_its_way(share.gradients)]
-            self._begin(group, shares, after)
+            self._steps.begin(group, shares, after)
+            self._stats.overlapped_steps += group.units * self._overlaps
         begun = set()
         for group, shares in self._to_step.items():
             for share in shares:
                 # state that is made in a first step depends on settings of the process, as torch's default dtype
                 begins = not self._steps.has_begun(share.optimizer, share.gradients)
                 self._steps.note_begun(share.optimizer, share.gradients)
-                if begins or not self._overlaps or any(map(self._is_aliased, share.gradients)):
+                if begins or not self._overlaps or any(map(is_aliased, share.gradients)):
                     self._steps.finish(group)
                 if begins:
                     begun.add(share.optimizer)
@@ -156,24 +138,6 @@ class Overlap:
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if id(parameter) not in self._had_state and parameter in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(parameter)
-
-    def abandon(self) -> None:
-        """After an exception in the middle of a step: what was given to the thread is finished, nothing else is."""
-        self.put_back()
-        with contextlib.suppress(Exception):  # it has been told of, or belongs to what failed
-            self._steps.settle()
-        left = sum(weight.master.requires_grad for weight in self._weights.values()) - len(self._stepped)
-        if self._stepped and left > 0:
-            warnings.warn(
-                f"The exception came while the optimizer was stepping in backward: {len(self._stepped)} weights have "
-                f"taken this step, {left} have not. Go on from a checkpoint, or train with `overlap_optimizer=False`.",
-                stacklevel=2,
-            )
-        self._now = None
-        self._to_step.clear()
-        self._shipped.clear()
-        self._stepped.clear()
-        self._spent.clear()
 
     def put_back(self) -> None:
         """Param groups are whole again."""
@@ -196,14 +160,9 @@ class Overlap:
         return settings
 
     def _may_step(self, weight: Weight) -> bool:
-        if weight in self._stepped:
-            return True
         weight.readopt()
         gradient = self._gradients.get(weight)
         return gradient is not None and gradient.layout is torch.strided
-
-    def _is_aliased(self, weight: Weight) -> bool:
-        return users_of_storage(weight.host) > _OWN_USERS
 
     def why_not(self, optimizer: Optimizer) -> str | None:
         """Why an optimizer cannot step weights unit by unit; None if it can."""
@@ -224,12 +183,6 @@ class Overlap:
         self._gradients.let_land([weight])
         self._gradients.show(weight)
 
-    def _begin(
-        self, group: Group, shares: list[Share], after: Sequence[Ticket], shipments: Sequence[Shipment] = ()
-    ) -> None:
-        self._steps.begin(group, shares, after, shipments)
-        self._stats.overlapped_steps += group.units * self._overlaps
-
     def _share_out(self, optimizer: Optimizer, settings: dict[str, Any], weights: list[Weight]) -> None:
         shares: dict[tuple[Group, int], Share] = {}
         for weight in weights:
@@ -242,8 +195,9 @@ class Overlap:
 
     # ------------------------------------------------------------------------------------------------- in backward
 
-    @contextmanager
-    def in_backward(self, optimizer: Optimizer, clamp: float | None = None, keep: bool = False) -> Iterator[None]:
+    def stepping_in_backward(
+        self, optimizer: Optimizer, clamp: float | None = None, keep: bool = False
+    ) -> AbstractContextManager[None]:
         """Let an optimizer step units while the backward in here runs.
 
         Its `step()` must follow without a change of its settings, and nobody may ask for a gradient in between.
@@ -253,83 +207,16 @@ class Overlap:
             clamp: Clip gradients to plus and minus this value.
             keep: Whether somebody may ask for gradients after the step.
         """
-        if self._overlaps and self.why_not(optimizer) is None:
-            groups = optimizer.param_groups
-            weights = [(self._weights.get(id(p)), i) for i, group in enumerate(groups) for p in group["params"]]
-            param_group_of = {weight: index for weight, index in weights if weight is not None}
-            self._now = _InBackward(optimizer, param_group_of, clamp, keep)
-        try:
-            yield
-        finally:
-            self._now = None
+        if not self._overlaps or self.why_not(optimizer) is not None:
+            return nullcontext()
+        groups = optimizer.param_groups
+        weights = [(self._weights.get(id(p)), i) for i, group in enumerate(groups) for p in group["params"]]
+        param_group_of = {weight: index for weight, index in weights if weight is not None}
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients that arrive in a lower dtype are kept when the optimizer has used them."""
-        return self._now is not None and self._now.keep
+        def look_up_settings() -> list[dict[str, Any]]:
+            return [self._settings(optimizer, param_group) for param_group in optimizer.param_groups]
 
-    def wants(self, unit: Unit) -> bool:
-        """Whether the unit's complete gradients should go to the optimizer right away."""
-        if self._now is None or unit.resident or self._is_nested():
-            return False
-        trainable = _trainable(unit.group)
-        return self._steps.has_begun(self._now.optimizer, trainable) and all(
-            weight in self._now.param_group_of and not self._is_aliased(weight) for weight in trainable
-        )
-
-    def has_stepped(self, weight: Weight) -> bool:
-        """Whether a gradient of this weight would come too late."""
-        return weight in self._stepped or self.has_spent(weight)
-
-    def has_stepped_in_backward(self, weight: Weight) -> bool:
-        """Whether a weight was stepped in the backward before the `step()` that is to come."""
-        return weight in self._stepped
-
-    def has_spent(self, weight: Weight) -> bool:
-        """Whether a weight's gradient was used as it arrived, and not kept."""
-        return id(weight.master) in self._spent
-
-    def forget_spent(self, weight: Weight) -> None:
-        """Nobody misses a weight's gradient any more: `.grad` was set, as `zero_grad` does."""
-        self._spent.discard(id(weight.master))
-
-    def step_in_backward(self, shipment: Shipment) -> None:
-        """Gradients of a unit are on their way; step its group if they are the last ones."""
-        group = shipment.unit.group
-        for other in [other for other in self._shipped if other is not group]:
-            self._keep(other)  # backward has moved on, and there are few slots
-        shipments = self._shipped.setdefault(group, [])
-        shipments.append(shipment)
-        gradients = {w: g for s in shipments for w, g in zip(s.weights, s.arrived, strict=True)}
-        if len(gradients) < len(_trainable(group)):
-            return
-        if group.handles or any(weight.twin.is_aliased for weight in group.host.weights):
-            self._keep(group)
-            return
-        assert self._now is not None
-        del self._shipped[group]
-        self._stepped.update(gradients)
-        scaling = Scaling(clamp=self._now.clamp)
-        shares = []
-        if self._now.settings is None:
-            groups = self._now.optimizer.param_groups
-            self._now.settings = [self._settings(self._now.optimizer, param_group) for param_group in groups]
-        for index, settings in enumerate(self._now.settings):
-            own = {w: gradient for w, gradient in gradients.items() if self._now.param_group_of[w] == index}
-            if own:
-                shares.append(Share(self._now.optimizer, settings, scaling, own))
-        self._begin(group, shares, [s.ticket for s in shipments], shipments)
-        self._spent.update(id(w.master) for s in shipments if s.slot is not None for w in s.weights)
-        self._stats.steps_in_backward += group.units
-
-    def end_of_backward(self) -> None:
-        """Groups that could not be stepped in backward keep their gradients."""
-        for group in list(self._shipped):
-            self._keep(group)
-
-    def _keep(self, group: Group) -> None:
-        for shipment in self._shipped.pop(group):
-            self._returns.keep(shipment)
+        return self.in_backward.scope(EarlyStep(optimizer, param_group_of, look_up_settings, clamp, keep))
 
     def finish_step(self, group: Group) -> None:
         """Wait until no step reads or writes what belongs to a group any more."""
@@ -338,8 +225,4 @@ class Overlap:
     @property
     def settled(self) -> bool:
         """Whether all masters are what plain training would have there."""
-        return self._steps.done and not self._spent
-
-
-def _trainable(group: Group) -> list[Weight]:
-    return [weight for weight in group.host.weights if weight.master.requires_grad]
+        return self._steps.done and self.in_backward.is_concluded

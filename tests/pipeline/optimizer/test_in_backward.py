@@ -1,0 +1,509 @@
+"""Units stepped while backward runs: the numbers of plain training, and an error where they would be others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from sp_lightning.pipeline import Pipeline
+
+from .test_overlap import (
+    WIDTH,
+    Own,
+    X,
+    adam,
+    attached,
+    autocast_step,
+    chain,
+    everything,
+    momentum,
+    plain_step,
+    same,
+)
+
+
+def train_in_backward(
+    model: nn.Module,
+    optimizer: Optimizer,
+    pipeline: Pipeline | None,
+    steps: int = 3,
+    loss_of: Callable[[nn.Module], Tensor] = lambda model: model(X).square().mean(),
+    before: Callable[[nn.Module], Any] = lambda model: None,
+    autocast: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """Steps under backward where there is a pipeline; a first one, which makes the optimizer's state, after it."""
+    for number in range(steps + 1):
+        optimizer.zero_grad()
+        before(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = loss_of(model)
+        scope = pipeline.optimizers.stepping_in_backward(optimizer, **options) if pipeline and number else nullcontext()
+        with scope:
+            loss.backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()] + everything(model, optimizer)[len([*model.parameters()]) :]
+
+
+@pytest.mark.parametrize("make", [adam, momentum])
+@pytest.mark.parametrize(("k", "k_prime"), [(2, 1), (1, 1), (4, 2), (5, 5)])
+def test_units_are_stepped_while_backward_runs(k: int, k_prime: int, make: Callable[[nn.Module], Optimizer]) -> None:
+    """A group when all of its units are complete; the numbers, gradients included, are those of plain training."""
+    expected = train_in_backward(model := chain(), make(model), None)
+    with attached(model := chain(), k=k, k_prime=k_prime) as pipeline:
+        assert same(expected, train_in_backward(model, make(model), pipeline))
+        assert pipeline.stats.steps_in_backward == 3 * 5
+        assert pipeline.stats.overlapped_steps == 4 * 5
+
+
+@pytest.mark.parametrize("k_prime", [1, 2])
+def test_lowered_gradients_are_stepped_while_backward_runs(k_prime: int) -> None:
+    """They pass through: no memory of the model's size is made for them, unless somebody may ask."""
+    expected = train_in_backward(model := chain(), adam(model), None, autocast=True)
+    with attached(model := chain(), k=4, k_prime=k_prime) as pipeline:
+        found = train_in_backward(model, adam(model), pipeline, autocast=True, keep_gradients=True)
+        assert same(expected, found)
+        assert pipeline.stats.steps_in_backward == 3 * 5
+
+
+def spent(pipeline: Pipeline, model: nn.Module) -> Optimizer:
+    """After a step in backward, whose gradients arrived in a lower dtype and were not kept."""
+    optimizer = adam(model)
+    autocast_step(model, optimizer)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(X).square().mean()
+    with pipeline.optimizers.stepping_in_backward(optimizer):
+        loss.backward()
+    optimizer.step()
+    assert pipeline.stats.steps_in_backward == 5
+    return optimizer
+
+
+@pytest.mark.parametrize("after", ["at once", "a look at weights"])
+def test_a_spent_gradient_is_an_error_for_who_reads_it(after: str) -> None:
+    """It would say `None`, or the last step's, where plain training has one."""
+    with attached(model := chain()) as pipeline:
+        spent(pipeline, model)
+        if after == "a look at weights":
+            model[0].weight.data.sum()
+        with pytest.raises(RuntimeError, match=r"gradient of weight '\d.weight' was used.*`overlap_optimizer=False`"):
+            model[3].weight.grad.sum()
+        model[3].weight.grad = None
+        assert model[3].weight.grad is None
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "module", "by hand"])
+def test_a_spent_gradient_may_be_thrown_away(zero: str) -> None:
+    """As every loop does."""
+    with attached(model := chain()) as pipeline:
+        optimizer = spent(pipeline, model)
+        if zero == "by hand":
+            for p in model.parameters():
+                p.grad = None
+        else:
+            (optimizer if zero == "optimizer" else model).zero_grad()
+        assert [p.grad for p in model.parameters()] == [None] * 10
+        plain_step(model, optimizer)
+        assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_without_zero_grad_a_spent_gradient_is_missed(autocast: bool) -> None:
+    """The next one would have been added to it; also if everything is arranged anew, here as autocast is off."""
+    with attached(model := chain()) as pipeline:
+        spent(pipeline, model)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(X).sum()
+        with pytest.raises(RuntimeError, match="another gradient"):
+            loss.backward()
+
+
+def test_zeros_in_place_of_gradients() -> None:
+    """`zero_grad(set_to_none=False)` after steps in backward with gradients that are there."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizer = momentum(model)
+        for number in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            loss = model(X).square().mean()
+            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number else nullcontext():
+                loss.backward()
+            optimizer.step()
+        return everything(model, optimizer)
+
+    expected = story(chain(), None)
+    with attached(model := chain()) as pipeline:
+        assert same(expected, story(model, pipeline))
+
+
+def test_clipping_by_value_in_backward() -> None:
+    """As `clip_grad_value_` between backward and step."""
+
+    def story(model: nn.Module) -> list[Any]:
+        optimizer = momentum(model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(X).square().mean().backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.002)
+            optimizer.step()
+        return everything(model, optimizer)[:10]
+
+    def in_backward(model: nn.Module, pipeline: Pipeline) -> list[Any]:
+        optimizer = momentum(model)
+        for number in range(4):
+            optimizer.zero_grad()
+            loss = model(X).square().mean()
+            with pipeline.optimizers.stepping_in_backward(optimizer, clamp=0.002) if number else nullcontext():
+                loss.backward()
+            pipeline.optimizers.clip_grad_value(model.parameters(), 0.002)
+            optimizer.step()
+        return everything(model, optimizer)[:10]
+
+    expected = story(chain())
+    with attached(model := chain()) as pipeline:
+        assert same(expected, in_backward(model, pipeline))
+        assert pipeline.stats.steps_in_backward == 3 * 5
+
+
+class Partly(nn.Module):
+    """A layer that leaves out its bias when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.whole = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias if self.whole else None)
+
+
+def partly(count: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Partly() for _ in range(count)])
+
+
+def leave_out(model: nn.Module) -> None:
+    model[1].whole = model[3].whole = False
+
+
+def checkpointed(model: nn.Module, reentrant: bool) -> Tensor:
+    x = model[0](X)
+    x = checkpoint(lambda x: model[2](model[1](x).sin()), x, use_reentrant=reentrant)
+    x = checkpoint(lambda x: checkpoint(model[3], x.cos(), use_reentrant=reentrant), x, use_reentrant=reentrant)
+    return model[4](x).square().mean()
+
+
+kept_graphs: list[Tensor] = []
+
+
+def keep_a_graph(model: nn.Module) -> None:
+    """Somebody holds a loss whose backward may still come."""
+    kept_graphs[:] = [model[2:4](X)]
+
+
+CONDITIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "incomplete": (3 * 3, {"before": leave_out}),
+    "another graph needs weights": (3 * 4, {"before": keep_a_graph}),
+    "reentrant checkpoints": (3 * 2, {"loss_of": lambda model: checkpointed(model, True)}),
+    "checkpoints": (3 * 5, {"loss_of": lambda model: checkpointed(model, False)}),
+    "used twice": (3 * 5, {"loss_of": lambda model: model(model(X)).square().mean()}),
+}
+
+
+@pytest.mark.parametrize("k_prime", [1, 2])
+@pytest.mark.parametrize("why", CONDITIONS)
+def test_what_cannot_be_stepped_in_backward_is_stepped_after_it(why: str, k_prime: int) -> None:
+    """Gradients that are not whole, or weights that some node still needs; the numbers are the same."""
+    steps, options = CONDITIONS[why]
+    expected = train_in_backward(model := partly(), adam(model), None, **options)
+    with attached(model := partly(), units=Partly, k=4, k_prime=k_prime) as pipeline:
+        assert same(expected, train_in_backward(model, adam(model), pipeline, **options))
+        if k_prime == 1:
+            assert pipeline.stats.steps_in_backward == steps
+        else:
+            assert pipeline.stats.steps_in_backward <= steps
+        kept_graphs.clear()
+
+
+class Adapted(nn.Module):
+    """A checkpoint inside of a unit, and a weight whose gradient is there before the other weight has been read."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH, requires_grad=not frozen)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: nn.functional.linear(x, self.base) * self.scale, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(("frozen", "steps"), [(True, 3 * 1), (False, 3 * 5)])
+def test_what_a_checkpoint_inside_of_a_unit_still_reads_keeps_its_place(frozen: bool, steps: int, k: int) -> None:
+    """It holds on to weights without a handle: the place of one was free when all trained ones had their gradients."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Adapted(frozen) for _ in range(5)])
+
+    expected = train_in_backward(model := make(), adam(model), None)
+    with attached(model := make(), units=Adapted, k=k) as pipeline:
+        assert same(expected, train_in_backward(model, adam(model), pipeline))
+        assert pipeline.stats.steps_in_backward == steps  # the first unit's frozen weight is not read in backward
+
+
+@pytest.mark.timeout(30)  # slots that are not given back would be waited for, for ever
+@pytest.mark.parametrize("count", [5, 16])
+@pytest.mark.parametrize("why", ["incomplete", "another graph needs weights"])
+def test_lower_gradients_that_were_not_stepped_in_backward_are_kept(why: str, count: int) -> None:
+    """They came to pass through; some units of their group did not complete, or are still needed."""
+
+    def before(model: nn.Module) -> None:
+        for layer in model[1::2]:
+            layer.whole = why != "incomplete"
+        if why != "incomplete":
+            kept_graphs[:] = [model(X)]
+
+    def weights(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizer = adam(model)
+        for number in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                if number > 1:  # first steps show what is lowered, and a graph that is kept would hinder that
+                    before(model)
+                loss = model(X).square().mean()
+            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number > 1 else nullcontext():
+                loss.backward()
+            optimizer.step()
+        kept_graphs.clear()
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = weights(partly(count), None)
+    with attached(model := partly(count), units=Partly, k=4, k_prime=2) as pipeline:
+        assert same(expected, weights(model, pipeline))
+        assert pipeline.summary().lowered > 0
+
+
+@pytest.mark.parametrize("retained", [True, False])
+def test_a_gradient_after_the_step_is_an_error(retained: bool) -> None:
+    """The weight has taken its step: what was vouched for is not so, and that is told, and what to do."""
+    with attached(model := chain()) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        with pipeline.optimizers.stepping_in_backward(optimizer):
+            loss.backward(retain_graph=retained)
+            late = loss if retained else model(X).sum()
+            with pytest.raises(RuntimeError, match=r"got another gradient after.*`overlap_optimizer=False`"):
+                late.backward()
+
+
+@pytest.mark.parametrize("why", ["accumulated", "another optimizer's", "aliased", "unknown", "switched off", "frozen"])
+def test_who_is_not_stepped_in_backward(why: str) -> None:
+    """Numbers are right all the same."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        parameters = [*model.parameters()]
+        if why == "frozen":
+            model[2].weight.requires_grad_(False)
+        if why == "another optimizer's":
+            other = SGD(parameters[5:6], lr=0.1)
+            parameters = parameters[:5] + parameters[6:]
+        optimizer = (Own if why == "unknown" else Adam)(parameters, lr=0.01)
+        held = model[2].weight.data if why == "aliased" else None
+        for number in range(4):
+            model.zero_grad()
+            if why == "accumulated":
+                model[1:](X).sum().backward()
+            loss = model(X).square().mean()
+            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number else nullcontext():
+                loss.backward()
+            optimizer.step()
+            if why == "another optimizer's":
+                other.step()
+        del held
+        return everything(model)
+
+    expected = story(chain(), None)
+    options = {"overlap_optimizer": False} if why == "switched off" else {}
+    with attached(model := chain(), **options) as pipeline:
+        assert same(expected, story(model, pipeline))
+        steps = {"accumulated": 15, "another optimizer's": 12, "aliased": 12, "unknown": 0, "switched off": 0}
+        assert pipeline.stats.steps_in_backward == steps.get(why, 15)
+
+
+def test_param_groups_are_stepped_in_backward_by_their_own_settings() -> None:
+    """Also where both have weights of one unit."""
+
+    def make(model: nn.Module) -> Optimizer:
+        named = [*model.named_parameters()]
+        return AdamW(
+            [
+                {"params": [p for name, p in named if "weight" in name], "weight_decay": 0.3},
+                {"params": [p for name, p in named if "bias" in name], "weight_decay": 0, "lr": 0.1},
+            ]
+        )
+
+    expected = train_in_backward(model := chain(), make(model), None)
+    with attached(model := chain()) as pipeline:
+        assert same(expected, train_in_backward(model, make(model), pipeline))
+        assert pipeline.stats.steps_in_backward == 3 * 5
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in-a-step", "bare"])
+def test_an_exception_while_stepping_in_backward_is_told_of(inside: bool) -> None:
+    """Some weights have taken the step, others have not: nobody can undo that, so it is said."""
+
+    def fail(_: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    with attached(model := chain()) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        optimizer.zero_grad()
+        x = model[:2](X)
+        x.register_hook(fail)
+        loss = model[2:](x).square().mean()
+        scope = pipeline.step() if inside else nullcontext()
+
+        def story() -> None:
+            with pytest.raises(KeyboardInterrupt), scope, pipeline.optimizers.stepping_in_backward(optimizer):
+                loss.backward()
+            optimizer.zero_grad()
+            with pipeline.step():
+                model(X)
+
+        with pytest.warns(UserWarning, match=r"\d weights have taken this step, \d have not"):
+            story()
+        assert len(optimizer.param_groups[0]["params"]) == 10
+        optimizer.zero_grad()
+        plain_step(model, optimizer)
+        assert all(p.grad is not None for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------- who looks all the same
+
+
+def stepped_early(pipeline: Pipeline, model: nn.Module, optimizer: Optimizer) -> None:
+    """Units have taken a step whose `step()` has not come yet."""
+    plain_step(model, optimizer)
+    optimizer.zero_grad()
+    loss = model(X).square().mean()
+    with pipeline.optimizers.stepping_in_backward(optimizer):
+        loss.backward()
+    assert pipeline.stats.steps_in_backward == 5
+
+
+LOOKS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
+    "read": lambda model, _: model[3].weight.grad,
+    "scale": lambda model, _: model[3].weight.grad.mul_(0.1),
+    "set": lambda model, _: setattr(model[3].weight, "grad", torch.zeros(WIDTH, WIDTH)),
+    "delete": lambda model, _: setattr(model[3].weight, "grad", None),
+    "zero_grad": lambda _, optimizer: optimizer.zero_grad(),
+    "fill with zeros": lambda model, _: model.zero_grad(set_to_none=False),
+    "clip": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+}
+
+
+@pytest.mark.parametrize("when", ["at once", "when all is done"])
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_who_looks_at_gradients_before_the_step_is_told(look: Callable[..., Any], when: str) -> None:
+    """It would have no effect, and nobody would notice."""
+    with attached(model := chain()) as pipeline:
+        optimizer = adam(model)
+        stepped_early(pipeline, model, optimizer)
+        if when == "when all is done":
+            pipeline._assembly.settle()
+        with pytest.raises(RuntimeError, match=r"gradient of weight '\d.\w+' was used in backward already"):
+            look(model, optimizer)
+        optimizer.step()
+        assert model[3].weight.grad is not None, "now they are as in plain training"
+        optimizer.zero_grad()
+        plain_step(model, optimizer)
+
+
+def test_weights_may_be_looked_at_and_frozen() -> None:
+    """What is not about gradients is nobody's business."""
+    with attached(model := chain()) as pipeline:
+        optimizer = adam(model)
+        stepped_early(pipeline, model, optimizer)
+        assert model[3].weight.shape == (WIDTH, WIDTH)
+        assert model[3].weight.requires_grad
+        optimizer.step()
+
+
+def change_betas(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer: optimizer.param_groups[0].update(lr=0.5),
+        change_betas,
+        lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+        lambda optimizer: optimizer.param_groups[0]["lr"].mul_(2),
+    ],
+    ids=["learning rate", "betas", "another group", "a tensor"],
+)
+def test_settings_that_change_before_the_step(change: Callable[[Optimizer], Any]) -> None:
+    """Units would have been stepped with others than the rest."""
+    with attached(model := chain()) as pipeline:
+        optimizer = Adam(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+        stepped_early(pipeline, model, optimizer)
+        change(optimizer)
+        with pytest.raises(RuntimeError, match=r"param groups were changed after that, before `step\(\)`"):
+            optimizer.step()
+
+
+def test_an_optimizer_that_cannot_step_by_unit_any_more() -> None:
+    """It would step all weights once more."""
+    with attached(model := chain()) as pipeline:
+        optimizer = adam(model)
+        stepped_early(pipeline, model, optimizer)
+        handle = optimizer.register_step_post_hook(lambda *_: None)
+        with pytest.raises(RuntimeError, match="Units were stepped in backward, and a hook on steps"):
+            optimizer.step()
+        handle.remove()
+        optimizer.step()
+
+
+def test_another_optimizer_of_the_same_weights() -> None:
+    with attached(model := chain()) as pipeline:
+        optimizer, other = adam(model), momentum(model)
+        stepped_early(pipeline, model, optimizer)
+        with pytest.raises(RuntimeError, match="SGD is to step weights that another optimizer, Adam, has stepped"):
+            other.step()
+        optimizer.step()
+
+
+def test_two_optimizers_that_step_when_both_have_had_their_backward() -> None:
+    """The step of one does not make the other forget what it has stepped."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizers = [Adam(model[:2].parameters(), lr=0.01), Adam(model[2:].parameters(), lr=0.1)]
+        for number in range(3):
+            model.zero_grad()
+            for optimizer, part in zip(optimizers, (model[:2], model[2:]), strict=True):
+                loss = part(X).square().mean()
+                early = pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number else nullcontext()
+                with early:
+                    loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return everything(model, *optimizers)
+
+    expected = story(chain(), None)
+    with attached(model := chain()) as pipeline:
+        assert same(expected, story(model, pipeline))
+        assert pipeline.stats.steps_in_backward == 2 * 5
