@@ -93,23 +93,29 @@ class Unaveraged:
     def _start(self, unit: Unit, weights: list[Weight]) -> _Fetched:
         """Start copies to the device, in the dtypes in which the sums are."""
         self._gradients.expect_more(weights)
-        self._gradients.let_land(weights)
         sums = [total for total in map(self._gradients.get, weights) if total is not None]
         dtypes = [total.dtype for total in sums]
         _, nbytes, end = lay_out_gradients(weights, dtypes)
         memory = TensorsIn(self._backend.allocate(nbytes))
         tensors, _ = memory.tensors(weights, dtypes)
-        together = self._gradients.memory_of(unit, sums)
+        together, after = self._gradients.memory_of(unit, sums), None
         if together is not None:
             pairs = [(memory.memory[:end], together[:end])]
+            after = self._when_landed(weights)
         else:  # somebody has set a gradient, or some weights of the unit have none
+            self._gradients.let_land(weights)
             pairs = [(as_bytes(to), as_bytes(_laid_out_as(to, total))) for to, total in zip(tensors, sums, strict=True)]
         tickets = []
         for target, source in pairs:
-            tickets.append(self._backend.upload(target, source))
+            tickets.append(self._backend.upload(target, source, after))
             self._backend.trace.moved(Kind.SUMS, unit.name, source.nbytes, tickets[-1])
             self._stats.bytes_to_device += source.nbytes
         return _Fetched(dict(zip(weights, tensors, strict=True)), tickets)
+
+    def _when_landed(self, weights: Sequence[Weight]) -> Ticket | None:
+        """What a copy of sums has to wait for, so that the host does not."""
+        tickets = self._gradients.on_its_way(weights)
+        return self._backend.work(lambda: None, tickets) if len(tickets) > 1 else next(iter(tickets), None)
 
     def _wait_for(self, fetched: _Fetched) -> None:
         for ticket in fetched.tickets:

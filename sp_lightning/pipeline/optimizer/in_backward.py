@@ -120,12 +120,13 @@ class InBackward:
         finally:
             self._now = None
 
-    def conclude(self, optimizer: Optimizer, weights: Iterable[Weight]) -> set[Weight]:
+    def conclude(self, optimizer: Optimizer, weights: Iterable[Weight], why_not: str | None) -> set[Weight]:
         """The optimizer's `step()` has come.
 
         Args:
             optimizer: The optimizer.
             weights: What it is to step.
+            why_not: Why it cannot step unit by unit now; None if it can.
 
         Returns:
             What of it has been stepped already.
@@ -142,6 +143,10 @@ class InBackward:
                     f"{type(other.optimizer).__name__}, has stepped in backward, before its own `step()` was called. "
                     "Train with `overlap_optimizer=False`."
                 )
+        if own and why_not is not None:
+            raise RuntimeError(
+                f"Units were stepped in backward, and now {why_not}. Train with `overlap_optimizer=False`."
+            )
         for step in own:
             step.check_settings()
         self._begun = others

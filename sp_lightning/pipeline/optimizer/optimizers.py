@@ -141,8 +141,8 @@ class Optimizers:
     ) -> AbstractContextManager[None]:
         """Scope around a backward pass whose gradients are final: each unit is stepped as soon as its own have landed.
 
-        `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. Nobody may
-        look at gradients in between.
+        `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. It is an
+        error to look at gradients in between, or to change them.
 
         Args:
             optimizer: The optimizer.

@@ -90,10 +90,9 @@ class Overlap:
         if not known:
             return
         self._returns.check_averaged(known)
-        stepped = self.in_backward.conclude(optimizer, known)
-        if (reason := self.why_not(optimizer)) is not None:
-            if stepped:
-                raise RuntimeError(f"Units were stepped in backward, and {reason}, which was not so then.")
+        why_not = self.why_not(optimizer)
+        stepped = self.in_backward.conclude(optimizer, known, why_not)
+        if why_not is not None:
             self._steps.settle()
             self._gradients.show_all()
             return

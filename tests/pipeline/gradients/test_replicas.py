@@ -413,5 +413,53 @@ def a_step_before_sums_were_averaged() -> None:
             SGD(model.parameters(), lr=0.1).step()
 
 
+def other_strides() -> None:
+    """Gradients are added up as they lie in memory."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(2, 2))
+    if dist.get_rank():
+        model = model.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match="the first difference is in '0.weight'"):
+        Pipeline(model, "cpu", replicas=Replicas())
+
+
+def an_exception_while_gradients_are_averaged() -> None:
+    """Nothing of the failed pass is in the next one's gradients."""
+
+    def fail(_: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    model, x = chain(), torch.randn(5, WIDTH) + dist.get_rank()
+    model(x).square().mean().backward()
+    average_gradients(model)
+    expected: Trace = {}
+    note_gradients(expected, "step", dict(model.named_parameters()))
+    model.zero_grad()
+    with attached(model) as pipeline:
+
+        def step() -> None:
+            middle = model[:2](x)
+            middle.register_hook(fail)
+            model[2:](middle).square().sum().backward()
+
+        with pytest.raises(KeyboardInterrupt), pipeline.step():
+            step()
+        assert pipeline.stats.resets == 1
+        model.zero_grad()
+        model(x).square().mean().backward()
+        actual: Trace = {}
+        note_gradients(actual, "step", dict(model.named_parameters()))
+        assert_same_trace(expected, actual)
+
+
 def test_what_cannot_be_right() -> None:
-    in_processes([other_models, no_shape_yet, other_numbers_of_steps, a_step_before_sums_were_averaged])
+    in_processes(
+        [
+            other_models,
+            other_strides,
+            no_shape_yet,
+            other_numbers_of_steps,
+            a_step_before_sums_were_averaged,
+            an_exception_while_gradients_are_averaged,
+        ]
+    )

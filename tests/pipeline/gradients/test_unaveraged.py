@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
 
-from ..parts import GradientScene, RecordingBackend, gradient_scene
+from ..parts import GradientScene, RecordingBackend, gradient_scene, host_backend
 
 
 @contextmanager
@@ -49,6 +50,24 @@ def test_a_units_sums_come_back_in_one_copy(lowered: torch.dtype | None) -> None
         assert s.gradients() == [None, None]
         assert not replicas.unaveraged
         assert sums.among(s.weights) == []
+
+
+def test_the_host_does_not_wait_for_what_is_still_added() -> None:
+    """The copy does."""
+    with host_backend(poison=True) as backend, gradient_scene((3,), (4,), backend=backend) as s:
+        replicas = SimpleNamespace(accumulates=True, unaveraged=set())
+        sums = Unaveraged(cast("Any", replicas), s.returns.gradients, backend, s.stats)
+        sums.note(s.weights)
+        s.backward(1, 2)
+        s.backward(10, None)
+        gate = threading.Event()
+        backend._host.submit(lambda: (gate.wait(10), None)[1])
+        s.backward(None, 20)
+        s.backward(100, 200)
+        replicas.accumulates = False
+        sums.fetch(s.placed.unit)
+        threading.Timer(0.05, gate.set).start()
+        assert [tensor.unique().tolist() for tensor in sums.take(s.weights).values()] == [[111], [222]]
 
 
 def test_without_notice_they_come_when_they_are_taken() -> None:

@@ -468,14 +468,20 @@ def test_settings_that_change_before_the_step(change: Callable[[Optimizer], Any]
 
 def test_an_optimizer_that_cannot_step_by_unit_any_more() -> None:
     """It would step all weights once more."""
+    expected = chain()
+    optimizer = adam(expected)
+    plain_step(expected, optimizer)
+    optimizer.zero_grad()
+    plain_step(expected, optimizer)
     with attached(model := chain()) as pipeline:
         optimizer = adam(model)
         stepped_early(pipeline, model, optimizer)
         handle = optimizer.register_step_post_hook(lambda *_: None)
-        with pytest.raises(RuntimeError, match="Units were stepped in backward, and a hook on steps"):
+        with pytest.raises(RuntimeError, match="Units were stepped in backward, and now a hook on steps"):
             optimizer.step()
         handle.remove()
         optimizer.step()
+        assert same(everything(expected), everything(model)), "once, and not twice"
 
 
 def test_another_optimizer_of_the_same_weights() -> None:
