@@ -29,7 +29,7 @@ def plan_rows(pipeline: Pipeline, optimizers: Sequence[str]) -> list[tuple[str, 
     moves = f"at most {readable_bytes(up)} of weights to the device"
     if optimizers:
         activations = pipeline.options.activations
-        keeps_all = activations == "auto" and pipeline.activations is None
+        keeps_all = activations == "auto" and pipeline.survey.activations is None
         meaning = "stay on the device, as no limit is known" if keeps_all else _ACTIVATIONS[activations]
         rows.append(("activations", f"{activations}: {meaning}"))
         rows += [("optimizer", optimizer) for optimizer in optimizers]

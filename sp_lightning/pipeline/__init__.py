@@ -3,14 +3,15 @@
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
-from sp_lightning.pipeline.planned import Planner, WindowPlan
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary, as_table
+from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.emulated import HostBackend
 from sp_lightning.pipeline.transfer.trace import Kind, Lane, Recording, Span
+from sp_lightning.pipeline.window_plan import WindowPlan
 
 __all__ = [
     "AcceleratorBackend",
@@ -26,6 +27,7 @@ __all__ = [
     "Span",
     "Stats",
     "Summary",
+    "Survey",
     "WindowPlan",
     "as_table",
     "readable_bytes",

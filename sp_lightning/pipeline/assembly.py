@@ -64,7 +64,7 @@ class Assembly:
             arrangement.all_units,
             backend,
             stats,
-            arrangement.pin_gradients,
+            arrangement.host_share.pin_gradients,
             on_arrival=lambda: self.backward.note(),
             averaging=self._averaging(),
         )
@@ -145,7 +145,7 @@ class Assembly:
         )
         move_buffers(lasting.module, lasting.device)
         move_unmanaged(arrangement.unmanaged.values(), lasting.device)
-        lasting.pool.pinnable = arrangement.pinnable_bytes()
+        lasting.pool.pinnable = arrangement.host_share.pinnable_bytes()
         stay = (*lasting.module.buffers(), *arrangement.unmanaged.values(), *arrangement.on_device)
         lasting.meter.uncounted = set(map(storage_key, stay))
         for twin in arrangement.twins.values():  # now, because torch.func forbids it inside of its transforms

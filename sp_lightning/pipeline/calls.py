@@ -7,7 +7,6 @@ announces its backward.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -22,10 +21,10 @@ from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.hooks import before_backward, replace_tensors, tensors_in
-from sp_lightning.pipeline.modules.lowering import LoweringSpy
 from sp_lightning.pipeline.modules.swap import swap_in, swap_out
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.transfer.trace import Kind
+from sp_lightning.pipeline.under_autocast import UnderAutocast
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.host import as_bytes
@@ -76,6 +75,7 @@ class Calls:
         self._outside = outside
         self._returns = returns
         self._in_step = in_step
+        self._under_autocast = UnderAutocast(arrangement, lasting, outside)
         self._inside: list[list[Group]] = []  # what each call that is running now computes with
 
     def run(
@@ -102,8 +102,8 @@ class Calls:
         number = self._enter(member)
         pushed = self._saved.push()
         try:
-            if autocast is not None and torch.is_grad_enabled() not in member.observed:
-                output = self._run_watched(member, forward, args, kwargs)
+            if autocast is not None and self._under_autocast.is_to_be_watched(member):
+                output = self._under_autocast.run_watched(member, forward, args, kwargs)
             elif member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
                 output = run_uncompiled(forward, *args, **kwargs)
             else:
@@ -135,8 +135,8 @@ class Calls:
             if member.index >= 0:
                 self._schedule.visit(member.index, direction)
                 self._learned.note_call(member.unit_name)
-            self._keep_apart_uses(member)
-            self._unblock(member)
+            self._under_autocast.keep_apart_uses(member)
+            self._outside.unblock(member)
             for group in member.groups:
                 self._window.bring(group)
                 group.users += 1
@@ -182,46 +182,6 @@ class Calls:
             return forward(*args, **kwargs)
         finally:
             swap_out(member.looks_into)
-
-    def _run_watched(
-        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Watch a first forward under autocast: what it does with weights decides in which dtype they are sent."""
-
-        def keep_as_is(layer: torch.nn.Module) -> None:
-            for place in member.places:
-                if place.parameters is layer._parameters and place.weight.lowered:
-                    self._outside.keep_as_is(place.weight)
-                    place.parameters[place.key] = self._outside.serve(place.weight)
-
-        spy = LoweringSpy(self._arrangement.twins, self._learned.assumed, self._backend.device.type, keep_as_is)
-        with spy:  # which does not see into compiled code
-            output = run_uncompiled(forward, *args, **kwargs)
-        member.observed.add(spy.builds_graph)
-        if spy.builds_graph:
-            self._graphs.current.uncompiled.add(member)
-        self._learned.take_in(spy.lowered, spy.used_as_is, [place.weight for place in member.places])
-        return output
-
-    def _unblock(self, member: Member) -> None:
-        """A call inside of a unit whose place its own group would need: its weights get memory of their own."""
-        for group in [group for group in member.groups if self._window.is_blocked(group)]:
-            for weight in {id(place.weight): place.weight for place in member.places}.values():
-                if weight.twin.group is group:
-                    self._outside.make_resident(weight)
-                    self._learned.touched_outside.append(weight)
-
-    def _keep_apart_uses(self, member: Member) -> None:
-        """Autocast without its cache casts for each use: a weight that is used twice for one graph is sent as it is."""
-        if self._arrangement.autocast is None or torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
-            return
-        if in_backward():  # a checkpoint's recomputation is the same use once more
-            return
-        outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
-        for weight in outermost:
-            if weight.used_for is not None and weight.used_for() is self._graphs.current:
-                self._outside.keep_as_is(weight)
-            weight.used_for = weakref.ref(self._graphs.current)
 
     def _write_back(self, weight: Weight) -> None:
         """A forward changed a weight in place: the host has the truth, so it gets the change."""

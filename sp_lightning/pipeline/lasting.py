@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.graphs import Graphs
+from sp_lightning.pipeline.weights.weight import Twin
 
 
 @dataclass(frozen=True)
@@ -64,3 +67,50 @@ class Lasting:
     optimizers: Optimizers
     known_optimizers: KnownOptimizers
     spent: set[int]
+
+    @classmethod
+    def make(
+        cls,
+        module: nn.Module,
+        device: torch.device,
+        options: PipelineOptions,
+        backend: Backend,
+        replicas: Replicas | None,
+        *,
+        require: Callable[[Twin], None],
+        close: Callable[[], None],
+    ) -> Lasting:
+        """The parts of a new pipeline.
+
+        Args:
+            module: The module.
+            device: Where is computed.
+            options: The user's choices.
+            backend: Allocates, copies, and works on the host.
+            replicas: Other processes that train the same model, if there are any.
+            require: Called with a twin before backward reads it.
+            close: Called when something was done between steps for an optimizer.
+        """
+        stats, at_work = Stats(), EngineAtWork()
+        pool, meter = HostPool(backend), Meter(device, stats)
+        offloader = Offloader(backend, pool, meter, stats)
+        saved = SavedTensors(require, meter, offloader)
+        return cls(
+            module=module,
+            device=device,
+            options=options,
+            replicas=replicas,
+            backend=backend,
+            stats=stats,
+            at_work=at_work,
+            learned=Learned(),
+            graphs=Graphs(),
+            saved=saved,
+            activations=Activations(options.activations, saved, device, stats, checks=options.debug),
+            offloader=offloader,
+            pool=pool,
+            meter=meter,
+            optimizers=Optimizers(stats, at_work, close, insists=options.overlap_optimizer is True),
+            known_optimizers=weakref.WeakKeyDictionary(),
+            spent=set(),
+        )

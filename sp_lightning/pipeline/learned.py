@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from sp_lightning.pipeline.planned import WindowPlan
 from sp_lightning.pipeline.weights.host import HostBuffer
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.window_plan import WindowPlan
 
 
 class Learned:
@@ -54,10 +54,22 @@ class Learned:
         if self.order is None:
             self.called.setdefault(unit)
 
+    def release_buffers(self) -> None:
+        """The pipeline ends."""
+        for buffer in self.buffers.values():
+            buffer.release()
+
     def leave_memory_of(self, weight: Weight) -> None:
         """The next arrangement makes other memory for a weight, and for those that travel with it."""
         for key in [key for key in self.buffers if id(weight.master) in key]:
             self.buffers.pop(key).release()
+
+    def forget_all_but(self, alive: set[int]) -> None:
+        """Forget what is not among these parameters and modules, by identity: others may come to have that."""
+        self.lowered &= alive
+        self.used_as_is &= alive
+        self.assumed &= alive
+        self.observed = {key: seen for key, seen in self.observed.items() if alive.issuperset(key)}
 
     def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> None:
         """Note what was seen of weights under autocast; it may be that they should be sent in another dtype."""

@@ -21,6 +21,7 @@ from sp_lightning.pipeline.modules.guard import Guard
 from sp_lightning.pipeline.modules.hooks import hold_while_needed
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
 
@@ -85,6 +86,14 @@ class OutsideUse:
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 self._returns.follow_requires_grad(twin)
             return twin.parameter
+
+    def unblock(self, member: Member) -> None:
+        """A call inside of a unit whose place its own group would need: its weights get memory of their own."""
+        for group in [group for group in member.groups if self._window.is_blocked(group)]:
+            for weight in {id(place.weight): place.weight for place in member.places}.values():
+                if weight.twin.group is group:
+                    self.make_resident(weight)
+                    self._learned.touched_outside.append(weight)
 
     def used(self, weights: Iterable[Weight]) -> None:
         """Weights were used that no unit's call watches: a graph that needs them waits for its backward, too."""

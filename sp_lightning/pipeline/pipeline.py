@@ -1,4 +1,4 @@
-"""The pipeline: what users have of the engine. It leads through a step, and arranges units anew between steps.
+"""The pipeline: what users have of the engine. It leads through a step; between steps units may be arranged anew.
 
 [Note: one step]
 `step()` opens a scope: masters are guarded, and what lies on the device is checked against them before it is used.
@@ -13,7 +13,6 @@ next and copies are started for it.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,44 +21,32 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, without_torch_function
-from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.activations.offload import Offloader
-from sp_lightning.pipeline.activations.policy import Activations
-from sp_lightning.pipeline.activations.pool import HostPool
-from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.arrangement import Arrangement, move_buffers
+from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lasting import Lasting
-from sp_lightning.pipeline.learned import Learned
-from sp_lightning.pipeline.modules.at_work import EngineAtWork
 from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.modules.functions import stop_watching_functions, watch_functions
-from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
 from sp_lightning.pipeline.modules.suspension import (
     forget_ended_steps,
     guards_resumed,
     guards_suspended,
     resume_all_guards,
 )
-from sp_lightning.pipeline.optimizer import on_device
-from sp_lightning.pipeline.optimizer.optimizers import Optimizers, listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.planned import Planner
-from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.summary import Summary
+from sp_lightning.pipeline.summary import Summary, summarize
+from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.devices import full_device, make_backend
 from sp_lightning.pipeline.transfer.trace import Recording
-from sp_lightning.pipeline.weights.graphs import Graphs
-from sp_lightning.pipeline.weights.units import Member, Unit
+from sp_lightning.pipeline.weights.units import Member
 
 _HOST = torch.device("cpu")
-SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
 
-_attached_masters: set[int] = set()
+_attached: set[Pipeline] = set()
 
 
 class Pipeline:
@@ -104,10 +91,8 @@ class Pipeline:
     ) -> None:
         self.module = module
         self.replicas = replicas
-        self._progress = progress
         self.device = full_device(device)
         self.options = options or PipelineOptions()
-        self.stats = Stats()
         _check_not_attached(module)
         if replicas is not None:
             if self.options.resident_optimizer:
@@ -121,53 +106,28 @@ class Pipeline:
         _check_share(self.options, self._backend)
         keep_out_of_graphs()
         finish_before_compiling(self._backend)
-        self._learned = Learned()
-        self._planner = planner
-        self._at_work = EngineAtWork()
         self._depth = 0
-        self._is_arranged = False
-        self.optimizers = Optimizers(
-            self.stats, self._at_work, lambda: self._assembly.close(), insists=self.options.overlap_optimizer is True
+        self._lasting = lasting = Lasting.make(
+            module,
+            self.device,
+            self.options,
+            self._backend,
+            replicas,
+            require=lambda twin: self._assembly.backward.require(twin),
+            close=lambda: self._assembly.close(),
         )
-        self._pool = HostPool(self._backend)
-        meter = self._meter = Meter(self.device, self.stats)
-        self._offloader = Offloader(self._backend, self._pool, meter, self.stats)
-        self._saved = SavedTensors(lambda twin: self._assembly.backward.require(twin), meter, self._offloader)
-        self._activations = Activations(
-            self.options.activations, self._saved, self.device, self.stats, checks=self.options.debug
-        )
-        self._graphs = Graphs()
-        self._lasting = Lasting(
-            module=module,
-            device=self.device,
-            options=self.options,
-            replicas=replicas,
-            backend=self._backend,
-            stats=self.stats,
-            at_work=self._at_work,
-            learned=self._learned,
-            graphs=self._graphs,
-            saved=self._saved,
-            activations=self._activations,
-            offloader=self._offloader,
-            pool=self._pool,
-            meter=meter,
-            optimizers=self.optimizers,
-            known_optimizers=weakref.WeakKeyDictionary(),
-            spent=set(),
-        )
+        self.stats, self.optimizers = lasting.stats, lasting.optimizers
+        self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
+        self._activations, self._offloader = lasting.activations, lasting.offloader
         try:
-            self._arrange()
+            self._arranger = Arranger(lasting, planner, progress, keeper=self, in_step=lambda: self._depth > 0)
         except BaseException:
-            for buffer in self._learned.buffers.values():
-                buffer.release()
+            lasting.learned.release_buffers()
             self._backend.close()
             raise
         listen_to_optimizers(self.optimizers)
         watch_functions(self)
-        self._attached = True
-        self._masters = list(module.parameters())
-        _attached_masters.update(map(id, self._masters))
+        _attached.add(self)
 
     # ------------------------------------------------------------------------------------------------------ public
 
@@ -221,7 +181,7 @@ class Pipeline:
         with self._at_work:
             self.stats.resets += 1
             self._assembly.abandon()
-            self._stop_planning()
+            self._arranger.stop_planning()
             self._depth = 0
             self._graphs.begin()
             resume_all_guards()
@@ -247,21 +207,7 @@ class Pipeline:
         Returns:
             What was given up, in words; None if nothing is left to give up.
         """
-        self._stop_planning()
-        self._planner = None  # or the window would grow again
-        if self._learned.plan is not None:
-            self._learned.plan, self._learned.outdated = None, True
-            return f"the window that was planned, with `k={self.arrangement.k}`, gives way to the usual one"
-        if self.options.activations == "auto" and self._activations.recompute_from_now_on():
-            return "units compute their activations a second time in backward from now on"
-        if (
-            self.options.k == "auto"
-            and self.arrangement.k > self.arrangement.k_prime
-            and not self._learned.short_of_memory
-        ):
-            self._learned.short_of_memory = self._learned.outdated = True
-            return f"`k` is {self.arrangement.k_prime} from now on, and was {self.arrangement.k}"
-        return None
+        return self._arranger.shrink()
 
     def rebuild(self) -> None:
         """Take in a changed module tree: other Parameter objects, added or removed modules.
@@ -271,14 +217,11 @@ class Pipeline:
         """
         if self._depth or self._assembly.backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
-        self._rearrange_for(self.arrangement.autocast)
-        _attached_masters.difference_update(map(id, self._masters))
-        self._masters = list(self.module.parameters())
-        _attached_masters.update(map(id, self._masters))
+        self._arranger.rearrange()
 
     def detach(self) -> None:
         """Give the module back: plain, on the CPU, without a trace. Calling it again does nothing."""
-        if not self._attached:
+        if self not in _attached:
             return
         failed = None
         try:
@@ -287,9 +230,8 @@ class Pipeline:
             failed = error
         if self._depth or self._assembly.backward.running or failed is not None:
             self.reset()
-        self._attached = False
-        self._stop_planning()
-        _attached_masters.difference_update(map(id, self._masters))
+        _attached.remove(self)
+        self._arranger.stop_planning()
         stop_listening(self.optimizers)
         stop_watching_functions(self)
         self._assembly.take_down()
@@ -297,8 +239,7 @@ class Pipeline:
         for steps in self._lasting.known_optimizers.values():
             steps.forget()
         self._offloader.close()
-        for buffer in self._learned.buffers.values():
-            buffer.release()
+        self._lasting.learned.release_buffers()
         move_buffers(self.module, _HOST)
         forget_ended_steps()
         self._backend.close()
@@ -307,137 +248,26 @@ class Pipeline:
 
     def summary(self) -> Summary:
         """What was planned, in numbers; `str()` of it is a table."""
-        arrangement = self.arrangement
-        every_weight = [weight for unit in arrangement.all_units for weight in unit.every_weight]
-        return Summary(
-            device=str(self.device),
-            units=len(arrangement.units),
-            k=arrangement.k,
-            k_prime=arrangement.k_prime,
-            model_bytes=sum(weight.master.nbytes for weight in every_weight),
-            device_bytes=arrangement.device_bytes(),
-            gradient_bytes=self._assembly.returns.device_bytes(),
-            resident=tuple(weight.name for weight in arrangement.resident.weights),
-            resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
-            host_bytes=sum(group.host.host_bytes() for group in arrangement.groups if group.units),
-            host_gradient_bytes=self._assembly.returns.host_bytes(),
-            optimizer_bytes=self._assembly.steps.optimizer_bytes(arrangement.on_device),
-            host_activation_bytes=self._pool.held,
-            parameters=sum(weight.master.numel() for weight in every_weight),
-            unit_names=tuple(unit.name for unit in arrangement.units),
-            unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in arrangement.units),
-            lowered=sum(weight.lowered for weight in every_weight),
-            pinned=all(group.host.source.pinned for group in arrangement.groups),
-            plan=arrangement.plan,
-        )
-
-    # ---------------------------------------------------------------------------------------------- for a planner
+        return summarize(self._assembly, self._lasting)
 
     @property
     def arrangement(self) -> Arrangement:
         """Units, and where their weights lie at the moment."""
-        return self._assembly.arrangement
+        return self._arranger.arrangement
 
     @property
-    def activations(self) -> AutoPolicy | None:
-        """What chooses for the activations of each unit; None where nothing does."""
-        return self._activations.auto
-
-    def bytes_on_device(self, unit: Unit) -> int:
-        """What a unit would take if it lived on the device; 0 if it may not, or if nothing of it is stepped.
-
-        It may where the user wants that, if all optimizers step weight by weight: others look at weights together.
-        """
-        trainable = [weight.master for weight in unit.every_weight if weight.master.requires_grad]
-        if not (self.options.resident_optimizer and self.optimizers.step_by_unit and trainable):
-            return 0
-        weights = sum(w.master.nbytes + w.lowered * w.compute_bytes for w in unit.every_weight)
-        return weights + sum(p.nbytes + on_device.state_bytes(self.optimizers.seen, p) for p in trainable)
-
-    @property
-    def activation_peak(self) -> int:
-        """The most bytes of activations that were on the device in the step before."""
-        return self._meter.step_peak
-
-    def memory_in_use(self) -> int | None:
-        """Bytes of device memory that are allocated, where the device tells; the most is counted from now on."""
-        return self._backend.memory_in_use()
-
-    def most_memory_in_use(self) -> int | None:
-        """The most bytes of device memory that were allocated since `memory_in_use` was asked."""
-        return self._backend.most_memory_in_use()
-
-    @property
-    def budget(self) -> int | None:
-        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
-        if self.arrangement.budget is not None:
-            return self.arrangement.budget
-        free = self._backend.free_memory()
-        if free is None:
-            return None
-        return self.arrangement.streaming_bytes() + int(SHARE_OF_FREE_MEMORY * free)
+    def survey(self) -> Survey:
+        """What a planner may know."""
+        return self._arranger.survey
 
     @property
     def may_run_out(self) -> bool:
         """Whether a step may fail for want of device memory, or because of what was chosen to save it."""
-        return self._backend.runs_out or self.budget is not None
+        return self._backend.runs_out or self.survey.budget is not None
 
-    # ------------------------------------------------------------------------------------------ attach and take off
-
-    def _arrange(self, autocast: torch.dtype | None = None) -> None:
-        arrangement = Arrangement(
-            self.module, self.options, self._learned, self._backend, autocast, self._progress, self.replicas
-        )
-        assembly = Assembly(arrangement, self._lasting, in_step=lambda: self._depth > 0)
-        assembly.put_up(keeper=self)
-        self._assembly = assembly
-        self._is_arranged = True
-        self._activations.auto = self._auto_policy()  # units have changed: measured anew
-        self.stats.arrangements += 1
-        if not arrangement.units and self.options.activations in ("recompute", "offload"):
-            warnings.warn(
-                f"`activations={self.options.activations!r}` has no effect any more: every weight is used outside of "
-                "its module's forward (a penalty over all of them, say), so all stay on the device, no unit is left.",
-                stacklevel=2,
-            )
-
-    def _take_in_what_was_learned(self) -> None:
-        """Between steps, when no graph holds on to the old arrangement."""
-        if not self._graphs.waiting() and self._learned.conclude(self.arrangement.units):
-            self.rebuild()
-
-    def _follow_plan(self) -> None:
-        """Between steps, when no graph holds on to the old arrangement: have the window that the planner wants."""
-        if self._planner is None or self._graphs.waiting():
-            return
-        plan = self._planner.before_step(self, torch.is_grad_enabled())
-        if plan == self._learned.plan:
-            return
-        policies = self._activations.auto
-        self._learned.plan = plan
-        self._rearrange_for(self.arrangement.autocast)
-        self._activations.auto = policies  # units are the same, and so is what was measured of them
-        if policies is not None and plan is not None and plan.policies:
-            units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self.arrangement.units]
-            policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
-        elif policies is not None:
-            policies.prescribe(None)
-
-    def _stop_planning(self) -> None:
-        if self._planner is not None:
-            self._planner.abandon()
-
-    def _auto_policy(self) -> AutoPolicy | None:
-        """What chooses for each unit, where there is a limit to what activations may take."""
-        if not self._activations.chooses or self._room_for_activations() is None:
-            return None
-        never_again = self._activations.never_again
-        return AutoPolicy(self._backend, self._meter, lambda: self._room_for_activations() or 0, never_again)
-
-    def _room_for_activations(self) -> int | None:
-        """Bytes of device memory for activations; None if no limit is known."""
-        budget = self.budget
-        return None if budget is None else max(0, budget - self.arrangement.streaming_bytes())
+    @property
+    def _assembly(self) -> Assembly:
+        return self._arranger.assembly
 
     # -------------------------------------------------------------------------------------------------- the scope
 
@@ -477,13 +307,7 @@ class Pipeline:
             return
         if self._assembly.backward.running or any(member.active for member in self.arrangement.members):
             self.reset()  # an exception came out of a backward that nothing surrounded
-        if not self._is_arranged:  # the last attempt has failed, for want of memory say
-            self._rearrange_for(self.arrangement.autocast)
-        if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
-            self.rebuild()
-        self._assembly.overlap.put_back()
-        self._take_in_what_was_learned()
-        self._follow_plan()
+        self._arranger.before_step(look_for_new_parameters)
         if not self._graphs.waiting():  # else this is the backward of the step before
             self.stats.steps += 1
             self._backend.trace.begin_step()
@@ -493,22 +317,6 @@ class Pipeline:
         self._assembly.activate()
         with self._at_work:
             self._assembly.window.begin_step()
-
-    def _has_new_parameters(self) -> bool:
-        """Whether someone put other Parameters into the modules (`load_state_dict(assign=True)`), or took one out.
-
-        Pruning puts a parameter elsewhere in its module, and a mask, which belongs on the device, among its buffers.
-        """
-        return not self._graphs.waiting() and any(
-            type(found := place.parameters.get(place.key)) in (nn.Parameter, type(None))
-            and found is not place.weight.master
-            for member in self.arrangement.members
-            for place in member.places
-        )
-
-    def _has_replaced_weights(self) -> bool:
-        with self._at_work:
-            return not self._graphs.waiting() and any(weight.is_replaced for weight in self.arrangement.weights)
 
     # ------------------------------------------------------------------------------------------- calls of modules
 
@@ -532,7 +340,7 @@ class Pipeline:
         if (
             member.unit is not None
             and autocast != self.arrangement.autocast
-            and self._adapt_to_autocast(member, autocast)
+            and self._arranger.adapt_to_autocast(member, autocast)
         ):
             return member.module(*args, **kwargs)  # as a member of the new arrangement
         return self._assembly.calls.run(member, forward, args, kwargs, autocast)
@@ -542,32 +350,6 @@ class Pipeline:
         if not torch.is_autocast_enabled(self.device.type):
             return None
         return torch.get_autocast_dtype(self.device.type)
-
-    def _adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> bool:
-        """Autocast was switched on or off; True if everything was arranged anew for it."""
-        learned = self._learned
-        # without its cache, whether a weight is used once for a graph is to be seen first: nothing can be assumed
-        if autocast is not None and not learned.lowered and torch.is_autocast_cache_enabled():
-            learned.assume_lowered(known_to_be_lowered(self.module, self.arrangement.units))
-        if self.arrangement.untouched and not self._graphs.waiting():
-            self._assembly.guard.disarm()
-            self._rearrange_for(autocast)
-            self._assembly.activate()
-            return True
-        for weight in [place.weight for place in member.places if place.weight.lowered]:
-            self._assembly.outside.keep_as_is(weight)  # the unit is used with and without autocast in one step
-        return False
-
-    def _rearrange_for(self, autocast: torch.dtype | None) -> None:
-        self._is_arranged = False
-        self._assembly.take_down()
-        for weight in self.arrangement.weights:
-            if weight.is_replaced:  # who keeps our memory keeps the values in it
-                self._learned.leave_memory_of(weight)
-            else:  # or what `p.data = ...` has given it stays out of the memory that is sent
-                weight.readopt()
-        self.arrangement.give_up_memory()
-        self._arrange(autocast)
 
 
 def _check_share(options: PipelineOptions, backend: Backend) -> None:
@@ -580,8 +362,9 @@ def _check_share(options: PipelineOptions, backend: Backend) -> None:
 
 
 def _check_not_attached(module: nn.Module) -> None:
+    taken = {id(parameter) for pipeline in _attached for parameter in pipeline.module.parameters()}
     for name, parameter in module.named_parameters():
-        if id(parameter) in _attached_masters:
+        if id(parameter) in taken:
             raise ValueError(
                 f"Parameter {name!r} already belongs to a pipeline, which streams it. Call its `detach()` first."
             )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sp_lightning.pipeline.planned import WindowPlan
+from sp_lightning.pipeline.assembly import Assembly
+from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.window_plan import WindowPlan
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,33 @@ class Summary:
 
     def __str__(self) -> str:
         return as_table(self.rows())
+
+
+def summarize(assembly: Assembly, lasting: Lasting) -> Summary:
+    """What a pipeline with this arrangement at work has planned."""
+    arrangement = assembly.arrangement
+    every_weight = [weight for unit in arrangement.all_units for weight in unit.every_weight]
+    return Summary(
+        device=str(lasting.device),
+        units=len(arrangement.units),
+        k=arrangement.k,
+        k_prime=arrangement.k_prime,
+        model_bytes=sum(weight.master.nbytes for weight in every_weight),
+        device_bytes=arrangement.device_bytes(),
+        gradient_bytes=assembly.returns.device_bytes(),
+        resident=tuple(weight.name for weight in arrangement.resident.weights),
+        resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
+        host_bytes=sum(group.host.host_bytes() for group in arrangement.groups if group.units),
+        host_gradient_bytes=assembly.returns.host_bytes(),
+        optimizer_bytes=assembly.steps.optimizer_bytes(arrangement.on_device),
+        host_activation_bytes=lasting.pool.held,
+        parameters=sum(weight.master.numel() for weight in every_weight),
+        unit_names=tuple(unit.name for unit in arrangement.units),
+        unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in arrangement.units),
+        lowered=sum(weight.lowered for weight in every_weight),
+        pinned=all(group.host.source.pinned for group in arrangement.groups),
+        plan=arrangement.plan,
+    )
 
 
 def as_table(rows: Sequence[tuple[str, str]]) -> str:

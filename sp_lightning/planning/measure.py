@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from sp_lightning.pipeline import Kind, Pipeline, Recording, Span
+from sp_lightning.pipeline import Kind, Recording, Span, Survey
 from sp_lightning.pipeline.activations.choice import Policy, Way, peak
-from sp_lightning.pipeline.arrangement import Arrangement, gradient_bytes, sent_bytes
+from sp_lightning.pipeline.arrangement import Arrangement
+from sp_lightning.pipeline.device_layout import gradient_bytes, sent_bytes
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.workload import NOTHING_SAVED, Machine, Stepping, UnitWork, Workload
 
@@ -48,15 +49,15 @@ class Observed:
     in_backward: int
 
 
-def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) -> Workload:
+def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Workload:
     """What a step has to do."""
-    arrangement, auto = pipeline.arrangement, pipeline.activations
+    arrangement, auto = survey.arrangement, survey.activations
     steps = [_Step(arrangement, recording, begin, end) for begin, end in recording.steps]
     ways = {} if auto is None else auto.ways()
     chosen = observed.policies if len(observed.policies) == len(steps) else [{}] * len(steps)
 
     saved = {unit: _moved(recording, Kind.OFFLOAD, unit) // len(steps) for unit in arrangement.units}
-    policy = pipeline.options.activations
+    policy = survey.options.activations
     ways_of_unit = {unit: _ways_of(unit, ways) or (_explicit(policy, saved[unit]),) for unit in arrangement.units}
     by_choice = peak([of[0] for of in ways_of_unit.values()]) if auto is None else 0
 
@@ -73,7 +74,7 @@ def workload_of(pipeline: Pipeline, recording: Recording, observed: Observed) ->
             backward_seconds=max(0.0, backward(unit)),
             host_bytes=sum(weight.master.nbytes for weight in unit.weights),
             ways=ways_of_unit[unit],
-            bytes_on_device=pipeline.bytes_on_device(unit),
+            bytes_on_device=survey.bytes_on_device(unit),
         )
         for unit in arrangement.units
     )

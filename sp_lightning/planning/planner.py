@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
-from sp_lightning.pipeline import Pipeline, Recording
+from sp_lightning.pipeline import Planner, Recording, Survey, WindowPlan
 from sp_lightning.pipeline.activations.choice import Policy
 from sp_lightning.pipeline.arrangement import Arrangement
-from sp_lightning.pipeline.planned import Planner, WindowPlan
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import activation_bytes, ways_of
 from sp_lightning.planning.measure import Observed, machine_of, workload_of
@@ -55,12 +54,12 @@ class AutoPlanner(Planner):
         self._measuring: _Measurement | None = None
 
     @override
-    def before_step(self, pipeline: Pipeline, builds_graph: bool) -> WindowPlan | None:
-        options = pipeline.options
+    def before_step(self, survey: Survey, builds_graph: bool) -> WindowPlan | None:
+        options = survey.options
         if options.k != "auto" and options.k_prime != "auto":
             return None
-        if pipeline.arrangement is not self._arrangement:
-            self._look_at(pipeline)
+        if survey.arrangement is not self._arrangement:
+            self._look_at(survey)
         if not self._has_limit:
             return None
         if builds_graph and not self._trains:
@@ -69,8 +68,8 @@ class AutoPlanner(Planner):
         made = self._made.get((self._units, self._trains))
         if builds_graph != self._trains:  # a validation step in a training: its times would disturb
             self.abandon()
-        elif made is None or _size(pipeline) > _MUCH_LARGER * made.size:
-            made = self._measure(pipeline) or made
+        elif made is None or _size(survey) > _MUCH_LARGER * made.size:
+            made = self._measure(survey) or made
         return None if made is None else made.plan
 
     @override
@@ -79,23 +78,23 @@ class AutoPlanner(Planner):
         if measuring is not None:
             measuring.stop()
 
-    def _look_at(self, pipeline: Pipeline) -> None:
+    def _look_at(self, survey: Survey) -> None:
         """Units were arranged anew; a plan is for units and their bytes, and does not mind where they lie."""
-        self._arrangement = pipeline.arrangement
-        self._has_limit = pipeline.budget is not None
+        self._arrangement = survey.arrangement
+        self._has_limit = survey.budget is not None
         sizes = [(unit.name, sum(w.compute_bytes for w in unit.every_weight)) for unit in self._arrangement.all_units]
         units = tuple(entry for size in sizes for entry in size)
         if units != self._units:
             self._units = units
             self.abandon()
 
-    def _measure(self, pipeline: Pipeline) -> _Made | None:
+    def _measure(self, survey: Survey) -> _Made | None:
         if self._measuring is None:
-            self._measuring = _Measurement(pipeline, self._trains)
+            self._measuring = _Measurement(survey, self._trains)
         measuring = self._measuring
         if not measuring.goes_on():
             self._measuring = None
-            made = self._made[self._units, self._trains] = _Made(_plan(pipeline, measuring), _size(pipeline))
+            made = self._made[self._units, self._trains] = _Made(_plan(survey, measuring), _size(survey))
             return made
         return None
 
@@ -104,16 +103,16 @@ class _Measurement:
     """Some steps that are being recorded.
 
     Args:
-        pipeline: Whose.
+        survey: The pipeline that takes the steps.
         trains: Whether they have a backward.
     """
 
-    def __init__(self, pipeline: Pipeline, trains: bool) -> None:
-        self._pipeline = pipeline
+    def __init__(self, survey: Survey, trains: bool) -> None:
+        self._survey = survey
         self._trains = trains
-        self._waits = trains and any(weight.master.requires_grad for weight in pipeline.arrangement.weights)
+        self._waits = trains and any(weight.master.requires_grad for weight in survey.arrangement.weights)
         self._steps = -1  # the first call comes before the first step
-        self._before = replace(pipeline.stats)
+        self._before = replace(survey.stats)
         self._scope: ExitStack | None = None
         self._policies: list[dict[str, Policy]] = []
         self._peak = self._outside = 0
@@ -127,12 +126,12 @@ class _Measurement:
             if self._steps >= _WARM_UP and self._saw_optimizer():
                 self._start()
             return True
-        auto = self._pipeline.activations
+        auto = self._survey.activations
         self._policies.append({} if auto is None else dict(auto.in_use))
         if auto is not None:  # memory that two units save is counted for both, so this depends on what was done
             auto.look()
             self._outside = max(self._outside, auto.outside)
-        self._peak = max(self._peak, self._pipeline.activation_peak)
+        self._peak = max(self._peak, self._survey.activation_peak)
         if self._steps >= _RECORDED and self._saw_optimizer():
             self.stop()
             return False
@@ -140,16 +139,16 @@ class _Measurement:
 
     def _saw_optimizer(self) -> bool:
         """Whether an optimizer has stepped meanwhile, if there is one to wait for."""
-        steps = self._pipeline.stats.optimizer_steps - self._before.optimizer_steps
+        steps = self._survey.stats.optimizer_steps - self._before.optimizer_steps
         return not self._waits or steps > 0 or self._steps >= _PATIENCE
 
     def _start(self) -> None:
         self._waits &= self._steps < _PATIENCE
         self._steps = 0
-        self._before = replace(self._pipeline.stats)
-        self._in_use = self._pipeline.memory_in_use()
+        self._before = replace(self._survey.stats)
+        self._in_use = self._survey.memory_in_use()
         self._scope = ExitStack()
-        self.recording = self._scope.enter_context(self._pipeline.record())
+        self.recording = self._scope.enter_context(self._survey.record())
 
     def stop(self) -> None:
         """End the recording."""
@@ -159,8 +158,8 @@ class _Measurement:
 
     def observed(self) -> Observed:
         """What was seen besides."""
-        now, before = self._pipeline.stats, self._before
-        most = self._pipeline.most_memory_in_use()
+        now, before = self._survey.stats, self._before
+        most = self._survey.most_memory_in_use()
         known = None if most is None or self._in_use is None else max(0, most - self._in_use - self._peak)
         return Observed(
             trains=self._trains,
@@ -174,16 +173,16 @@ class _Measurement:
         )
 
 
-def _size(pipeline: Pipeline) -> int:
+def _size(survey: Survey) -> int:
     """Bytes of inputs, or of activations, where these are not measured."""
-    return pipeline.activation_peak if pipeline.activations is None else pipeline.activations.input_bytes
+    return survey.activation_peak if survey.activations is None else survey.activations.input_bytes
 
 
-def _plan(pipeline: Pipeline, measured: _Measurement) -> WindowPlan | None:
+def _plan(survey: Survey, measured: _Measurement) -> WindowPlan | None:
     """Choose by what was measured; None if only the smallest window fits."""
-    options, arrangement, budget = pipeline.options, pipeline.arrangement, pipeline.budget
+    options, arrangement, budget = survey.options, survey.arrangement, survey.budget
     assert budget is not None
-    workload = workload_of(pipeline, measured.recording, measured.observed())
+    workload = workload_of(survey, measured.recording, measured.observed())
     machine = machine_of(arrangement, measured.recording)
     try:
         plan = choose(workload, machine, budget, k=options.k, k_prime=options.k_prime, fill=options.k == "auto")
@@ -203,5 +202,5 @@ def _plan(pipeline: Pipeline, measured: _Measurement) -> WindowPlan | None:
         bottleneck=prediction.bottleneck,
         device_bytes=prediction.device_bytes,
         activation_bytes=activation_bytes(workload, ways),
-        policies={} if pipeline.activations is None else policies,
+        policies={} if survey.activations is None else policies,
     )

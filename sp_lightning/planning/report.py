@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from sp_lightning.pipeline.activations.choice import choose as choose_ways
-from sp_lightning.pipeline.pipeline import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.survey import SHARE_OF_FREE_MEMORY
 from sp_lightning.planning.choose import Plan, choose
 from sp_lightning.planning.cost import Choice, Prediction, predict
 from sp_lightning.planning.dry_run import CannotFollow

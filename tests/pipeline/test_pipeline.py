@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -259,7 +260,7 @@ def test_nothing_is_rearranged_under_a_graph_that_waits() -> None:
     model = layers()
     with attached(model) as pipeline:
         output = model(torch.ones(2, 8))
-        pipeline._learned.outdated = True
+        pipeline._lasting.learned.outdated = True
         before = pipeline.arrangement
         with torch.no_grad():
             model(torch.ones(2, 8))
@@ -335,9 +336,47 @@ def test_a_graph_that_is_kept_after_its_backward_is_not_waited_for() -> None:
             losses[-1].backward(retain_graph=True)
             assert not pipeline._graphs.waiting()
         before = pipeline.stats.arrangements
-        pipeline._learned.outdated = True
+        pipeline._lasting.learned.outdated = True
         with pipeline.step():
             assert pipeline.stats.arrangements == before + 1
+
+
+def test_it_is_said_when_a_graph_is_kept_and_never_used() -> None:
+    """It would keep everything as it is, for good and without a word."""
+    model = layers(2)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model(torch.ones(2, 8)).sum().backward()
+
+    with attached(model, debug=False) as pipeline:
+        kept = model(torch.ones(2, 8))
+        with pytest.warns(UserWarning, match=r"kept for 100 steps with its graph.* Keep `loss.detach\(\)`"):
+            train(110)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(10)
+        assert pipeline.stats.steps == 1
+        del kept
+        train(1)
+        assert pipeline.stats.steps == 2
+
+
+def test_what_was_learned_of_weights_goes_with_them() -> None:
+    """Another Parameter may get the identity of one that is gone; it would have been sent in bf16."""
+    model = layers(2)
+    with attached(model, debug=False) as pipeline:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            for _ in range(2):
+                model(torch.ones(2, 8)).sum().backward()
+        learned = pipeline._lasting.learned
+        assert learned.lowered == set(map(id, model.parameters()))
+        watched = set(learned.observed)
+        model[0].weight = nn.Parameter(torch.ones(8, 8))
+        pipeline.rebuild()
+        assert learned.lowered == {id(p) for p in model.parameters() if p is not model[0].weight}
+        assert len(watched - set(learned.observed)) == 1
+        assert len(learned.observed) == len(watched)
 
 
 def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.arrangement import sent_bytes
+from sp_lightning.pipeline.device_layout import sent_bytes
 from sp_lightning.planning import AutoPlanner
 
 from ..helpers import is_block
@@ -155,7 +155,7 @@ def test_by_default_the_budget_is_nine_tenths_of_what_is_free(monkeypatch: pytes
     monkeypatch.setattr(HostBackend, "free_memory", lambda self: 10_000)
     model = chain(6)
     with planned(model) as pipeline:
-        assert pipeline.budget == pipeline.arrangement.streaming_bytes() + 9_000
+        assert pipeline.survey.budget == pipeline.arrangement.streaming_bytes() + 9_000
 
 
 def test_what_does_not_fit_is_said_and_left_as_small_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,15 +1,11 @@
-"""What a planner chooses for the window, and what the engine knows of a planner (the `planning` package has one)."""
+"""What a planner chooses for the window."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 from sp_lightning.pipeline.activations.choice import Policy
-
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -39,18 +35,3 @@ class WindowPlan:
     device_bytes: int = 0
     activation_bytes: int = 0
     policies: Mapping[str, Policy] = field(default_factory=dict)
-
-
-class Planner(Protocol):
-    """Is asked between steps, when no graph waits for its backward."""
-
-    def before_step(self, pipeline: Pipeline, builds_graph: bool) -> WindowPlan | None:
-        """What the next step is to run with; None for the smallest window.
-
-        Args:
-            pipeline: Whose step.
-            builds_graph: Whether it may have a backward.
-        """
-
-    def abandon(self) -> None:
-        """A step was not finished, or the pipeline ends: whatever was being measured is worth nothing."""

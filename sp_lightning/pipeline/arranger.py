@@ -1,0 +1,213 @@
+"""One arrangement after another: when a module's units are arranged anew, and the change from one to the next.
+
+Always between steps, and while no graph needs the old one: the module has other parameters, steps have shown
+something (learned.py), a planner wants another window, autocast goes on or off, memory has run out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.arrangement import Arrangement
+from sp_lightning.pipeline.assembly import Assembly
+from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.modules.hooks import Gatekeeper
+from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
+from sp_lightning.pipeline.survey import Planner, Survey
+from sp_lightning.pipeline.weights.units import Member
+
+
+class Arranger:
+    """Makes arrangements of a module, and has one of them at work.
+
+    Args:
+        lasting: What goes over from one arrangement to the next.
+        planner: Chooses what the options leave to it; without one the window stays as small as it is.
+        progress: Told how many bytes of weights have been laid out on the host, and of how many.
+        keeper: Is told of the calls of members.
+        in_step: Whether the scope of a step is open.
+
+    Attributes:
+        assembly: The arrangement at work.
+        survey: What a planner may know.
+
+    Raises:
+        ValueError: If an option does not fit the module or the memory.
+    """
+
+    assembly: Assembly
+
+    def __init__(
+        self,
+        lasting: Lasting,
+        planner: Planner | None,
+        progress: Callable[[int, int], None] | None,
+        *,
+        keeper: Gatekeeper,
+        in_step: Callable[[], bool],
+    ) -> None:
+        self._lasting = lasting
+        self._options = lasting.options
+        self._learned = lasting.learned
+        self._graphs = lasting.graphs
+        self._activations = lasting.activations
+        self._planner = planner
+        self._progress = progress
+        self._keeper = keeper
+        self._in_step = in_step
+        self.survey = Survey(lasting, lambda: self.arrangement)
+        self._is_arranged = False
+        self._arrange()
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Units, and where their weights lie at the moment."""
+        return self.assembly.arrangement
+
+    def before_step(self, look_for_new_parameters: bool) -> None:
+        """Arrange anew if there is a reason for it.
+
+        Args:
+            look_for_new_parameters: Whether somebody may have put other Parameters into the modules.
+        """
+        if not self._is_arranged:  # the last attempt has failed, for want of memory say
+            self.rearrange()
+        if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
+            self.rearrange()
+        self.assembly.overlap.put_back()
+        if self._graphs.waiting():
+            return
+        if self._learned.conclude(self.arrangement.units):
+            self.rearrange()
+        self._follow_plan()
+
+    def rearrange(self) -> None:
+        """Make another arrangement, for the same autocast."""
+        self._rearrange_for(self.arrangement.autocast)
+
+    def adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> bool:
+        """Autocast was switched on or off before a member's call; True if everything was arranged anew for it."""
+        learned = self._learned
+        # without its cache, whether a weight is used once for a graph is to be seen first: nothing can be assumed
+        if autocast is not None and not learned.lowered and torch.is_autocast_cache_enabled():
+            learned.assume_lowered(known_to_be_lowered(self._lasting.module, self.arrangement.units))
+        if self.arrangement.untouched and not self._graphs.waiting():
+            self.assembly.guard.disarm()
+            self._rearrange_for(autocast)
+            self.assembly.activate()
+            return True
+        for weight in [place.weight for place in member.places if place.weight.lowered]:
+            self.assembly.outside.keep_as_is(weight)  # the unit is used with and without autocast in one step
+        return False
+
+    def shrink(self) -> str | None:
+        """Take less device memory from the next step on, of what `"auto"` leaves open.
+
+        Returns:
+            What was given up, in words; None if nothing is left to give up.
+        """
+        self.stop_planning()
+        self._planner = None  # or the window would grow again
+        if self._learned.plan is not None:
+            self._learned.plan, self._learned.outdated = None, True
+            return f"the window that was planned, with `k={self.arrangement.k}`, gives way to the usual one"
+        if self._options.activations == "auto" and self._activations.recompute_from_now_on():
+            return "units compute their activations a second time in backward from now on"
+        if (
+            self._options.k == "auto"
+            and self.arrangement.k > self.arrangement.k_prime
+            and not self._learned.short_of_memory
+        ):
+            self._learned.short_of_memory = self._learned.outdated = True
+            return f"`k` is {self.arrangement.k_prime} from now on, and was {self.arrangement.k}"
+        return None
+
+    def stop_planning(self) -> None:
+        """What is being measured is worth nothing: a step was not finished, or it was the last."""
+        if self._planner is not None:
+            self._planner.abandon()
+
+    # ------------------------------------------------------------------------------------------------- reasons for it
+
+    def _has_new_parameters(self) -> bool:
+        """Whether someone put other Parameters into the modules (`load_state_dict(assign=True)`), or took one out.
+
+        Pruning puts a parameter elsewhere in its module, and a mask, which belongs on the device, among its buffers.
+        """
+        return not self._graphs.waiting() and any(
+            type(found := place.parameters.get(place.key)) in (nn.Parameter, type(None))
+            and found is not place.weight.master
+            for member in self.arrangement.members
+            for place in member.places
+        )
+
+    def _has_replaced_weights(self) -> bool:
+        with self._lasting.at_work:
+            return not self._graphs.waiting() and any(weight.is_replaced for weight in self.arrangement.weights)
+
+    def _follow_plan(self) -> None:
+        """Have the window that the planner wants."""
+        if self._planner is None:
+            return
+        plan = self._planner.before_step(self.survey, torch.is_grad_enabled())
+        if plan == self._learned.plan:
+            return
+        policies = self._activations.auto
+        self._learned.plan = plan
+        self.rearrange()
+        self._activations.auto = policies  # units are the same, and so is what was measured of them
+        if policies is not None and plan is not None and plan.policies:
+            units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self.arrangement.units]
+            policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
+        elif policies is not None:
+            policies.prescribe(None)
+
+    # ----------------------------------------------------------------------------------------- from one to the next
+
+    def _rearrange_for(self, autocast: torch.dtype | None) -> None:
+        self._is_arranged = False
+        self.assembly.take_down()
+        for weight in self.arrangement.weights:
+            if weight.is_replaced:  # who keeps our memory keeps the values in it
+                self._learned.leave_memory_of(weight)
+            else:  # or what `p.data = ...` has given it stays out of the memory that is sent
+                weight.readopt()
+        self.arrangement.give_up_memory()
+        module = self._lasting.module
+        self._learned.forget_all_but({*map(id, module.modules()), *map(id, module.parameters())})
+        self._arrange(autocast)
+
+    def _arrange(self, autocast: torch.dtype | None = None) -> None:
+        lasting = self._lasting
+        arrangement = Arrangement(
+            lasting.module, self._options, self._learned, lasting.backend, autocast, self._progress, lasting.replicas
+        )
+        assembly = Assembly(arrangement, lasting, self._in_step)
+        assembly.put_up(self._keeper)
+        self.assembly = assembly
+        self._is_arranged = True
+        self._activations.auto = self._auto_policy()  # units have changed: measured anew
+        lasting.stats.arrangements += 1
+        if not arrangement.units and self._options.activations in ("recompute", "offload"):
+            warnings.warn(
+                f"`activations={self._options.activations!r}` has no effect any more: every weight is used outside of "
+                "its module's forward (a penalty over all of them, say), so all stay on the device, no unit is left.",
+                stacklevel=2,
+            )
+
+    def _auto_policy(self) -> AutoPolicy | None:
+        """What chooses for each unit, where there is a limit to what activations may take."""
+        if not self._activations.chooses or self.survey.budget is None:
+            return None
+        never_again = self._activations.never_again
+        lasting = self._lasting
+        return AutoPolicy(lasting.backend, lasting.meter, self._room_for_activations, never_again)
+
+    def _room_for_activations(self) -> int:
+        """Bytes of device memory for activations, where there is a limit."""
+        return max(0, (self.survey.budget or 0) - self.arrangement.streaming_bytes())

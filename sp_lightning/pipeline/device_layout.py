@@ -1,0 +1,143 @@
+"""How units share the device: which travel together, which have a place of their own, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sp_lightning.pipeline.gradients.landing import PIECES, lay_out_gradients
+from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
+from sp_lightning.pipeline.weights.host import lay_out
+from sp_lightning.pipeline.weights.units import Division, Unit
+from sp_lightning.pipeline.window_plan import WindowPlan
+
+_DEFAULT_SLOTS = 2  # one computes, one arrives
+_LARGEST_UNIT = 4 << 30  # see `largest_unit_bytes`
+_SHARE_OF_DEVICE = 6
+
+
+class DeviceLayout:
+    """One way for units to share the device.
+
+    Args:
+        division: The units.
+        k: Units on the device at once, those with a place of their own not counted.
+        k_prime: Units that travel together.
+        plan: What a planner has chosen, if this is it.
+        averaged: Whether gradients are averaged with other processes on their way to the host.
+
+    Attributes:
+        k: See above.
+        k_prime: See above.
+        plan: See above.
+        parts: Units that travel together, or that have a place of their own.
+        slots: How many parts are on the device at once.
+        kept: Units that have a place of their own.
+        on_device: Those of them that live there, with their gradients and optimizer state.
+    """
+
+    def __init__(
+        self, division: Division, k: int, k_prime: int, plan: WindowPlan | None = None, *, averaged: bool = False
+    ) -> None:
+        self.k = k
+        self.k_prime = k_prime
+        self.plan = plan
+        self.slots = max(1, k // k_prime)
+        units = division.units
+        self.on_device = [] if plan is None else [unit for unit in units if unit.name in plan.on_device]
+        kept = [] if plan is None else [unit for unit in units if unit.name in plan.resident]
+        self.kept = {*kept, *self.on_device}
+        numbers = travel_together(len(units), k_prime, [units.index(unit) for unit in self.kept])
+        self.parts = [[units[number] for number in part] for part in numbers]
+        self._resident = division.resident
+        self._streamed = [unit for unit in division.all_units() if unit not in self.on_device]
+        self._pieces = PIECES + averaged  # one more, while the next ones are put together
+
+    @property
+    def on_device_bytes(self) -> int:
+        """What units take that live on the device."""
+        return 0 if self.plan is None else self.plan.on_device_bytes
+
+    def slot_bytes(self) -> int:
+        """Device memory for weights, without the resident ones."""
+        sizes = [sent_bytes(part) for part in self.parts if part[0] not in self.kept]
+        kept = sum(sent_bytes([unit]) for unit in self.kept if unit not in self.on_device)
+        return place_in_arena(sizes, self.slots)[1] + kept + self.on_device_bytes
+
+    def bytes_of_gradients_on_their_way(self) -> int:
+        """Device memory for gradients on their way to the host."""
+        return self._pieces * max((gradient_bytes([unit]) for unit in self._streamed), default=0)
+
+    def needed_bytes(self) -> int:
+        """Device memory for weights, and for gradients on their way."""
+        return self.slot_bytes() + sent_bytes([self._resident]) + self.bytes_of_gradients_on_their_way()
+
+
+def choose_device_layout(
+    division: Division,
+    options: PipelineOptions,
+    plan: WindowPlan | None,
+    *,
+    budget: int | None,
+    short_of_memory: bool,
+    averaged: bool,
+) -> DeviceLayout:
+    """The layout that a planner wants, if it fits; else the usual small one; else the smallest.
+
+    Args:
+        division: The units.
+        options: The user's choices.
+        plan: What a planner has chosen.
+        budget: Device memory for all of it; None if no limit is known.
+        short_of_memory: Whether it has to be as small as it can be.
+        averaged: Whether gradients are averaged with other processes on their way to the host.
+
+    Raises:
+        ValueError: If none fits.
+    """
+
+    def fits(layout: DeviceLayout) -> bool:
+        return budget is None or layout.needed_bytes() <= budget
+
+    if plan is not None and not short_of_memory:
+        layout = DeviceLayout(division, plan.k, plan.k_prime, plan, averaged=averaged)
+        if fits(layout):  # else weights are sent in another dtype than when the plan was made
+            return layout
+    together = options.k_prime if isinstance(options.k_prime, int) else 1
+    slots = 1 if short_of_memory else _DEFAULT_SLOTS
+    k = options.k if isinstance(options.k, int) else slots * together
+    layout = DeviceLayout(division, k, together, averaged=averaged)
+    if not fits(layout) and options.k == "auto":
+        layout = DeviceLayout(division, together, together, averaged=averaged)
+    if not fits(layout):
+        resident = sent_bytes([division.resident])
+        gradients = layout.bytes_of_gradients_on_their_way()
+        least = max((sent_bytes([unit]) for unit in division.units), default=0) + resident + gradients
+        raise ValueError(
+            f"`memory_budget={options.memory_budget!r}` is too small with `k={layout.k}`: slots take "
+            f"{readable_bytes(layout.slot_bytes())}, resident weights {readable_bytes(resident)}, gradients on their "
+            f"way {readable_bytes(gradients)}. The least budget that works, with k=1, is {least} bytes "
+            f"({readable_bytes(least)})."
+        )
+    return layout
+
+
+def largest_unit_bytes(device_bytes: int | None) -> int:
+    """Blocks above this many bytes are divided where their structure allows it.
+
+    Args:
+        device_bytes: What there is for a step on the device, if that is known.
+    """
+    return _LARGEST_UNIT if device_bytes is None else min(_LARGEST_UNIT, device_bytes // _SHARE_OF_DEVICE)
+
+
+def sent_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of the weights of units, as they are sent to the device and lie there."""
+    return lay_out([weight.compute_bytes for unit in units for weight in unit.weights])[1]
+
+
+def gradient_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of the gradients of units, as they are sent to the host, with their norms."""
+    weights = [weight for unit in units for weight in unit.weights if weight.master.requires_grad]
+    return lay_out_gradients(weights, [weight.gradient_dtype for weight in weights])[1]

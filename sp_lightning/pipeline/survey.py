@@ -1,0 +1,102 @@
+"""What a planner may know of a pipeline, and what the engine knows of a planner (the `planning` package has one)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.arrangement import Arrangement
+from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.optimizer import on_device
+from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.transfer.trace import Recording
+from sp_lightning.pipeline.weights.units import Unit
+from sp_lightning.pipeline.window_plan import WindowPlan
+
+SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
+
+
+class Survey:
+    """A pipeline, as far as it matters for choosing a window.
+
+    Args:
+        lasting: The parts of the pipeline.
+        arrangement: Gives the arrangement that is at work.
+
+    Attributes:
+        options: The user's choices.
+        stats: Counters.
+    """
+
+    def __init__(self, lasting: Lasting, arrangement: Callable[[], Arrangement]) -> None:
+        self.options: PipelineOptions = lasting.options
+        self.stats: Stats = lasting.stats
+        self._lasting = lasting
+        self._arrangement = arrangement
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Units, and where their weights lie at the moment."""
+        return self._arrangement()
+
+    @property
+    def activations(self) -> AutoPolicy | None:
+        """What chooses for the activations of each unit; None where nothing does."""
+        return self._lasting.activations.auto
+
+    @property
+    def budget(self) -> int | None:
+        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
+        if self.arrangement.budget is not None:
+            return self.arrangement.budget
+        free = self._lasting.backend.free_memory()
+        if free is None:
+            return None
+        return self.arrangement.streaming_bytes() + int(SHARE_OF_FREE_MEMORY * free)
+
+    @property
+    def activation_peak(self) -> int:
+        """The most bytes of activations that were on the device in the step before."""
+        return self._lasting.meter.step_peak
+
+    def bytes_on_device(self, unit: Unit) -> int:
+        """What a unit would take if it lived on the device; 0 if it may not, or if nothing of it is stepped.
+
+        It may where the user wants that, if all optimizers step weight by weight: others look at weights together.
+        """
+        optimizers = self._lasting.optimizers
+        trainable = [weight.master for weight in unit.every_weight if weight.master.requires_grad]
+        if not (self.options.resident_optimizer and optimizers.step_by_unit and trainable):
+            return 0
+        weights = sum(w.master.nbytes + w.lowered * w.compute_bytes for w in unit.every_weight)
+        return weights + sum(p.nbytes + on_device.state_bytes(optimizers.seen, p) for p in trainable)
+
+    def memory_in_use(self) -> int | None:
+        """Bytes of device memory that are allocated, where the device tells; the most is counted from now on."""
+        return self._lasting.backend.memory_in_use()
+
+    def most_memory_in_use(self) -> int | None:
+        """The most bytes of device memory that were allocated since `memory_in_use` was asked."""
+        return self._lasting.backend.most_memory_in_use()
+
+    def record(self) -> AbstractContextManager[Recording]:
+        """Write down what the lanes are busy with in this scope."""
+        return self._lasting.backend.trace.record()
+
+
+class Planner(Protocol):
+    """Is asked between steps, when no graph waits for its backward."""
+
+    def before_step(self, survey: Survey, builds_graph: bool) -> WindowPlan | None:
+        """What the next step is to run with; None for the smallest window.
+
+        Args:
+            survey: The pipeline.
+            builds_graph: Whether the step may have a backward.
+        """
+
+    def abandon(self) -> None:
+        """A step was not finished, or the pipeline ends: whatever was being measured is worth nothing."""

@@ -1,0 +1,74 @@
+"""Calls under autocast: what a forward does with its weights decides in which dtype they are sent from then on.
+
+The rules are in lowering.py; here they meet the calls of an arrangement.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sp_lightning.pipeline._private import in_backward
+from sp_lightning.pipeline.arrangement import Arrangement
+from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.modules.compiled import run_uncompiled
+from sp_lightning.pipeline.modules.lowering import LoweringSpy
+from sp_lightning.pipeline.outside import OutsideUse
+from sp_lightning.pipeline.weights.units import Member
+
+
+class UnderAutocast:
+    """Watches the calls of an arrangement's members, as long as it is open how autocast treats their weights.
+
+    Args:
+        arrangement: The arrangement.
+        lasting: What outlives it.
+        outside: Gives weights that are not to be sent lowered memory of their own.
+    """
+
+    def __init__(self, arrangement: Arrangement, lasting: Lasting, outside: OutsideUse) -> None:
+        self._arrangement = arrangement
+        self._device_type = lasting.device.type
+        self._learned = lasting.learned
+        self._graphs = lasting.graphs
+        self._outside = outside
+
+    def is_to_be_watched(self, member: Member) -> bool:
+        """Whether a call would show something: it is the first one with a graph, or the first one without."""
+        return torch.is_grad_enabled() not in member.observed
+
+    def run_watched(
+        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a member's forward and note what it does with weights."""
+
+        def keep_as_is(layer: nn.Module) -> None:
+            for place in member.places:
+                if place.parameters is layer._parameters and place.weight.lowered:
+                    self._outside.keep_as_is(place.weight)
+                    place.parameters[place.key] = self._outside.serve(place.weight)
+
+        spy = LoweringSpy(self._arrangement.twins, self._learned.assumed, self._device_type, keep_as_is)
+        with spy:  # which does not see into compiled code
+            output = run_uncompiled(forward, *args, **kwargs)
+        member.observed.add(spy.builds_graph)
+        if spy.builds_graph:
+            self._graphs.current.uncompiled.add(member)
+        self._learned.take_in(spy.lowered, spy.used_as_is, [place.weight for place in member.places])
+        return output
+
+    def keep_apart_uses(self, member: Member) -> None:
+        """Autocast without its cache casts for each use: a weight that is used twice for one graph is sent as it is."""
+        if self._arrangement.autocast is None or torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
+            return
+        if in_backward():  # a checkpoint's recomputation is the same use once more
+            return
+        outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
+        for weight in outermost:
+            if weight.used_for is not None and weight.used_for() is self._graphs.current:
+                self._outside.keep_as_is(weight)
+            weight.used_for = weakref.ref(self._graphs.current)
