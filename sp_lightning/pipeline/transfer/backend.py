@@ -9,6 +9,9 @@ given before it (the gradients are among it). Both orders are kept on the device
 the host wait, and `wait` only until a copy that follows work on the host has been given to the device. `synchronize`
 waits for the device; whoever calls it counts it.
 
+Computing is one queue: what has waited for a copy once need not do so again. On several streams of a device at a time
+a model cannot compute, as a slot is free to be written to when the stream that asks for it is past its last reader.
+
 Work on host memory (adding gradients up, stepping the optimizer) is done by one thread, what is needed soonest first,
 each piece after the copies that it needs. A copy to the device can be told to start after such work: so the thread
 that computes waits for neither.

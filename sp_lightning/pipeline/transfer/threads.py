@@ -211,16 +211,23 @@ class Worker:
                 self._changed.wait()
             if not self._waiting:
                 return None
-            first = min(self._waiting, key=lambda waiting: waiting.number)
-            nothing_can_be_done = not any(waiting.can_be_done for waiting in self._waiting)
-        if nothing_can_be_done:
-            for ticket in first.entry[1]:
-                with contextlib.suppress(BaseException):  # the job fails with it, and tells who waits for that
-                    ticket.join()
+            chosen = self._most_urgent()
+            if chosen is not None:
+                return self._take(chosen)
+            given_first = min(self._waiting, key=lambda waiting: waiting.number)
+        for ticket in given_first.entry[1]:
+            with contextlib.suppress(BaseException):  # the job fails with it, and tells who waits for that
+                ticket.join()
         with self._changed:
-            chosen = next((waiting for waiting in self._waiting if waiting.can_be_done), first)
-            self._waiting.remove(chosen)
-            return chosen.entry
+            return self._take(self._most_urgent() or given_first)
+
+    def _most_urgent(self) -> _RankedEntry | None:
+        """Of those that can be done; None if there is none."""
+        return next((waiting for waiting in self._waiting if waiting.can_be_done), None)
+
+    def _take(self, chosen: _RankedEntry) -> _Entry:
+        self._waiting.remove(chosen)
+        return chosen.entry
 
     def _run(self) -> None:
         self._on_start()

@@ -69,8 +69,20 @@ def test_what_is_absent_is_a_miss_and_is_waited_for() -> None:
     assert (scene.stats.misses, scene.stats.loads, scene.stats.bytes_to_device) == (1, 1, 4)
 
 
+def test_computing_waits_once_for_a_copy() -> None:
+    """And again for the next one."""
+    scene = Scene(2, 2)
+    for _ in range(3):
+        scene.window.bring(scene.groups[0])
+    assert scene.backend.said("wait") == ["wait"]
+    scene.change(0)
+    scene.window.suspect_all()
+    scene.window.bring(scene.groups[0])
+    assert scene.backend.said("wait") == ["wait", "wait"]
+
+
 def test_what_is_there_is_waited_for_and_not_loaded_again() -> None:
-    """Each use waits: the first user of a prefetched group must not read before the copy."""
+    """The first user of a prefetched group must not read before the copy."""
     scene = Scene(4, 2)
     scene.window.bring(scene.groups[0])
     scene.window.prefetch()
