@@ -11,7 +11,7 @@ from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.emulated import HostBackend
 from sp_lightning.pipeline.transfer.trace import Kind, Lane, Recording, Span
-from sp_lightning.pipeline.window_plan import WindowPlan
+from sp_lightning.pipeline.layout.window_plan import WindowPlan
 
 __all__ = [
     "AcceleratorBackend",

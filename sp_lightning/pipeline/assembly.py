@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from sp_lightning.pipeline._private import in_backward, storage_key
-from sp_lightning.pipeline.arrangement import Arrangement, move_buffers, move_unmanaged
+from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers, move_unmanaged
 from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.gradients.averaging import Averaging
 from sp_lightning.pipeline.gradients.backward import BackwardPass

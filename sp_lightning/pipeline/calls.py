@@ -15,7 +15,7 @@ import torch
 
 from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.activations.offload import STAYING, Bundle
-from sp_lightning.pipeline.arrangement import Arrangement
+from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting

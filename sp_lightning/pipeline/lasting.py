@@ -15,7 +15,7 @@ from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.gradients.replicas import Replicas
-from sp_lightning.pipeline.learned import Learned
+from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.modules.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.host_steps import KnownOptimizers
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward
-from sp_lightning.pipeline.arrangement import Arrangement
+from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, without_torch_function
-from sp_lightning.pipeline.arrangement import Arrangement, move_buffers
+from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers
 from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck

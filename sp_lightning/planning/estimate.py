@@ -17,7 +17,7 @@ from torch import nn
 
 from sp_lightning.pipeline.activations.auto import Link
 from sp_lightning.pipeline.activations.choice import Way
-from sp_lightning.pipeline.device_layout import gradient_bytes, largest_unit_bytes, sent_bytes
+from sp_lightning.pipeline.layout.device_layout import gradient_bytes, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.gradients.gradient_return import slots_in_ring
 from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
 from sp_lightning.pipeline.options import ActivationPolicy

@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 
 from sp_lightning.pipeline import Kind, Recording, Span, Survey
 from sp_lightning.pipeline.activations.choice import Policy, Way, peak
-from sp_lightning.pipeline.arrangement import Arrangement
-from sp_lightning.pipeline.device_layout import gradient_bytes, sent_bytes
+from sp_lightning.pipeline.layout.arrangement import Arrangement
+from sp_lightning.pipeline.layout.device_layout import gradient_bytes, sent_bytes
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.workload import NOTHING_SAVED, Machine, Stepping, UnitWork, Workload
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Planner, Recording, Survey, WindowPlan
 from sp_lightning.pipeline.activations.choice import Policy
-from sp_lightning.pipeline.arrangement import Arrangement
+from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import activation_bytes, ways_of
 from sp_lightning.planning.measure import Observed, machine_of, workload_of

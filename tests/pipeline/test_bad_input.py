@@ -179,7 +179,7 @@ def test_a_fraction_of_what_nobody_knows() -> None:
 
 def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much is needed and how much there is; frozen weights need less."""
-    monkeypatch.setattr("sp_lightning.pipeline.host_share.available_host_memory", lambda: 20_000)
+    monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.available_host_memory", lambda: 20_000)
     module = model()
     with unchanged(module), pytest.raises(ValueError, match=r"Host memory is too small: .* needed.*19.5 KiB are free"):
         Pipeline(module, "cpu")
@@ -189,7 +189,7 @@ def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("known", [None, 1 << 40])
 def test_enough_or_unknown_host_memory(known: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.pipeline.host_share.available_host_memory", lambda: known)
+    monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.available_host_memory", lambda: known)
     Pipeline(model(), "cpu").detach()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.device_layout import sent_bytes
+from sp_lightning.pipeline.layout.device_layout import sent_bytes
 from sp_lightning.planning import AutoPlanner
 
 from ..helpers import is_block

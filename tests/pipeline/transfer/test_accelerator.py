@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.device_layout import gradient_bytes
+from sp_lightning.pipeline.layout.device_layout import gradient_bytes
 from sp_lightning.pipeline.transfer import accelerator
 
 from ..fake_device import DeviceTensor, FakeDeviceModule
@@ -426,7 +426,7 @@ def test_page_locks_take_no_more_than_their_share(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     """Above the share the ring is used, and it says so; a user who insists gets what they ask for."""
-    monkeypatch.setattr("sp_lightning.pipeline.host_share.total_host_memory", lambda: 5000)
+    monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.total_host_memory", lambda: 5000)
     pipe, _ = attach(chain(), pin_memory=pin_memory)
     assert pipe.summary().pinned is pinned
     assert [str(warning.message)[:8] for warning in recwarn if "page-locked ring" in str(warning.message)] == (
@@ -445,7 +445,7 @@ def test_what_may_be_page_locked_besides(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, pin_memory: Any, total: int | None, left: int | None
 ) -> None:
     """For activations there is what weights and gradients leave of the share; above it these are not page-locked."""
-    monkeypatch.setattr("sp_lightning.pipeline.host_share.total_host_memory", lambda: total)
+    monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.total_host_memory", lambda: total)
     pipe, _ = attach(chain(), pin_memory=pin_memory)
     plan = pipe.arrangement
     pinnable = plan.host_share.pinnable_bytes()

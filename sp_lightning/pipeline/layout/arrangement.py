@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import storage_key
-from sp_lightning.pipeline.device_layout import choose_device_layout, largest_unit_bytes, sent_bytes
+from sp_lightning.pipeline.layout.device_layout import choose_device_layout, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.gradients.replicas import Replicas
-from sp_lightning.pipeline.host_share import HostShare
-from sp_lightning.pipeline.learned import Learned
+from sp_lightning.pipeline.layout.host_share import HostShare
+from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.transfer.backend import Backend

@@ -10,7 +10,7 @@ from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
 from sp_lightning.pipeline.weights.host import lay_out
 from sp_lightning.pipeline.weights.units import Division, Unit
-from sp_lightning.pipeline.window_plan import WindowPlan
+from sp_lightning.pipeline.layout.window_plan import WindowPlan
 
 _DEFAULT_SLOTS = 2  # one computes, one arrives
 _LARGEST_UNIT = 4 << 30  # see `largest_unit_bytes`
