@@ -26,7 +26,18 @@ OPTIONAL = {"PIL", "rich"}  # used where they are installed
 ROOMS = ["pipeline", "planning", "timeline", "monitor", "glue"]
 
 # The same within the engine: what all may use, the engine's rooms, and what brings them together.
-ENGINE = ["basics", "transfer", "weights", "modules", "activations", "gradients", "optimizer", "layout", "whole"]
+ENGINE = [
+    "basics",
+    "transfer",
+    "weights",
+    "division",
+    "modules",
+    "activations",
+    "gradients",
+    "optimizer",
+    "layout",
+    "whole",
+]
 BASICS = {"options", "stats", "sizes", "_private"}
 
 

@@ -1,6 +1,7 @@
 """The engine: streams a module's units between host and device. Imports torch and nothing of Lightning."""
 
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
@@ -11,7 +12,6 @@ from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.emulated import HostBackend
 from sp_lightning.pipeline.transfer.trace import Kind, Lane, Recording, Span
-from sp_lightning.pipeline.layout.window_plan import WindowPlan
 
 __all__ = [
     "AcceleratorBackend",

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.hooks import Gatekeeper
 from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
 from sp_lightning.pipeline.survey import Planner, Survey

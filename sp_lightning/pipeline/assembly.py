@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 
 from sp_lightning.pipeline._private import in_backward, storage_key
-from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers, move_unmanaged
 from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.gradients.averaging import Averaging
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers, move_unmanaged
 from sp_lightning.pipeline.modules.compiled import compiled_call
 from sp_lightning.pipeline.modules.hooks import Gatekeeper, install_gate, remove_gate
 from sp_lightning.pipeline.modules.swap import swap_out

@@ -15,10 +15,10 @@ import torch
 
 from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.activations.offload import STAYING, Bundle
-from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.hooks import before_backward, replace_tensors, tensors_in
 from sp_lightning.pipeline.modules.swap import swap_in, swap_out

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward
-from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.guard import Guard
 from sp_lightning.pipeline.modules.hooks import hold_while_needed
 from sp_lightning.pipeline.optimizer.overlap import Overlap

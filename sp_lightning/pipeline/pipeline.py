@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, without_torch_function
-from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers
 from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers
 from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.modules.functions import stop_watching_functions, watch_functions
 from sp_lightning.pipeline.modules.suspension import (

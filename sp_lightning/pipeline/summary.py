@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.lasting import Lasting
-from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
+from sp_lightning.pipeline.sizes import readable_bytes
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline._private import in_backward
-from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.lowering import LoweringSpy
 from sp_lightning.pipeline.outside import OutsideUse

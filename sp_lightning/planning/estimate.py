@@ -17,12 +17,12 @@ from torch import nn
 
 from sp_lightning.pipeline.activations.auto import Link
 from sp_lightning.pipeline.activations.choice import Way
-from sp_lightning.pipeline.layout.device_layout import gradient_bytes, largest_unit_bytes, sent_bytes
+from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients.gradient_return import slots_in_ring
+from sp_lightning.pipeline.layout.device_layout import gradient_bytes, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.sizes import parse_bytes
-from sp_lightning.pipeline.weights.finder import find_units
 from sp_lightning.pipeline.weights.units import Division, Unit
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.planning.dry_run import Seen, dry_run, shapes_of

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from transformers import ViTForImageClassification as ViT
 
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
-from sp_lightning.pipeline.weights.finder import find_units
+from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.planning import Choice, predict
 from sp_lightning.planning.cost import activation_bytes, gradient_bytes, weight_bytes
 from sp_lightning.planning.dry_run import CannotFollow, dry_run, shapes_of

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.weights.parameters import check_parameter
+from sp_lightning.pipeline.division.parameters import check_parameter
 
 _Description = tuple[str, tuple[int, ...], str, tuple[int, ...]]  # name, shape, dtype, strides
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import storage_key
-from sp_lightning.pipeline.layout.device_layout import choose_device_layout, largest_unit_bytes, sent_bytes
+from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.layout.device_layout import choose_device_layout, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.layout.host_share import HostShare
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.device import Group, place_in_arena
-from sp_lightning.pipeline.weights.finder import find_units
 from sp_lightning.pipeline.weights.host import (
     GroupHost,
     HostBuffer,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sp_lightning.pipeline.gradients.landing import PIECES, lay_out_gradients
+from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
 from sp_lightning.pipeline.weights.host import lay_out
 from sp_lightning.pipeline.weights.units import Division, Unit
-from sp_lightning.pipeline.layout.window_plan import WindowPlan
 
 _DEFAULT_SLOTS = 2  # one computes, one arrives
 _LARGEST_UNIT = 4 << 30  # see `largest_unit_bytes`

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.weights.host import HostBuffer
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
-from sp_lightning.pipeline.layout.window_plan import WindowPlan
 
 
 class Learned:

@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline._private import arrives_whole, run_as_without_mode, storage_key, take_apart
-from sp_lightning.pipeline.weights.tree import forward_of_class
+from sp_lightning.pipeline.division.tree import forward_of_class
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 

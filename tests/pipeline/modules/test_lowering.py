@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.lowering import (
     LoweringSpy,
@@ -25,7 +26,6 @@ from sp_lightning.pipeline.modules.lowering import (
     known_to_be_lowered,
     tensors_among,
 )
-from sp_lightning.pipeline.weights.finder import find_units
 from sp_lightning.pipeline.weights.weight import CAN_SAY_OTHER_DTYPE
 
 from ..parts import place

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline._private import without_compile
-from sp_lightning.pipeline.weights.tree import Tree, is_called
+from sp_lightning.pipeline.division.tree import Tree, is_called
 from sp_lightning.pipeline.weights.units import Member, Place, Unit
 
 

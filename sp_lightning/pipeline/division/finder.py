@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from sp_lightning.pipeline.division.atoms import TYPICAL_COUNT, atoms_by_policy, atoms_by_structure
+from sp_lightning.pipeline.division.members import add_remaining_members, make_member, note_second_lists
+from sp_lightning.pipeline.division.sharing import put_together
+from sp_lightning.pipeline.division.tree import Atom, Tree
 from sp_lightning.pipeline.options import UnitPolicy
-from sp_lightning.pipeline.weights.atoms import TYPICAL_COUNT, atoms_by_policy, atoms_by_structure
-from sp_lightning.pipeline.weights.members import add_remaining_members, make_member, note_second_lists
-from sp_lightning.pipeline.weights.sharing import put_together
-from sp_lightning.pipeline.weights.tree import Atom, Tree
 from sp_lightning.pipeline.weights.units import Division, Unit
 
 

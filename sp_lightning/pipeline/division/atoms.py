@@ -8,8 +8,8 @@ from collections.abc import Callable
 from torch import nn
 
 from sp_lightning.pipeline._private import without_compile
+from sp_lightning.pipeline.division.tree import Atom, Tree
 from sp_lightning.pipeline.options import UnitPolicy
-from sp_lightning.pipeline.weights.tree import Atom, Tree
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _READS_ITS_CHILDREN = (nn.MultiheadAttention,)  # uses `out_proj.weight` without calling `out_proj`

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from sp_lightning.pipeline._private import without_compile
-from sp_lightning.pipeline.weights.parameters import (
+from sp_lightning.pipeline.division.parameters import (
     check_parameter,
     is_manageable,
     named_own_parameters,

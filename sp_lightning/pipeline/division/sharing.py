@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sp_lightning.pipeline.weights.parameters import named_own_parameters
-from sp_lightning.pipeline.weights.tree import Atom, Tree
+from sp_lightning.pipeline.division.parameters import named_own_parameters
+from sp_lightning.pipeline.division.tree import Atom, Tree
 
 
 def put_together(tree: Tree, atoms: Sequence[Atom]) -> tuple[list[list[Atom]], set[int]]:

@@ -14,8 +14,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import without_compile
+from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes
-from sp_lightning.pipeline.weights.finder import find_units
 from sp_lightning.pipeline.weights.units import Division
 
 from ...zoo.blocks import Block, Chain, chain
