@@ -216,10 +216,10 @@ def test_host_memory_is_used_again() -> None:
         held = set()
         for _ in range(4):
             pipe.module(tokens()).square().mean().backward()
-            held.add(pipe._pool.held)
-            assert pipe._pool.in_use == 0
+            held.add(pipe._lasting.pool.held)
+            assert pipe._lasting.pool.in_use == 0
         assert len(held) == 1
-    assert pipe._pool.held == 0
+    assert pipe._lasting.pool.held == 0
 
 
 @pytest.mark.usefixtures("usual_sizes")
@@ -235,7 +235,7 @@ def test_evaluation_saves_nothing(mode: Any) -> None:
     with attached(chain(4), activations="offload") as pipe, mode():
         pipe.module(Run.rows(0))
         assert pipe.stats.offloaded_bytes == 0
-        assert pipe._pool.held == 0
+        assert pipe._lasting.pool.held == 0
 
 
 class Masked(nn.Module):
@@ -319,7 +319,7 @@ def test_a_graph_that_nobody_runs() -> None:
                 pipe.module(Run.rows(0)).square().mean().item()
         with pipe.step():
             pipe.module(Run.rows(0)).square().mean().backward()
-        assert pipe._pool.in_use == 0
+        assert pipe._lasting.pool.in_use == 0
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -337,7 +337,7 @@ def test_a_step_after_an_exception_is_right(where: str, error: type[BaseExceptio
         run.normal_step("after three failures", optimizer, seed=2)
         if run.pipe is not None:
             assert run.pipe.stats.resets >= 3
-            assert run.pipe._pool.in_use == 0
+            assert run.pipe._lasting.pool.in_use == 0
 
     assert_same_story(story, bombs, k=1, activations="offload")
 

@@ -37,6 +37,7 @@ from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.offload import SMALLEST
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.activations.surroundings import Surroundings
+from sp_lightning.pipeline.modules.functions import watch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.modules.hooks import tensors_in
 from sp_lightning.pipeline.weights.units import Member
@@ -344,7 +345,8 @@ def _checksum(tensor: Tensor) -> int:
 def _is_saved_by_a_checkpoint() -> bool:
     """Whether the tensor that is being packed is an input that a `torch.utils.checkpoint`, of either kind, keeps."""
     frame: FrameType | None = sys._getframe(2)
-    between = (SavedTensors.__module__, HostParameter.__module__, "torch.autograd.function")
+    ours = (SavedTensors.__module__, HostParameter.__module__, watch_functions.__module__)
+    between = (*ours, "torch.autograd.function")
     while frame is not None and _module_of(frame) in between:
         frame = frame.f_back
     return frame is not None and _module_of(frame) == "torch.utils.checkpoint"
