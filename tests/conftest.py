@@ -93,11 +93,14 @@ def no_new_threads() -> Iterator[None]:
     yield
 
     def leaked() -> list[str]:
-        # A dummy is Python's view of a thread of C++, such as autograd's for a device: torch keeps those.
+        # A dummy is Python's view of a thread of C++, such as autograd's for a device: torch keeps those, and the threads
+        # that talk to the processes in which inductor compiles kernels for a device.
         return [
             thread.name
             for thread in set(threading.enumerate()) - before
-            if not isinstance(thread, threading._DummyThread) and thread.name != "tqdm_monitor"
+            if not isinstance(thread, threading._DummyThread)
+            and thread.name != "tqdm_monitor"
+            and "subproc" not in thread.name.lower()
         ]
 
     if leaked():
