@@ -93,7 +93,7 @@ def no_new_threads() -> Iterator[None]:
     yield
 
     def leaked() -> list[str]:
-        # A dummy is Python's view of a thread of C++, such as autograd's for a device: torch keeps those, and the threads
+        # A dummy is Python's view of a thread of C++, such as autograd's for a device: torch keeps those, and those
         # that talk to the processes in which inductor compiles kernels for a device.
         return [
             thread.name

@@ -91,7 +91,7 @@ class Assembly:
             stats=stats,
             at_work=lasting.at_work,
             prepare=self.returns.follow_requires_grad,
-            on_begin=self.activate,
+            on_begin=self._begin_backward,
             on_end=self._end_backward,
         )
         self.outside = OutsideUse(
@@ -224,6 +224,10 @@ class Assembly:
         self._lasting.offloader.reset()
         self.schedule.forget_position()
         self.window.forget()
+
+    def _begin_backward(self) -> None:
+        self.activate()
+        self._lasting.activations.begin_backward()
 
     def _end_backward(self) -> None:
         self._lasting.backend.trace.end()

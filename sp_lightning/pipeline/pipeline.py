@@ -312,6 +312,7 @@ class Pipeline:
             self.stats.steps += 1
             self._backend.trace.begin_step()
             self._activations.begin_step()
+            self._lasting.meter.begin_step()
         self._offloader.begin()
         self.arrangement.untouched = True
         self._assembly.activate()

@@ -114,7 +114,9 @@ def _least_of(function: Callable[[int], float], length: int) -> int | None:
 def _least_bytes(workload: Workload, windows: Iterable[tuple[int, int]]) -> int:
     """The least device memory with which a step runs."""
     weights = min(weight_bytes(workload, Choice(*window)) for window in windows)
-    activations = activation_bytes(workload, choose_ways([unit.ways for unit in workload.units], 0))
+    activations = activation_bytes(
+        workload, choose_ways([unit.ways for unit in workload.units], 0, workload.turn_bytes)
+    )
     return workload.reserve_bytes + gradient_bytes(workload) + weights + activations
 
 
@@ -201,13 +203,14 @@ def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
         yield tuple(unit.ways[0] for unit in workload.units)
         return
     most -= workload.outside_bytes
+    turn = workload.turn_bytes
     seen: set[tuple[Way, ...]] = set()
     for left_out in ("", "offload", "recompute"):
         units = [[way for way in unit.ways if way.policy != left_out] or list(unit.ways) for unit in workload.units]
-        least = peak(choose_ways(units, 0))
-        enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units]))
+        least = peak(choose_ways(units, 0, turn), turn)
+        enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units], turn))
         for number in range(_SPLITS if enough > least else 1):
-            ways = tuple(choose_ways(units, enough - (enough - least) * number // (_SPLITS - 1)))
+            ways = tuple(choose_ways(units, enough - (enough - least) * number // (_SPLITS - 1), turn))
             if ways not in seen:
                 seen.add(ways)
                 yield ways

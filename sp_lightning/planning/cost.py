@@ -129,7 +129,7 @@ def gradient_bytes(workload: Workload) -> int:
 
 def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
     """Device memory for what autograd saves."""
-    return peak(ways) + workload.outside_bytes if workload.trains else 0
+    return peak(ways, workload.turn_bytes) + workload.outside_bytes if workload.trains else 0
 
 
 def host_bytes(workload: Workload, choice: Choice) -> int:

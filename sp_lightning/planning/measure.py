@@ -32,7 +32,8 @@ class Observed:
         trains: Whether they had a backward.
         policies: For each step, what was done with the activations of each member, if something chooses for each.
         activation_peak: The most bytes of activations at once.
-        outside_bytes: The most that were saved outside of units, if something chooses for each unit.
+        turn_bytes: The most that were saved after the last unit, if something chooses for each unit.
+        outside_bytes: The most that were saved outside of units besides.
         reserve_bytes: What computing took beside weights, gradients and activations, if the device tells.
         optimizer_steps: Steps of optimizers among them.
         overlapped: Units that were stepped while the device computed.
@@ -42,6 +43,7 @@ class Observed:
     trains: bool
     policies: Sequence[Mapping[str, Policy]]
     activation_peak: int
+    turn_bytes: int
     outside_bytes: int
     reserve_bytes: int | None
     optimizer_steps: int
@@ -94,6 +96,7 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
         clips=stepping == "under forward" and all(step.waits_for_all_gradients for step in steps),
         turn_seconds=min(step.turn for step in steps),
         rest_seconds=max(0.0, min(step.rest(apart=stepping == "apart") for step in steps)),
+        turn_bytes=observed.turn_bytes,
         outside_bytes=max(0, observed.activation_peak - by_choice) if auto is None else observed.outside_bytes,
         piece_bytes=max(gradient_bytes([unit]) for unit in arrangement.all_units),
         reserve_bytes=reserve if reserve is not None else auto.gradients if auto is not None else 0,

@@ -127,7 +127,7 @@ class _Measurement:
         self._before = replace(survey.stats)
         self._scope: ExitStack | None = None
         self._policies: list[dict[str, Policy]] = []
-        self._peak = self._outside = 0
+        self._peak = self._turn = self._outside = 0
         self._in_use: int | None = None
         self.recording = Recording()
 
@@ -142,7 +142,7 @@ class _Measurement:
         self._policies.append({} if auto is None else dict(auto.in_use))
         if auto is not None:  # memory that two units save is counted for both, so this depends on what was done
             auto.look()
-            self._outside = max(self._outside, auto.outside)
+            self._turn, self._outside = max(self._turn, auto.turn), max(self._outside, auto.outside)
         self._peak = max(self._peak, self._survey.activation_peak)
         if self._steps >= _RECORDED and self._saw_optimizer():
             self.stop()
@@ -171,12 +171,15 @@ class _Measurement:
     def observed(self) -> Observed:
         """What was seen besides."""
         now, before = self._survey.stats, self._before
-        most = self._survey.most_memory_in_use()
+        most, auto = self._survey.most_memory_in_use(), self._survey.activations
         known = None if most is None or self._in_use is None else max(0, most - self._in_use - self._peak)
+        if known is not None and auto is not None:
+            known = max(known, auto.workspace.bytes)
         return Observed(
             trains=self._trains,
             policies=self._policies,
             activation_peak=self._peak,
+            turn_bytes=self._turn,
             outside_bytes=self._outside,
             reserve_bytes=known,
             optimizer_steps=now.optimizer_steps - before.optimizer_steps,

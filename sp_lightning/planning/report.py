@@ -188,7 +188,7 @@ def plan(module: nn.Module, inputs: Any = None, assumptions: Assumptions | None 
 
 def _rows(found: Estimate, budget: int) -> tuple[list[Row], Row | None]:
     workload, machine = found.workload, found.machine
-    least = tuple(choose_ways([unit.ways for unit in workload.units], 0))
+    least = tuple(choose_ways([unit.ways for unit in workload.units], 0, workload.turn_bytes))
     rows: list[Row] = []
     for k in _windows(len(workload.units)):
         smallest = Choice(k, 1, (), least)

@@ -59,7 +59,8 @@ class Workload:
         clips: Whether a unit may be stepped only when all gradients have landed: clipping by norm, a loss scaler.
         turn_seconds: What the device computes between the last unit's forward and its backward: a head, a loss.
         rest_seconds: What passes between the end of a step and the beginning of the next one.
-        outside_bytes: Activations that are saved outside of units.
+        turn_bytes: Activations that are saved after the last unit, by a head or a loss: gone when its backward begins.
+        outside_bytes: Activations that are saved outside of units besides.
         piece_bytes: Device memory in which a unit's gradients are put together, if that is more than the gradients.
         reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
         on_device_bytes: What units take that live on the device, with gradients and optimizer state.
@@ -73,6 +74,7 @@ class Workload:
     clips: bool = False
     turn_seconds: float = 0.0
     rest_seconds: float = 0.0
+    turn_bytes: int = 0
     outside_bytes: int = 0
     piece_bytes: int = 0
     reserve_bytes: int = 0

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 from sp_lightning.pipeline.activations.choice import Policy, Way, choose, peak
 from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.offload import STAYING
 from sp_lightning.pipeline.activations.recompute import Footprint
+from sp_lightning.pipeline.activations.workspace import Workspace
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.host import HostBuffer, available_host_memory
@@ -50,14 +52,16 @@ class Link(NamedTuple):
     @staticmethod
     def measured(backend: Backend) -> Link:
         """Copy a little in both directions; the host waits."""
-        device = backend.allocate(_PROBE_BYTES)
-        host = HostBuffer(_PROBE_BYTES, backend, backend.can_pin)
+        free = backend.free_memory()
+        nbytes = _PROBE_BYTES if free is None else min(_PROBE_BYTES, max(1, free // 4))
+        device = backend.allocate(nbytes)
+        host = HostBuffer(nbytes, backend, backend.can_pin)
 
         def rate(copy: Callable[[], Any]) -> float:
             backend.synchronize(copy())
             begin = perf_counter()
             backend.synchronize(copy())
-            return _PROBE_BYTES / (perf_counter() - begin)
+            return nbytes / (perf_counter() - begin)
 
         try:
             return Link(
@@ -68,19 +72,21 @@ class Link(NamedTuple):
             host.release()
 
 
-class _Unit:
-    """What was measured of one unit.
+class _Measured:
+    """What was measured of one member.
 
     Attributes:
+        unit: The name of the unit that it belongs to.
+        weights: Bytes of weights that travel for that unit.
         size: Bytes of the inputs of its largest call.
-        weights: Bytes of weights that travel for it.
         steps: What its calls took, for each step in which it was measured.
         seconds: How long its second forwards took, for each of these steps.
     """
 
-    def __init__(self, weights: int) -> None:
-        self.size = 0
+    def __init__(self, unit: str, weights: int) -> None:
+        self.unit = unit
         self.weights = weights
+        self.size = 0
         self.steps: dict[int, Footprint] = {}
         self.seconds: dict[int, float] = {}
 
@@ -91,7 +97,7 @@ class _Unit:
         self.size = max(self.size, size)
 
     def ways(self, link: Link | None, may_recompute: bool) -> list[Way]:
-        """What can happen to its activations, and what each costs; offloading, if there is a link for it."""
+        """What can happen to its activations, and what each costs; offloading, if it may and there is a link for it."""
         took = self.footprint
         everything = took.held + took.saved
         forward = min(self.seconds.values(), default=0.0)
@@ -119,8 +125,10 @@ class AutoPolicy:
         never_again: Members that must not recompute, as backward has shown.
 
     Attributes:
-        outside: Bytes that were saved outside of units when it was looked at last: by a loss, a norm.
+        turn: Bytes that were saved after the last unit when it was looked at last: by a loss.
+        outside: Bytes that were saved outside of units besides: by a norm between them.
         gradients: Bytes that gradients of activations are taken to need in backward.
+        workspace: What operations were seen to take beside what is saved.
     """
 
     def __init__(self, backend: Backend, meter: Meter, budget: Callable[[], int], never_again: Set[str]) -> None:
@@ -130,22 +138,27 @@ class AutoPolicy:
         self._never_again = never_again
         self._link: Link | None = None
         self._step = 0
-        self._units: dict[str, _Unit] = {}  # in the order of the forward
+        self._units: dict[str, _Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
         self._in_use: dict[str, Policy] = {}  # in this step
         self._measuring: set[str] = set()  # in this step
-        self._second_forwards: list[tuple[_Unit, int, Any, Any]] = []
+        self._turn: int | None = None  # in this step
+        self._second_forwards: list[tuple[_Measured, int, Any, Any]] = []
         self._told = False
         self._choice_is_outdated = False
+        self.turn = 0
         self.outside = 0
         self.gradients = 0
+        self.workspace = Workspace(backend, meter)
 
     def begin_step(self) -> None:
         """Choose anew if the last step has measured anything, or if there is another amount of room."""
+        self.workspace.end()
         if (self._measuring or self._choice_is_outdated) and self._units:
             self._choose()
         self._choice_is_outdated = False
         self._step += 1
+        self._turn = None
         self._in_use = {}
         self._measuring.clear()
 
@@ -173,12 +186,18 @@ class AutoPolicy:
         """What can happen to the activations of each member that was measured, in the order of the forward."""
         self._take_times()
         link = self._link_for_offloading()
-        return {name: unit.ways(link, name not in self._never_again) for name, unit in self._units.items()}
+        staying = list(dict.fromkeys(measured.unit for measured in self._units.values()))[-STAYING:]
+        return {
+            name: measured.ways(None if measured.unit in staying else link, name not in self._never_again)
+            for name, measured in self._units.items()
+        }
 
     def policy(self, member: Member, size: int) -> Policy:
         """What happens to the activations of a call with inputs of this many bytes."""
         unit = self._units.get(member.name)
         if unit is None or size > unit.size or len(unit.steps) < _STEPS:
+            if self._units and not self._measuring:  # in the first step, what stays is made, too
+                self.workspace.begin()
             self._measuring.add(member.name)
         policy = "recompute" if member.name in self._measuring else self._chosen[member.name]
         self._in_use[member.name] = policy
@@ -189,7 +208,7 @@ class AutoPolicy:
         if member.name in self._measuring:
             assert member.unit is not None
             weights = sum(weight.compute_bytes for weight in member.unit.weights)
-            self._units.setdefault(member.name, _Unit(weights)).add(self._step, size, call)
+            self._units.setdefault(member.name, _Measured(member.unit_name, weights)).add(self._step, size, call)
 
     def measure_again(self) -> None:
         """The step that is under way begins anew, and what it has measured counts no more."""
@@ -198,6 +217,20 @@ class AutoPolicy:
         self._units = {name: unit for name, unit in self._units.items() if unit.steps}
         self._second_forwards.clear()
         self._choice_is_outdated = True
+
+    def end_call(self) -> None:
+        """A unit's forward has run."""
+        self._meter.end_call()
+
+    def begin_backward(self) -> None:
+        """Backward has begun; what it has not come to is still held."""
+        if self._turn is None:
+            self._turn = self._meter.added
+
+    def before_second_forward(self) -> None:
+        """Backward has come to a unit that runs again."""
+        if self._measuring:
+            self.workspace.turn()
 
     def mark(self) -> Any:
         """This moment on the device."""
@@ -214,16 +247,17 @@ class AutoPolicy:
         if self._in_use:
             ways = {name: {way.policy: way for way in of} for name, of in self.ways().items()}
             used = [of.get(self._in_use[name], of["keep"]) for name, of in ways.items() if name in self._in_use]
-            self.outside = max(0, self._meter.step_peak - peak(used))
+            self.turn = self._turn or 0
+            self.outside = max(0, self._meter.step_peak - peak(used, self.turn))
 
     def _choose(self) -> None:
         self.look()
         ways = self.ways()
         limit = self._budget()
-        apart = self.outside + self.gradients
-        chosen = choose([*ways.values()], limit - apart)
+        apart = self.outside + max(self.gradients, self.workspace.bytes)
+        chosen = choose([*ways.values()], limit - apart, self.turn)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
-        needed = peak(chosen) + apart
+        needed = peak(chosen, self.turn) + apart
         if needed > limit and not self._told:
             self._told = True
             warnings.warn(

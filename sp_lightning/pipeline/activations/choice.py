@@ -5,7 +5,7 @@ From its forward to its backward a unit holds something: all that it saved, or i
 forward and in backward, more of it is there. Units before it in the forward hold theirs all that time, units after it
 nothing any more, or nothing yet. What the unit before saved may still be leaving for the host, or be coming back
 already. So the peak is the largest, over all units, of what the units before one hold, what of the last of them is on
-its way, and what that one needs to compute.
+its way, and what that one needs to compute; or, at the turn, what all units hold and what was saved after them.
 """
 
 from __future__ import annotations
@@ -48,23 +48,33 @@ class _State(NamedTuple):
     before: _State | None
 
 
-def peak(ways: Sequence[Way]) -> int:
-    """The most bytes that are on the device at once, for one way per unit, in the order of the forward."""
+def peak(ways: Sequence[Way], turn: int = 0) -> int:
+    """The most bytes that are on the device at once, for one way per unit, in the order of the forward.
+
+    Args:
+        ways: One for each unit.
+        turn: Bytes that are saved after the last unit.
+    """
     held = most = leaving = 0
     for way in ways:
         most = max(most, held + leaving + way.working)
         held += way.held
         leaving = way.leaving
-    return most
+    return max(most, held + leaving + turn)
 
 
-def choose(units: Sequence[Sequence[Way]], budget: int) -> list[Way]:
+def choose(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> list[Way]:
     """The cheapest ways whose peak is within the budget, or, if there are none, those whose peak is the lowest.
 
     Args:
         units: The ways of each unit, in the order of the forward.
         budget: Bytes.
+        turn: Bytes that are saved after the last unit.
     """
+    return _choose([*units, [Way("keep", 0, turn, 0.0)]], budget)[:-1]
+
+
+def _choose(units: Sequence[Sequence[Way]], budget: int) -> list[Way]:
     chosen = _cheapest(units, budget)
     if chosen is not None:
         return chosen

@@ -24,12 +24,11 @@ class Meter:
 
     Attributes:
         uncounted: Memory, by its identity, that is not held by what is saved: buffers, weights that live on the device.
-        step_peak: The most that was held since somebody set this to zero.
     """
 
     def __init__(self, device: torch.device, stats: Stats) -> None:
         self.uncounted: set[int] = set()
-        self.step_peak = 0
+        self._peak_before = self._recent_peak = self._held_before = 0
         self._device = device
         self._stats = stats
         self._held: dict[int, _Held] = {}
@@ -38,6 +37,26 @@ class Meter:
     def bytes(self) -> int:
         """What is held now."""
         return self._stats.activation_bytes
+
+    @property
+    def step_peak(self) -> int:
+        """The most that was held since the step began."""
+        return max(self._peak_before, self._recent_peak)
+
+    @property
+    def added(self) -> int:
+        """The most that was held since the last unit's call ended, beyond what was held then."""
+        return self._recent_peak - self._held_before
+
+    def begin_step(self) -> None:
+        """From here on peaks are another step's."""
+        self._peak_before = 0
+        self._held_before = self._recent_peak = self.bytes
+
+    def end_call(self) -> None:
+        """A unit's call has ended."""
+        self._peak_before = self.step_peak
+        self._held_before = self._recent_peak = self.bytes
 
     def add(self, tensor: Tensor) -> int:
         """Count a tensor that is held from now on; the result is for `remove`."""
@@ -49,8 +68,8 @@ class Meter:
             held = self._held[key] = _Held(tensor.untyped_storage().nbytes())
             stats = self._stats
             stats.activation_bytes += held.nbytes
-            if stats.activation_bytes > self.step_peak:
-                self.step_peak = stats.activation_bytes
+            if stats.activation_bytes > self._recent_peak:
+                self._recent_peak = stats.activation_bytes
             if stats.activation_bytes > stats.activation_peak_bytes:
                 stats.activation_peak_bytes = stats.activation_bytes
         held.tensors += 1

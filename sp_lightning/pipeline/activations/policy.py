@@ -114,6 +114,7 @@ class Activations:
             self._inside = False
             if self.auto is not None:
                 self._policy = "keep"
+                self.auto.end_call()
 
     def _recompute(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, UnitCall]:
         may_repeat = member.name not in self.never_again
@@ -140,6 +141,7 @@ class Activations:
         if self.auto is None:
             yield
             return
+        self.auto.before_second_forward()
         begin = self.auto.mark()
         try:
             yield
@@ -151,6 +153,11 @@ class Activations:
             error.is_avoided = True
             raise
         self.auto.note_second_forward(call.member, begin, self.auto.mark())
+
+    def begin_backward(self) -> None:
+        """Backward has begun, at the end of the graph."""
+        if self.auto is not None:
+            self.auto.begin_backward()
 
     def end_backward(self) -> None:
         """Drop once more what a graph that is retained would hold on to."""

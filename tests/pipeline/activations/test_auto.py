@@ -10,7 +10,7 @@ import torch
 
 from sp_lightning.pipeline import AcceleratorBackend
 from sp_lightning.pipeline.activations import auto
-from sp_lightning.pipeline.activations.auto import AutoPolicy, Link, _Unit
+from sp_lightning.pipeline.activations.auto import AutoPolicy, Link, _Measured
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.recompute import Footprint
 from sp_lightning.pipeline.stats import Stats
@@ -23,7 +23,7 @@ FAST, SLOW = Link(1e12, 1e12), Link(1.0, 1.0)
 
 def member(name: str) -> Member:
     weights = [SimpleNamespace(compute_bytes=10)]
-    return SimpleNamespace(name=name, unit=SimpleNamespace(weights=weights))  # type: ignore[return-value]
+    return SimpleNamespace(name=name, unit_name=name, unit=SimpleNamespace(weights=weights))  # type: ignore[return-value]
 
 
 def policy(room: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> AutoPolicy:
@@ -83,7 +83,6 @@ def test_a_larger_call_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_memory_outside_of_units_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peak that units do not explain belongs to a loss, or to a norm between them."""
     chooser = policy(500, SLOW, monkeypatch)
-    chooser._meter.step_peak = 0
     units = [member(name) for name in "abc"]
     for _ in range(2):
         chooser.begin_step()
@@ -91,14 +90,107 @@ def test_memory_outside_of_units_is_taken_off(monkeypatch: pytest.MonkeyPatch) -
             chooser.policy(unit, 8)
             chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
             chooser.note_second_forward(unit, 0.0, 1.0)
-        chooser._meter.step_peak = 130 + 100  # 130 is what recomputing three units takes
+        chooser._meter._recent_peak = 130 + 100  # 130 is what recomputing three units takes
     chooser.begin_step()
     assert sorted(chooser.policy(unit, 8) for unit in units) == ["keep", "keep", "recompute"]
 
 
+def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss's is there when all inputs are held and no unit is at work: what units work with must not hide it."""
+    chooser = policy(500, SLOW, monkeypatch)
+    units = [member(name) for name in "abc"]
+    for _ in range(2):
+        chooser.begin_step()
+        chooser._meter.begin_step()
+        for number, unit in enumerate(units):
+            chooser.policy(unit, 8)
+            chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
+            chooser._meter._recent_peak = 10 * number + 110
+            chooser._meter._stats.activation_bytes = 10 * number + 10
+            chooser.end_call()
+        chooser._meter._recent_peak = 30 + 90  # inputs of three units, and the loss
+        chooser.begin_backward()
+        chooser._meter._recent_peak = 20 + 110  # in backward, when the loss's is free again
+        for unit in units:
+            chooser.note_second_forward(unit, 0.0, 1.0)
+    chooser.begin_step()
+    assert (chooser.turn, chooser.outside) == (90, 0)
+    chosen = [chooser.policy(unit, 8) for unit in units]
+    assert sorted(chosen) == ["keep", "keep", "recompute"]  # 10 + 110 + 110 and 90, and 110 for gradients
+
+
+class TellsMemory(RecordingBackend):
+    """As a device that says how much of its memory is allocated."""
+
+    allocated = most = 0
+
+    def allocate_more(self, nbytes: int) -> None:
+        """Or less."""
+        self.allocated += nbytes
+        self.most = max(self.most, self.allocated)
+
+    def memory_in_use(self) -> int:
+        self.most = self.allocated
+        return self.allocated
+
+    def most_memory_in_use(self) -> int:
+        return self.most
+
+
+def test_what_operations_take_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A softmax over logits is in no graph; without room for it the first step that keeps activations fails."""
+    monkeypatch.setattr(Link, "measured", staticmethod(lambda backend: SLOW))
+    backend, units = TellsMemory(), [member(name) for name in "abc"]
+    meter = Meter(backend.device, Stats())
+    chooser = AutoPolicy(backend, meter, lambda: 600, never_again=set())
+    for number in range(2):
+        chooser.begin_step()
+        meter.begin_step()
+        backend.allocate_more(1000 * (number == 0))  # weights, and what the first step makes for good
+        for unit in units:
+            chooser.policy(unit, 8)
+            chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
+            backend.allocate_more(10)
+        meter._recent_peak = 30
+        backend.allocate_more(250)  # the loss
+        backend.allocate_more(-250)
+        chooser.before_second_forward()
+        meter._recent_peak = 140  # of a unit's backward, which is less
+        backend.allocate_more(-30)
+        for unit in units:
+            chooser.note_second_forward(unit, 0.0, 1.0)
+    chooser.begin_step()
+    assert chooser.workspace.bytes == 250
+    assert sorted(chooser.policy(unit, 8) for unit in units) == ["keep"] * 3  # 330 and 250
+
+    chooser._budget = lambda: 470
+    chooser.prescribe(None)
+    chooser.begin_step()
+    assert sorted(chooser.policy(unit, 8) for unit in units) == [
+        "keep",
+        "recompute",
+        "recompute",
+    ]  # 220 and 250: two are 230
+
+
+def test_the_probe_of_the_link_fits_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Small(RecordingBackend):
+        def free_memory(self) -> int:
+            return 1 << 20
+
+        def allocate(self, nbytes: int) -> torch.Tensor:
+            sizes.append(nbytes)
+            return super().allocate(nbytes)
+
+    Link.measured(Small())
+    assert sizes == [1 << 18]
+
+
 def test_costs() -> None:
     """Copies that computing hides cost a little, what sticks out costs all of its time."""
-    unit = _Unit(weights=10)
+    unit = _Measured("block", weights=10)
     unit.add(0, 8, Footprint(0, 100, 100, 100, True))
     unit.seconds[0] = 3.0
     ways = {way.policy: way for way in unit.ways(Link(up=100.0, down=100.0), True)}
@@ -112,7 +204,7 @@ def test_costs() -> None:
 
 
 def test_calls_of_one_step_add_up() -> None:
-    unit = _Unit(weights=0)
+    unit = _Measured("block", weights=0)
     unit.add(0, 8, Footprint(1, 10, 4, 11, True))
     unit.add(0, 9, Footprint(2, 20, 8, 22, True))
     unit.add(1, 3, Footprint(1, 1, 1, 2, True))

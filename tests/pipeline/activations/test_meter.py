@@ -31,6 +31,31 @@ def test_memory_counts_once() -> None:
     assert stats.activation_peak_bytes == counting.step_peak == 420
 
 
+def test_each_step_has_a_peak_of_its_own() -> None:
+    """What is held from before counts in it, what was held once does not."""
+    counting, _ = meter()
+    kept = [Kept(torch.empty(10), counting), Kept(torch.empty(20), counting)]
+    del kept[1]
+    assert counting.step_peak == 120
+    counting.begin_step()
+    assert counting.step_peak == 40
+    kept.append(Kept(torch.empty(5), counting))
+    assert counting.step_peak == 60
+
+
+def test_what_was_added_since_a_call_ended() -> None:
+    """At the most, though it may be gone again; the peak of the step stays."""
+    counting, _ = meter()
+    kept = [Kept(torch.empty(10), counting), Kept(torch.empty(50), counting)]
+    assert counting.added == 240
+    del kept[1]
+    counting.end_call()
+    assert (counting.added, counting.step_peak) == (0, 240)
+    kept.append(Kept(torch.empty(5), counting))
+    del kept[1]
+    assert (counting.added, counting.step_peak) == (20, 240)
+
+
 def test_what_would_be_there_anyway_does_not_count() -> None:
     counting, stats = meter()
     buffer = torch.empty(10)
