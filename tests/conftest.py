@@ -114,17 +114,20 @@ def no_new_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_new_device_memory() -> Iterator[None]:
     """Fail a test that leaves tensors on the device."""
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         yield
         return
-    before = _cuda_bytes()
+    before = _device_bytes()
     yield
-    after = _cuda_bytes()
-    assert after <= before, f"the test left {after - before} bytes on the device"
+    if _device_bytes() > before:
+        gc.collect()
+    left = _device_bytes() - before
+    assert left <= 0, f"the test left {left} bytes on the device"
 
 
-def _cuda_bytes() -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # torch keeps these for the next matrix product
-    return torch.cuda.memory_allocated()
+def _device_bytes() -> int:
+    api = torch.get_device_module(torch.accelerator.current_accelerator())
+    api.synchronize()
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # torch keeps these for the next matrix product
+    return api.memory_allocated()

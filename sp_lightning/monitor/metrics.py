@@ -93,8 +93,9 @@ def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
     Args:
         pipeline: The engine; on a device whose memory torch does not count, what it has counted itself.
     """
-    if pipeline.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(pipeline.device)
-        return torch.cuda.max_memory_allocated(pipeline.device), free + torch.cuda.memory_reserved(pipeline.device)
+    api = torch.get_device_module(pipeline.device)
+    if hasattr(api, "mem_get_info"):
+        free, _ = api.mem_get_info(pipeline.device)
+        return api.max_memory_allocated(pipeline.device), free + api.memory_reserved(pipeline.device)
     summary, stats = pipeline.summary(), pipeline.stats
     return summary.device_bytes + summary.gradient_bytes + stats.activation_peak_bytes, None

@@ -23,6 +23,12 @@ def device() -> torch.device:
 
 
 @pytest.fixture
+def accelerator(device: torch.device) -> str:
+    """What Lightning's Trainer calls it."""
+    return "gpu" if device.type == "cuda" else device.type
+
+
+@pytest.fixture
 def cuda(device: torch.device) -> torch.device:
     """The accelerator, for tests that ask CUDA's own tools."""
     if device.type != "cuda":

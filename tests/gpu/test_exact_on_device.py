@@ -132,13 +132,11 @@ def compare(case: Case, device: torch.device, k: int, k_prime: int, autocast: to
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", ["gpt2-tied", "vit"])
-def test_lightning_on_the_device(name: str, precision: str, device: torch.device) -> None:
+def test_lightning_on_the_device(name: str, precision: str, accelerator: str) -> None:
     """The first step's losses and gradients are the single-device strategy's; then two optimizers round differently."""
 
     def run(strategy: Any) -> Trace:
-        return lightning_run(
-            CASES[name], strategy, precision, accelerator=device.type if device.type != "cuda" else "gpu"
-        )
+        return lightning_run(CASES[name], strategy, precision, accelerator=accelerator)
 
     expected, actual = run("auto"), run(SuperpipelineStrategy(k=2, k_prime=1))
     first = [label for label in expected if label.startswith(("validation after 0", "step 0 "))]

@@ -63,8 +63,7 @@ def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None,
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
-def test_under_lightning(precision: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = "gpu" if device.type == "cuda" else device.type
+def test_under_lightning(precision: str, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = lightning_run(CASES["vit"], "auto", precision, accelerator=accelerator)
     planner = Fixed((2, 1), (2, 1, (), (1, 2)))
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: planner)
