@@ -21,19 +21,19 @@ def test_recomputing_gives_the_same_bits(cuda: torch.device) -> None:
         assert all(map(torch.equal, weights, weights_again))
 
 
-def test_dropout_on_the_device_is_the_same_twice(cuda: torch.device) -> None:
+def test_dropout_on_the_device_is_the_same_twice(device: torch.device) -> None:
     """The device has a random generator of its own."""
     gradients = []
     for policy in ("keep", "recompute"):
         torch.manual_seed(0)
         model = Chain(Block(64, 128, dropout=0.5) for _ in range(6))
         torch.manual_seed(1)
-        with on_device(model, cuda, activations=policy) as pipe:
+        with on_device(model, device, activations=policy) as pipe:
             for seed in range(2):
-                micro_step(pipe, torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(cuda))
+                micro_step(pipe, torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(device))
             assert pipe.stats.recomputed == (12 if policy == "recompute" else 0)
         gradients.append([parameter.grad for parameter in model.parameters()])
-        gradients[-1].append(torch.rand(1, device=cuda).cpu())  # the generator is where plain training leaves it
+        gradients[-1].append(torch.rand(1, device=device).cpu())  # the generator is where plain training leaves it
     assert all(map(torch.equal, *gradients))
 
 
@@ -47,43 +47,44 @@ class Wide(Block):
         return x + self.down(hidden)
 
 
-def peak(cuda: torch.device, steps: int, model: nn.Module, **options: object) -> tuple[int, int]:
-    """What a step takes beyond what is there between steps: as CUDA counts it, and as the engine does."""
-    x = torch.randn(64 * ROWS, WIDTH, device=cuda)
-    with on_device(model, cuda, **options) as pipe:
+def peak(device: torch.device, steps: int, model: nn.Module, **options: object) -> tuple[int, int]:
+    """What a step takes beyond what is there between steps: as torch counts it, and as the engine does."""
+    api = torch.get_device_module(device)
+    x = torch.randn(64 * ROWS, WIDTH, device=device)
+    with on_device(model, device, **options) as pipe:
         micro_step(pipe, x[:ROWS])  # buffers that stay are made
         for _ in range(steps):
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
+            api.synchronize()
+            before = api.memory_allocated()
+            api.reset_peak_memory_stats()
             pipe.stats.clear()
             micro_step(pipe, x)
-        return torch.cuda.max_memory_allocated() - before, pipe.stats.activation_peak_bytes
+        return api.max_memory_allocated() - before, pipe.stats.activation_peak_bytes
 
 
-def test_peak_memory(cuda: torch.device) -> None:
-    """A quarter of what is kept otherwise, at most; and the engine counts what CUDA counts."""
-    kept, kept_counted = peak(cuda, 1, Chain(Wide(WIDTH, WIDTH) for _ in range(BLOCKS)), activations="keep")
-    recomputed, counted = peak(cuda, 1, Chain(Wide(WIDTH, WIDTH) for _ in range(BLOCKS)), activations="recompute")
+def test_peak_memory(device: torch.device) -> None:
+    """A quarter of what is kept otherwise, at most; and the engine counts what torch counts."""
+    kept, kept_counted = peak(device, 1, Chain(Wide(WIDTH, WIDTH) for _ in range(BLOCKS)), activations="keep")
+    recomputed, counted = peak(device, 1, Chain(Wide(WIDTH, WIDTH) for _ in range(BLOCKS)), activations="recompute")
     assert recomputed <= 0.25 * kept
     assert counted <= 0.25 * kept_counted
     assert kept_counted <= kept <= 1.3 * kept_counted
 
 
-def test_auto_keeps_within_the_budget(cuda: torch.device) -> None:
+def test_auto_keeps_within_the_budget(device: torch.device) -> None:
     """Half of what everything would take: some units are recomputed or offloaded, and the step fits."""
-    kept, _ = peak(cuda, 1, Chain(Wide(WIDTH, WIDTH) for _ in range(BLOCKS)), activations="keep")
+    kept, _ = peak(device, 1, Chain(Wide(WIDTH, WIDTH) for _ in range(BLOCKS)), activations="keep")
     model = Chain(Wide(WIDTH, WIDTH) for _ in range(BLOCKS))
-    with on_device(model, cuda) as pipe:
+    with on_device(model, device) as pipe:
         weights = pipe.summary().device_bytes
     room = kept // 2
-    taken, _ = peak(cuda, 5, model, activations="auto", memory_budget=4 * weights + room)
+    taken, _ = peak(device, 5, model, activations="auto", memory_budget=4 * weights + room)
     assert taken <= 4 * weights + room
 
 
-def test_auto_keeps_everything_that_fits(cuda: torch.device) -> None:
-    x = torch.randn(ROWS, WIDTH, device=cuda)
-    with on_device(big_chain(), cuda) as pipe:
+def test_auto_keeps_everything_that_fits(device: torch.device) -> None:
+    x = torch.randn(ROWS, WIDTH, device=device)
+    with on_device(big_chain(), device) as pipe:
         recomputed = []
         for _ in range(4):
             pipe.stats.clear()

@@ -20,7 +20,8 @@ from ..zoo.blocks import Block, Chain
 
 pytestmark = pytest.mark.gpu
 
-BLOCKS, WIDTH, HIDDEN, ROWS = 12, 1024, 4096, 64
+BLOCKS, ROWS = 12, 64
+WIDTH, HIDDEN = (1024, 4096) if torch.cuda.is_available() else (256, 1024)  # large enough that copies can be seen
 BLOCK_BYTES = 4 * (2 * WIDTH * HIDDEN + 3 * WIDTH + HIDDEN)
 
 
@@ -36,7 +37,7 @@ class LazyBlock(Block):
 
 
 def big_chain(cycles: int = 0) -> Chain:
-    """Twelve blocks of 34 MB."""
+    """Twelve blocks, each of 34 MB where there is a GPU."""
     torch.manual_seed(0)
     model = Chain(LazyBlock(WIDTH, HIDDEN) for _ in range(BLOCKS))
     for block in model.blocks:
@@ -114,21 +115,22 @@ def test_host_memory_is_page_locked_where_asked_for(pin: bool, cuda: torch.devic
         assert {p.is_pinned() for p in model.parameters()} == {pin}
 
 
-def test_peak_memory(cuda: torch.device) -> None:
+def test_peak_memory(device: torch.device) -> None:
     """Two slots, gradients on their way and activations: a fraction of what the model takes, weights alone."""
-    make_workspaces(cuda)
+    api = torch.get_device_module(device)
+    make_workspaces(device)
     model = big_chain()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with on_device(model, cuda, k=2) as pipe:
+    api.synchronize()
+    before = api.memory_allocated()
+    api.reset_peak_memory_stats()
+    with on_device(model, device, k=2) as pipe:
         optimizer = SGD(model.parameters(), lr=0.1)
-        x = torch.randn(ROWS, WIDTH, device=cuda)
+        x = torch.randn(ROWS, WIDTH, device=device)
         for _ in range(3):
             micro_step(pipe, x)
             optimizer.step()
             optimizer.zero_grad()
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = api.max_memory_allocated() - before
         summary = pipe.summary()
     activations = BLOCKS * ROWS * 4 * (6 * WIDTH + 3 * HIDDEN)
     assert summary.device_bytes <= 2.1 * BLOCK_BYTES
@@ -136,14 +138,15 @@ def test_peak_memory(cuda: torch.device) -> None:
     assert peak < 0.7 * summary.model_bytes
 
 
-def test_nothing_stays_on_the_device(cuda: torch.device) -> None:
+def test_nothing_stays_on_the_device(device: torch.device) -> None:
     """After detach the device is as it was."""
-    make_workspaces(cuda)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    train(big_chain(), cuda, steps=1)
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    api = torch.get_device_module(device)
+    make_workspaces(device)
+    api.synchronize()
+    before = api.memory_allocated()
+    train(big_chain(), device, steps=1)
+    api.synchronize()
+    assert api.memory_allocated() == before
 
 
 def test_copies_run_on_other_streams_beside_the_computing(cuda: torch.device, tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_copies_run_on_other_streams_beside_the_computing(cuda: torch.device, tm
     assert sum(map(beside, copies)) > len(copies) / 2
 
 
-def test_out_of_memory_in_a_step(cuda: torch.device) -> None:
+def test_out_of_memory_in_a_step(device: torch.device) -> None:
     """A real OutOfMemoryError in mid-forward leaves the pipeline ready, and the next step is right."""
 
     class Greedy(LazyBlock):
@@ -182,11 +185,11 @@ def test_out_of_memory_in_a_step(cuda: torch.device) -> None:
                 torch.empty(1 << 50, dtype=torch.uint8, device=x.device)
             return super().forward(x)
 
-    expected, _ = train(big_chain(), cuda, steps=1)
+    expected, _ = train(big_chain(), device, steps=1)
     model = big_chain()
     model.blocks[6].__class__ = Greedy
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(cuda)
-    with on_device(model, cuda) as pipe:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+    with on_device(model, device) as pipe:
         model.blocks[6].greedy = True
         with pytest.raises(torch.OutOfMemoryError):
             micro_step(pipe, x)

@@ -36,7 +36,7 @@ thread_local c10::DeviceIndex current_device = 0;
 
 // ---------------------------------------------------------------------------------------------------------- memory
 
-std::atomic<int64_t> allocated{0}, peak{0}, limit{-1};
+std::atomic<int64_t> allocated{0}, peak{0}, limit{0};
 
 void count(int64_t nbytes) {
   int64_t now = allocated += nbytes;
@@ -46,11 +46,8 @@ void count(int64_t nbytes) {
 }
 
 void must_fit(int64_t nbytes) {
-  int64_t most = limit.load();
-  if (most >= 0 && allocated + nbytes > most) {
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "mtia out of memory. Tried to allocate ", nbytes, " bytes, ",
-                     allocated.load(), " of ", most, " are allocated.");
-  }
+  TORCH_CHECK_WITH(OutOfMemoryError, allocated + nbytes <= limit, "mtia out of memory. Tried to allocate ", nbytes,
+                   " bytes, ", allocated.load(), " of ", limit.load(), " are allocated.");
 }
 
 struct Block {

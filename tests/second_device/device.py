@@ -84,6 +84,7 @@ def install(library: str) -> None:
         library: What `build` has compiled.
     """
     torch.ops.load_library(library)
+    torch.ops.second_device.set_limit(TOTAL_BYTES)
     for name, function in _api().items():
         setattr(torch.mtia, name, function)
     for namespace in (lightning, pytorch_lightning):
@@ -97,10 +98,10 @@ def _api() -> dict[str, Any]:
     default = Stream()
 
     def fraction(device: Any = None) -> float:
-        return 1.0 if native.limit() < 0 else float(native.limit() / TOTAL_BYTES)
+        return float(native.limit() / TOTAL_BYTES)
 
     def set_fraction(value: float, device: Any = None) -> None:
-        native.set_limit(-1 if value >= 1.0 else int(value * TOTAL_BYTES))
+        native.set_limit(int(value * TOTAL_BYTES))
 
     def constant(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value

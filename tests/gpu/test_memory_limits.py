@@ -1,0 +1,104 @@
+"""A device with little memory: what is chosen fits at once, takes what was expected, and changes no number."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sp_lightning import SuperpipelineStrategy
+
+from ..second_device import SECOND_DEVICE
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 8
+IS_SMALL = not torch.cuda.is_available()
+WIDTH, WORDS, TOKENS = (64, 4_000, 64) if IS_SMALL else (512, 64_000, 512)
+MEBIBYTE = 1 << 20
+
+
+class Model(L.LightningModule):
+    """A language model whose logits, and what a loss makes of them, are larger than anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=4 * WIDTH,
+            num_hidden_layers=10,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        self.model = LlamaForCausalLM(config)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, foreach=False)
+
+
+@contextmanager
+def room(device: torch.device, nbytes: int) -> Iterator[None]:
+    """A device on which no more than that can be allocated beyond what is there."""
+    api = torch.get_device_module(device)
+    api.empty_cache()
+    total = api.mem_get_info(device)[1]
+    api.set_per_process_memory_fraction((api.memory_reserved(device) + nbytes) / total, device)
+    try:
+        yield
+    finally:
+        api.set_per_process_memory_fraction(1.0, device)
+
+
+def fit(strategy: SuperpipelineStrategy | str, accelerator: str, device: torch.device) -> tuple[list[float], int]:
+    """Losses of a training, and the most device memory that it took."""
+    api = torch.get_device_module(device)
+    gc.collect()
+    before = api.memory_allocated(device)
+    api.reset_peak_memory_stats(device)
+    model = Model()
+    words = torch.randint(WORDS, (4 * STEPS, TOKENS), generator=torch.Generator().manual_seed(0))
+    trainer = L.Trainer(strategy=strategy, accelerator=accelerator, devices=1, max_steps=STEPS, barebones=True)
+    trainer.fit(model, DataLoader(words, batch_size=4))
+    return [float(loss) for loss in model.losses], api.max_memory_allocated(device) - before
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.45])
+def test_the_first_choice_fits(share: float, accelerator: str, device: torch.device) -> None:
+    """Nothing is given up, and the plan is right about the memory, though most of it is in no graph."""
+    expected, everything = fit("auto", accelerator, device)
+    limit = int(share * everything)
+    strategy = SuperpipelineStrategy()
+    with room(device, limit), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*did not suffice")
+        losses, peak = fit(strategy, accelerator, device)
+    assert peak <= limit
+    if device.type == SECOND_DEVICE:  # elsewhere optimizers round differently, and memory comes in larger pieces
+        assert losses == expected
+    else:
+        torch.testing.assert_close(losses, expected, rtol=2e-2, atol=1e-3)
+
+
+def test_the_last_resort_fits(accelerator: str, device: torch.device) -> None:
+    """With a little more than the least that a step takes, it runs; with less, what is missing is said."""
+    _, least = fit(SuperpipelineStrategy(k=1, activations="recompute"), accelerator, device)
+    with room(device, least + (MEBIBYTE if IS_SMALL else 64 * MEBIBYTE)):
+        _, peak = fit(SuperpipelineStrategy(), accelerator, device)
+    assert peak <= least + (MEBIBYTE if IS_SMALL else 64 * MEBIBYTE)
+    with room(device, least // 2), pytest.raises(torch.OutOfMemoryError, match="Nothing is left"):
+        fit(SuperpipelineStrategy(), accelerator, device)
