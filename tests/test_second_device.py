@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_needs_an_accelerator(tmp_path: Path) -> None:
     """With tensors of another type, a thread of autograd's, and memory that runs out; only CUDA's own is left out."""
     reason = why_not()
