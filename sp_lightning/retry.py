@@ -26,6 +26,7 @@ from sp_lightning.pipeline import Pipeline, readable_bytes
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 from sp_lightning.pipeline.activations.surroundings import RandomStates
+from sp_lightning.pipeline.modules.hooks import tensors_in
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LARGEST = 1 << 28  # bytes of a tensor that is copied: a queue of features is smaller, a data set is larger
-_WATCHED = 8  # micro-batches after units were arranged anew; later ones need no more, unless their inputs are larger
+_WATCHED = 8  # micro-batches after units were arranged anew; later ones only if their inputs are the largest so far
 
 
 class StepRetry:
@@ -55,8 +56,9 @@ class StepRetry:
         self._pipeline = pipeline
         self._module = module
         self._lightning = lightning
-        self._arranged = self._proven = 0
+        self._arranged = 0
         self._left = _WATCHED
+        self._proven = _Proven(0, 0)
         self._attempt: _Attempt | None = None
 
     def training_step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
@@ -70,11 +72,13 @@ class StepRetry:
             torch.OutOfMemoryError: If it does not fit, and there is nothing left to give up.
         """
         self._attempt = None
-        if not self._is_watched():
+        size = sum(tensor.nbytes for tensor in tensors_in(inputs))
+        if not self._is_watched(size):
             return run()
-        attempt = _Attempt(self._module, self._pipeline, self._lightning, inputs, run)
+        attempt = _Attempt(self._module, self._pipeline, self._lightning, inputs, run, size)
         output = self._until_it_works(attempt, run)
         if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
+            self._note_success(attempt)
             return output
         attempt.loss, attempt.given = loss, loss.detach().requires_grad_()
         self._attempt = attempt
@@ -82,8 +86,8 @@ class StepRetry:
 
     @property
     def is_probing(self) -> bool:
-        """Whether the step that is under way is the first one since units were arranged."""
-        return self._attempt is not None and self._proven != self._pipeline.stats.arrangements
+        """Whether the step that is under way is the first one since units were arranged, or with inputs so large."""
+        return self._attempt is not None and not self._is_proven(self._attempt.size)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         """Run the backward pass of the last training step.
@@ -104,7 +108,7 @@ class StepRetry:
             self._backward(attempt, loss, run)
         finally:
             self._attempt = None
-        self._proven = self._pipeline.stats.arrangements
+        self._note_success(attempt)
 
     def _backward(self, attempt: _Attempt, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         (scale,) = torch.autograd.grad(loss, attempt.given)
@@ -141,13 +145,22 @@ class StepRetry:
             result, failure = _try(run)
         return result
 
-    def _is_watched(self) -> bool:
+    def _is_watched(self, size: int) -> bool:
         if not (self._enabled and self._pipeline.may_run_out):
             return False
         if self._arranged != self._pipeline.stats.arrangements:
             self._arranged, self._left = self._pipeline.stats.arrangements, _WATCHED
         self._left -= 1
-        return self._left >= 0
+        return self._left >= 0 or not self._is_proven(size)
+
+    def _is_proven(self, size: int) -> bool:
+        """Whether a step with inputs of this many bytes has worked as units are arranged now."""
+        return self._proven.arrangement == self._pipeline.stats.arrangements and size <= self._proven.size
+
+    def _note_success(self, attempt: _Attempt) -> None:
+        arrangement, proven = self._pipeline.stats.arrangements, self._proven
+        before = proven.size if proven.arrangement == arrangement else 0
+        self._proven = _Proven(arrangement, max(attempt.size, before))
 
     def _make_room(self, failure: _Failure) -> str:
         """Outside of any `except`, whose traceback would hold the activations."""
@@ -160,6 +173,13 @@ class StepRetry:
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
         return f"The device's memory did not suffice: {given_up}"
+
+
+class _Proven(NamedTuple):
+    """With which arrangement, by its number, a step has worked, and how large its inputs were."""
+
+    arrangement: int
+    size: int
 
 
 class _Failure(NamedTuple):
@@ -185,6 +205,7 @@ class _Attempt:
 
     Attributes:
         run: Runs it.
+        size: Bytes of its inputs.
         loss: What it returned, with the module's graph.
         given: What Lightning got in its place.
     """
@@ -199,8 +220,10 @@ class _Attempt:
         lightning: Namespace,
         inputs: tuple[Any, ...],
         run: Callable[[], Any],
+        size: int,
     ) -> None:
         self.run = run
+        self.size = size
         self._stats = pipeline.stats
         self._steps = self._stats.optimizer_steps, self._stats.steps_in_backward
         self._random = RandomStates(pipeline.device)

@@ -116,9 +116,9 @@ def fit(module: Module, strategy: Any, **options: Any) -> list[Any]:
     torch.manual_seed(1)
     random.seed(1)
     data = DataLoader(TensorDataset(torch.randn(24, WIDTH)), batch_size=4)
-    losses = Losses()
-    options = {"max_epochs": 1, "log_every_n_steps": 1, "callbacks": [losses], **options}
-    ours = trainer(strategy, **options)
+    losses, more = Losses(), options.pop("callbacks", [])
+    options = {"max_epochs": 1, "log_every_n_steps": 1, **options}
+    ours = trainer(strategy, callbacks=[losses, *more], **options)
     ours.fit(module, data)
     seen = [*module.state_dict().values(), *losses.seen, losses.backward[-1], torch.tensor(module.losses)]
     return [*seen, torch.tensor(module.calls), *(ours.callback_metrics[name] for name in ("loss_epoch", "metric"))]
@@ -255,6 +255,33 @@ def test_a_batch_size_that_was_only_tried_costs_nothing(tmp_path: Any) -> None:
     assert after_tuning[0] == 2, "the usual window, which a planner may change"
 
 
+def without_a_plan(pipeline: Any) -> bool:
+    return pipeline.summary().plan is None or pipeline._arranger._learned.fresh_starts > 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_what_was_chosen_is_chosen_anew(where: str) -> None:
+    """For less memory, as the device's comes in pieces; one step that failed must not make all others slow."""
+    memory, strategy = Device(where, without_a_plan), SuperpipelineStrategy(units=Block, memory_budget="20KiB")
+    plans = Plans()
+    assert same(reference(max_epochs=2), streamed(memory, strategy=strategy, max_epochs=2, callbacks=[plans]))
+    assert memory.failures == 1
+    planned = [plan is not None for plan in plans.seen]
+    assert planned[3:] == [False, False, False, *[True] * 6], "measured once more, and planned once more"
+    assert plans.seen[-1].device_bytes <= 0.85 * 20 * 1024
+
+
+class Plans(Callback):
+    """What was planned when each batch had been trained with."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.strategy.pipeline.summary().plan)
+
+
 def test_units_that_were_told_to_run_again() -> None:
     strategy = SuperpipelineStrategy(units=WithCache, memory_budget="10MiB", activations="recompute")
     with pytest.raises(RuntimeError, match=r"'blocks.5' has been modified .* cannot run again"):
@@ -306,6 +333,27 @@ def test_choices_of_the_user_are_kept() -> None:
     strategy = SuperpipelineStrategy(units=Block, k=3, activations="keep")
     with pytest.raises(torch.OutOfMemoryError, match="smaller batches"):
         streamed(memory, strategy=strategy)
+    assert memory.failures == 1
+
+
+class Growing(Module):
+    """Has one batch that is larger than all before it, long after the first steps."""
+
+    def on_before_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> list[Tensor]:
+        return [batch[0].repeat(5, 1)] if self.calls == 14 else batch
+
+
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_largest_batch_so_far_may_fail(where: str) -> None:
+    """However late it comes: memory may have been filled by what smaller ones left free."""
+    torch.manual_seed(0)
+    Device.current = Device("never", None)
+    expected = fit(Growing(), "auto", max_epochs=3)
+    torch.manual_seed(0)
+    memory = Device.current = Device(where, without_a_plan, step=14)
+    found = fit(Growing(), SuperpipelineStrategy(units=Block, memory_budget="20KiB"), max_epochs=3)
+    assert same(expected, found)
     assert memory.failures == 1
 
 

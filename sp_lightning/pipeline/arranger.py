@@ -21,6 +21,8 @@ from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.weights.units import Member
 
+_FRESH_STARTS = 2  # after memory did not suffice for what had been chosen; then nothing is chosen any more
+
 
 class Arranger:
     """Makes arrangements of a module, and has one of them at work.
@@ -111,6 +113,8 @@ class Arranger:
         Returns:
             What was given up, in words; None if nothing is left to give up.
         """
+        if self._choose_anew():
+            return "the window and what becomes of activations are measured and chosen anew, for less memory"
         self.stop_planning()
         self._planner = None  # or the window would grow again
         if self._learned.plan is not None:
@@ -126,6 +130,18 @@ class Arranger:
             self._learned.short_of_memory = self._learned.outdated = True
             return f"`k` is {self.arrangement.k_prime} from now on, and was {self.arrangement.k}"
         return None
+
+    def _choose_anew(self) -> bool:
+        """Start over where something was chosen that may have been too much; False if nothing was, or too often."""
+        learned, auto = self._learned, self._activations.auto
+        holds_activations = auto is not None and any(policy != "recompute" for policy in auto.in_use.values())
+        if learned.fresh_starts == _FRESH_STARTS or not (holds_activations or learned.plan is not None):
+            return False
+        learned.fresh_starts += 1
+        if self._planner is not None:
+            self._planner.start_over()
+        learned.plan, learned.outdated = None, True
+        return True
 
     def stop_planning(self) -> None:
         """What is being measured is worth nothing: a step was not finished, or it was the last."""

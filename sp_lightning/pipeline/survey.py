@@ -17,6 +17,7 @@ from sp_lightning.pipeline.transfer.trace import Recording
 from sp_lightning.pipeline.weights.units import Unit
 
 SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
+_LESS = 0.85  # of it may be taken after each time that it did not suffice
 
 
 class Survey:
@@ -49,13 +50,17 @@ class Survey:
 
     @property
     def budget(self) -> int | None:
-        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
-        if self.arrangement.budget is not None:
-            return self.arrangement.budget
-        free = self._lasting.backend.free_memory()
-        if free is None:
-            return None
-        return self.arrangement.streaming_bytes() + int(SHARE_OF_FREE_MEMORY * free)
+        """Device memory for weights, gradients on their way and activations; None if no limit is known.
+
+        Each time that it did not suffice for what was chosen, it is taken to be less: memory comes in pieces.
+        """
+        budget = self.arrangement.budget
+        if budget is None:
+            free = self._lasting.backend.free_memory()
+            if free is None:
+                return None
+            budget = self.arrangement.streaming_bytes() + int(SHARE_OF_FREE_MEMORY * free)
+        return int(_LESS**self._lasting.learned.fresh_starts * budget)
 
     @property
     def activation_peak(self) -> int:
@@ -97,6 +102,9 @@ class Planner(Protocol):
             survey: The pipeline.
             builds_graph: Whether the step may have a backward.
         """
+
+    def start_over(self) -> None:
+        """What was planned did not fit: it is forgotten."""
 
     def abandon(self) -> None:
         """A step was not finished, or the pipeline ends: whatever was being measured is worth nothing."""

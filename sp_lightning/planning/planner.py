@@ -82,6 +82,11 @@ class AutoPlanner(Planner):
         return None if made is None else made.plan
 
     @override
+    def start_over(self) -> None:
+        self.abandon()
+        self._made.clear()
+
+    @override
     def abandon(self) -> None:
         measuring, self._measuring = self._measuring, None
         if measuring is not None:

@@ -31,6 +31,7 @@ class Learned:
         buffers: Host memory of earlier arrangements, by the identities of the masters in it.
         plan: What a planner has chosen for the window.
         touched_outside: Weights that were used outside of their unit since the arrangement was made.
+        fresh_starts: How often memory did not suffice for what had been chosen, and less of it was to be chosen anew.
         outdated: Whether something was learned that asks for another arrangement.
     """
 
@@ -47,6 +48,7 @@ class Learned:
         self.buffers: dict[tuple[int, ...], HostBuffer] = {}
         self.plan: WindowPlan | None = None
         self.touched_outside: list[Weight] = []
+        self.fresh_starts = 0
         self.outdated = False
 
     def note_call(self, unit: str) -> None:
