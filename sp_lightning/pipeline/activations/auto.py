@@ -8,7 +8,8 @@ timed. A call with larger inputs than those that were measured recomputes, too, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -79,6 +80,7 @@ class _Measured:
         unit: The name of the unit that it belongs to.
         weights: Bytes of weights that travel for that unit.
         size: Bytes of the inputs of its largest call.
+        workspace: The most that operations were seen to take beside what is saved, in its forward or backward.
         steps: What its calls took, for each step in which it was measured.
         seconds: How long its second forwards took, for each of these steps.
     """
@@ -87,6 +89,7 @@ class _Measured:
         self.unit = unit
         self.weights = weights
         self.size = 0
+        self.workspace = 0
         self.steps: dict[int, Footprint] = {}
         self.seconds: dict[int, float] = {}
 
@@ -99,14 +102,14 @@ class _Measured:
     def ways(self, link: Link | None, may_recompute: bool) -> list[Way]:
         """What can happen to its activations, and what each costs; offloading, if it may and there is a link for it."""
         took = self.footprint
-        everything = took.held + took.saved
+        everything, working = took.held + took.saved, took.working + self.workspace
         forward = min(self.seconds.values(), default=0.0)
-        ways = [Way("keep", everything, took.working, 0.0)]
+        ways = [Way("keep", everything, working, 0.0)]
         if may_recompute and took.repeatable:
-            ways.append(Way("recompute", took.held, took.working, forward))
+            ways.append(Way("recompute", took.held, working, forward))
         if link is not None and took.large:
             seconds = link.offload_seconds(took.large, self.weights, forward, _BACKWARD * forward)
-            ways.append(Way("offload", everything - took.large, took.working, seconds, leaving=took.large))
+            ways.append(Way("offload", everything - took.large, working, seconds, leaving=took.large))
         return ways
 
     @property
@@ -125,10 +128,10 @@ class AutoPolicy:
         never_again: Members that must not recompute, as backward has shown.
 
     Attributes:
-        turn: Bytes that were saved after the last unit when it was looked at last: by a loss.
+        turn: Bytes that were taken after the last unit when it was looked at last: by a loss.
         outside: Bytes that were saved outside of units besides: by a norm between them.
-        gradients: Bytes that gradients of activations are taken to need in backward.
-        workspace: What operations were seen to take beside what is saved.
+        reserve: Bytes that must stay free besides, for gradients of activations; 0 where the device tells what
+            operations take, and each unit and the turn have their share of that.
     """
 
     def __init__(self, backend: Backend, meter: Meter, budget: Callable[[], int], never_again: Set[str]) -> None:
@@ -142,23 +145,26 @@ class AutoPolicy:
         self._chosen: dict[str, Policy] = {}
         self._in_use: dict[str, Policy] = {}  # in this step
         self._measuring: set[str] = set()  # in this step
-        self._turn: int | None = None  # in this step
+        self._turn: int | None = None  # saved after the last unit in this step
+        self._at_turn = 0  # what operations were seen to take there besides
+        self._reached: str | None = None  # the member that backward has come to last
         self._second_forwards: list[tuple[_Measured, int, Any, Any]] = []
         self._told = False
         self._choice_is_outdated = False
+        self._workspace = Workspace(backend, meter)
         self.turn = 0
         self.outside = 0
-        self.gradients = 0
-        self.workspace = Workspace(backend, meter)
+        self.reserve = 0
 
     def begin_step(self) -> None:
         """Choose anew if the last step has measured anything, or if there is another amount of room."""
-        self.workspace.end()
+        self._end_stretch(self._reached)
+        self._workspace.end()
         if (self._measuring or self._choice_is_outdated) and self._units:
             self._choose()
         self._choice_is_outdated = False
         self._step += 1
-        self._turn = None
+        self._turn = self._reached = None
         self._in_use = {}
         self._measuring.clear()
 
@@ -197,8 +203,11 @@ class AutoPolicy:
         unit = self._units.get(member.name)
         if unit is None or size > unit.size or len(unit.steps) < _STEPS:
             if self._units and not self._measuring:  # in the first step, what stays is made, too
-                self.workspace.begin()
+                self._workspace.begin()
             self._measuring.add(member.name)
+        if self._reached is not None:  # forward after a backward, in one step
+            self._end_stretch(self._reached)
+            self._reached = None
         policy = "recompute" if member.name in self._measuring else self._chosen[member.name]
         self._in_use[member.name] = policy
         return policy
@@ -218,19 +227,20 @@ class AutoPolicy:
         self._second_forwards.clear()
         self._choice_is_outdated = True
 
-    def end_call(self) -> None:
+    def end_call(self, member: Member) -> None:
         """A unit's forward has run."""
-        self._meter.end_call()
+        self._end_stretch(member.name)
 
     def begin_backward(self) -> None:
         """Backward has begun; what it has not come to is still held."""
         if self._turn is None:
             self._turn = self._meter.added
 
-    def before_second_forward(self) -> None:
-        """Backward has come to a unit that runs again."""
-        if self._measuring:
-            self.workspace.turn()
+    def reach(self, member: Member) -> None:
+        """Backward has come to a unit."""
+        if self._workspace.is_measured:
+            self._end_stretch(self._reached)
+            self._reached = member.name
 
     def mark(self) -> Any:
         """This moment on the device."""
@@ -243,22 +253,38 @@ class AutoPolicy:
 
     def look(self) -> None:
         """Work out what the last step has shown of activations that are not a unit's."""
-        self.gradients = max((unit.footprint.working for unit in self._units.values()), default=0)
+        working = max((unit.footprint.working for unit in self._units.values()), default=0)
+        self.reserve = 0 if self._workspace.is_known else working
         if self._in_use:
-            ways = {name: {way.policy: way for way in of} for name, of in self.ways().items()}
-            used = [of.get(self._in_use[name], of["keep"]) for name, of in ways.items() if name in self._in_use]
-            self.turn = self._turn or 0
-            self.outside = max(0, self._meter.step_peak - peak(used, self.turn))
+            used = [self._used(name, ways) for name, ways in self.ways().items() if name in self._in_use]
+            saved = self._turn or 0
+            self.turn = saved + self._at_turn
+            self.outside = max(0, self._meter.step_peak - peak(used, saved))
+
+    def _used(self, name: str, ways: Sequence[Way]) -> Way:
+        """The way of a member that was in use, with nothing but what autograd saves."""
+        of = {way.policy: way for way in ways}
+        way = of.get(self._in_use[name], of["keep"])
+        return replace(way, working=way.working - self._units[name].workspace)
+
+    def _end_stretch(self, member: str | None) -> None:
+        """What a member's forward or backward took shows now; or, if it is none, what passed between the two."""
+        taken = self._workspace.end_stretch()
+        if member in self._units:
+            self._units[member].workspace = max(self._units[member].workspace, taken)
+        else:
+            self._at_turn = max(self._at_turn, taken)
 
     def _choose(self) -> None:
         self.look()
         ways = self.ways()
         limit = self._budget()
-        apart = self.outside + max(self.gradients, self.workspace.bytes)
+        apart = self.outside + self.reserve
         chosen = choose([*ways.values()], limit - apart, self.turn)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
         needed = peak(chosen, self.turn) + apart
-        if needed > limit and not self._told:
+        is_measured = all(len(unit.steps) >= _STEPS for unit in self._units.values())
+        if needed > limit and is_measured and not self._told:
             self._told = True
             warnings.warn(
                 f"`activations='auto'`: activations take {readable_bytes(needed)} on the device at least, and there is "

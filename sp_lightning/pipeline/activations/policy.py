@@ -114,7 +114,7 @@ class Activations:
             self._inside = False
             if self.auto is not None:
                 self._policy = "keep"
-                self.auto.end_call()
+                self.auto.end_call(member)
 
     def _recompute(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, UnitCall]:
         may_repeat = member.name not in self.never_again
@@ -141,7 +141,6 @@ class Activations:
         if self.auto is None:
             yield
             return
-        self.auto.before_second_forward()
         begin = self.auto.mark()
         try:
             yield
@@ -158,6 +157,11 @@ class Activations:
         """Backward has begun, at the end of the graph."""
         if self.auto is not None:
             self.auto.begin_backward()
+
+    def reach(self, member: Member) -> None:
+        """Backward has come to a unit."""
+        if self.auto is not None:
+            self.auto.reach(member)
 
     def end_backward(self) -> None:
         """Drop once more what a graph that is retained would hold on to."""
