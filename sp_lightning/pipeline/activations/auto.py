@@ -79,7 +79,7 @@ class _Measured:
     Attributes:
         unit: The name of the unit that it belongs to.
         weights: Bytes of weights that travel for that unit.
-        size: Bytes of the inputs of its largest call.
+        size: Bytes of the inputs of its largest call, but for those of the first step.
         workspace: The most that operations were seen to take beside what is saved, in its forward or backward.
         steps: What its calls took, for each step in which it was measured.
         seconds: How long its second forwards took, for each of these steps.
@@ -128,8 +128,8 @@ class AutoPolicy:
         never_again: Members that must not recompute, as backward has shown.
 
     Attributes:
-        turn: Bytes that were taken after the last unit when it was looked at last: by a loss.
-        outside: Bytes that were saved outside of units besides: by a norm between them.
+        turn: The most bytes that were taken after the last unit: by a loss.
+        outside: The most bytes that were saved outside of units besides: by a norm between them.
         reserve: Bytes that must stay free besides, for gradients of activations; 0 where the device tells what
             operations take, and each unit and the turn have their share of that.
     """
@@ -147,6 +147,7 @@ class AutoPolicy:
         self._measuring: set[str] = set()  # in this step
         self._turn: int | None = None  # saved after the last unit in this step
         self._at_turn = 0  # what operations were seen to take there besides
+        self._is_first = True  # step that is measured
         self._reached: str | None = None  # the member that backward has come to last
         self._second_forwards: list[tuple[_Measured, int, Any, Any]] = []
         self._told = False
@@ -158,7 +159,6 @@ class AutoPolicy:
 
     def begin_step(self) -> None:
         """Choose anew if the last step has measured anything, or if there is another amount of room."""
-        self._end_stretch(self._reached)
         self._workspace.end()
         if (self._measuring or self._choice_is_outdated) and self._units:
             self._choose()
@@ -202,12 +202,11 @@ class AutoPolicy:
         """What happens to the activations of a call with inputs of this many bytes."""
         unit = self._units.get(member.name)
         if unit is None or size > unit.size or len(unit.steps) < _STEPS:
-            if self._units and not self._measuring:  # in the first step, what stays is made, too
-                self._workspace.begin()
+            if not self._measuring:
+                self._is_first = not self._units
+                if not self._is_first:  # in the first step, what stays is made, too
+                    self._workspace.begin()
             self._measuring.add(member.name)
-        if self._reached is not None:  # forward after a backward, in one step
-            self._end_stretch(self._reached)
-            self._reached = None
         policy = "recompute" if member.name in self._measuring else self._chosen[member.name]
         self._in_use[member.name] = policy
         return policy
@@ -217,7 +216,8 @@ class AutoPolicy:
         if member.name in self._measuring:
             assert member.unit is not None
             weights = sum(weight.compute_bytes for weight in member.unit.weights)
-            self._units.setdefault(member.name, _Measured(member.unit_name, weights)).add(self._step, size, call)
+            unit = self._units.setdefault(member.name, _Measured(member.unit_name, weights))
+            unit.add(self._step, 0 if self._is_first else size, call)  # so that inputs as large are looked at once more
 
     def measure_again(self) -> None:
         """The step that is under way begins anew, and what it has measured counts no more."""
@@ -242,6 +242,12 @@ class AutoPolicy:
             self._end_stretch(self._reached)
             self._reached = member.name
 
+    def end_backward(self) -> None:
+        """Backward has ended; now, because users count the device's memory anew between steps, too."""
+        if self._reached is not None:
+            self._end_stretch(self._reached)
+            self._reached = None
+
     def mark(self) -> Any:
         """This moment on the device."""
         return self._backend.mark()
@@ -258,8 +264,8 @@ class AutoPolicy:
         if self._in_use:
             used = [self._used(name, ways) for name, ways in self.ways().items() if name in self._in_use]
             saved = self._turn or 0
-            self.turn = saved + self._at_turn
-            self.outside = max(0, self._meter.step_peak - peak(used, saved))
+            self.turn = max(self.turn, saved + self._at_turn)
+            self.outside = max(self.outside, self._meter.step_peak - peak(used, saved))
 
     def _used(self, name: str, ways: Sequence[Way]) -> Way:
         """The way of a member that was in use, with nothing but what autograd saves."""

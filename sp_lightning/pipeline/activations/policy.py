@@ -168,6 +168,8 @@ class Activations:
         for call in list(self._repeated):
             call.drop()
         self._repeated.clear()
+        if self.auto is not None:
+            self.auto.end_backward()
 
 
 def _has_its_own_weights(member: Member) -> bool:

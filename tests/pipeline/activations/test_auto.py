@@ -119,6 +119,29 @@ def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute(monke
     assert sorted(chosen) == ["keep", "keep", "recompute"]  # 10 + 110 + 110 and 90, and 110 for gradients
 
 
+def test_inputs_as_large_as_the_first_ones_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What their loss takes has not been seen: in the first step there is more on the device than will be."""
+    chooser = policy(10**6, FAST, monkeypatch)
+    measure(chooser, steps=1, size=80, held=90)
+    assert set(measure(chooser, steps=1, size=8).values()) == {"keep"}
+    assert {chooser.policy(member(name), 80) for name in "abc"} == {"recompute"}
+
+
+def test_a_smaller_batch_does_not_take_back_what_a_loss_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = policy(10**6, FAST, monkeypatch)
+    unit = member("a")
+    for loss in (90, 40):
+        chooser.begin_step()
+        chooser._meter.begin_step()
+        chooser.policy(unit, 8)
+        chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
+        chooser.end_call(unit)
+        chooser._meter._recent_peak = loss
+        chooser.begin_backward()
+    chooser.begin_step()
+    assert chooser.turn == 90
+
+
 class TellsMemory(RecordingBackend):
     """As a device that says how much of its memory is allocated."""
 
@@ -175,6 +198,8 @@ def test_what_operations_take_is_left_free(monkeypatch: pytest.MonkeyPatch) -> N
             hold(100)
             take(30 if unit.name == "b" else 9)
             hold(-110)
+        chooser.end_backward()
+        take(5000)  # between steps, by a validation
     chooser.begin_step()
     assert (chooser.turn, chooser.outside, chooser.reserve) == (250, 0, 0)
     assert [of[0].working for of in chooser.ways().values()] == [119, 140, 119]
