@@ -173,7 +173,8 @@ class _Measurement:
         now, before = self._survey.stats, self._before
         most, auto = self._survey.most_memory_in_use(), self._survey.activations
         reserve = 0 if auto is None else auto.reserve
-        if auto is None and most is not None and self._in_use is not None:
+        is_counted = auto is not None and auto.counts_operations
+        if not is_counted and most is not None and self._in_use is not None:
             reserve = max(0, most - self._in_use - self._peak)
         return Observed(
             trains=self._trains,

@@ -81,8 +81,8 @@ class _Measured:
         weights: Bytes of weights that travel for that unit.
         size: Bytes of the inputs of its largest call, but for those of the first step.
         workspace: The most that operations were seen to take beside what is saved, in its forward or backward.
-        steps: What its calls took, for each step in which it was measured.
-        seconds: How long its second forwards took, for each of these steps.
+        passes: What its calls took between a forward and its backward, by step and number of the pass in it.
+        seconds: How long its second forwards took, for each step in which it was measured.
     """
 
     def __init__(self, unit: str, weights: int) -> None:
@@ -90,14 +90,23 @@ class _Measured:
         self.weights = weights
         self.size = 0
         self.workspace = 0
-        self.steps: dict[int, Footprint] = {}
+        self.passes: dict[tuple[int, int], Footprint] = {}
         self.seconds: dict[int, float] = {}
 
-    def add(self, step: int, size: int, call: Footprint) -> None:
-        """One more call."""
-        before = self.steps.get(step)
-        self.steps[step] = call if before is None else before.and_also(call)
+    def add(self, at: tuple[int, int], size: int, call: Footprint) -> None:
+        """One more call, in this pass."""
+        before = self.passes.get(at)
+        self.passes[at] = call if before is None else before.and_also(call)
         self.size = max(self.size, size)
+
+    def forget(self, step: int) -> None:
+        """What it took in this step counts no more."""
+        self.passes = {at: call for at, call in self.passes.items() if at[0] != step}
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it was measured in enough steps."""
+        return len({step for step, _ in self.passes}) >= _STEPS
 
     def ways(self, link: Link | None, may_recompute: bool) -> list[Way]:
         """What can happen to its activations, and what each costs; offloading, if it may and there is a link for it."""
@@ -114,8 +123,8 @@ class _Measured:
 
     @property
     def footprint(self) -> Footprint:
-        """What it took in the step in which it took most."""
-        return max(self.steps.values(), key=lambda step: step.held + step.saved)
+        """What it took in the pass in which it took most."""
+        return max(self.passes.values(), key=lambda call: call.held + call.saved)
 
 
 class AutoPolicy:
@@ -140,7 +149,7 @@ class AutoPolicy:
         self._budget = budget
         self._never_again = never_again
         self._link: Link | None = None
-        self._step = 0
+        self._step = self._pass = 0
         self._units: dict[str, _Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
         self._in_use: dict[str, Policy] = {}  # in this step
@@ -164,6 +173,7 @@ class AutoPolicy:
             self._choose()
         self._choice_is_outdated = False
         self._step += 1
+        self._pass = 0
         self._turn = self._reached = None
         self._in_use = {}
         self._measuring.clear()
@@ -184,6 +194,11 @@ class AutoPolicy:
         return sum(unit.size for unit in self._units.values())
 
     @property
+    def counts_operations(self) -> bool:
+        """Whether what operations take is part of what units and the turn are said to take."""
+        return self._workspace.is_known
+
+    @property
     def in_use(self) -> Mapping[str, Policy]:
         """What was done with the activations of each member that was called in the last step."""
         return self._in_use
@@ -201,7 +216,7 @@ class AutoPolicy:
     def policy(self, member: Member, size: int) -> Policy:
         """What happens to the activations of a call with inputs of this many bytes."""
         unit = self._units.get(member.name)
-        if unit is None or size > unit.size or len(unit.steps) < _STEPS:
+        if unit is None or size > unit.size or not unit.is_measured:
             if not self._measuring:
                 self._is_first = not self._units
                 if not self._is_first:  # in the first step, what stays is made, too
@@ -217,13 +232,15 @@ class AutoPolicy:
             assert member.unit is not None
             weights = sum(weight.compute_bytes for weight in member.unit.weights)
             unit = self._units.setdefault(member.name, _Measured(member.unit_name, weights))
-            unit.add(self._step, 0 if self._is_first else size, call)  # so that inputs as large are looked at once more
+            unit.add(
+                (self._step, self._pass), 0 if self._is_first else size, call
+            )  # so that inputs as large are looked at once more
 
     def measure_again(self) -> None:
         """The step that is under way begins anew, and what it has measured counts no more."""
         for unit in self._units.values():
-            unit.steps.pop(self._step, None)
-        self._units = {name: unit for name, unit in self._units.items() if unit.steps}
+            unit.forget(self._step)
+        self._units = {name: unit for name, unit in self._units.items() if unit.passes}
         self._second_forwards.clear()
         self._choice_is_outdated = True
 
@@ -244,6 +261,7 @@ class AutoPolicy:
 
     def end_backward(self) -> None:
         """Backward has ended; now, because users count the device's memory anew between steps, too."""
+        self._pass += 1
         if self._reached is not None:
             self._end_stretch(self._reached)
             self._reached = None
@@ -289,7 +307,7 @@ class AutoPolicy:
         chosen = choose([*ways.values()], limit - apart, self.turn)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
         needed = peak(chosen, self.turn) + apart
-        is_measured = all(len(unit.steps) >= _STEPS for unit in self._units.values())
+        is_measured = all(unit.is_measured for unit in self._units.values())
         if needed > limit and is_measured and not self._told:
             self._told = True
             warnings.warn(

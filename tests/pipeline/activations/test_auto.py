@@ -142,6 +142,26 @@ def test_a_smaller_batch_does_not_take_back_what_a_loss_needs(monkeypatch: pytes
     assert chooser.turn == 90
 
 
+def test_what_several_backward_passes_need_is_not_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a GAN: what a unit has saved is free before its next forward, but calls in one graph add up."""
+    chooser = policy(10**6, SLOW, monkeypatch)
+    unit = member("a")
+    for _ in range(2):
+        chooser.begin_step()
+        for calls in (1, 3, 2):
+            for _ in range(calls):
+                chooser.policy(unit, 8)
+                chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
+                chooser.end_call(unit)
+            chooser.begin_backward()
+            chooser.note_second_forward(unit, 0.0, 1.0)
+            chooser.end_backward()
+    chooser.begin_step()
+    (way, *_) = chooser.ways()["a"]
+    assert (way.held, way.working) == (330, 110)
+    assert chooser.policy(unit, 8) == "keep"
+
+
 class TellsMemory(RecordingBackend):
     """As a device that says how much of its memory is allocated."""
 
@@ -229,7 +249,7 @@ def test_the_probe_of_the_link_fits_what_is_free(monkeypatch: pytest.MonkeyPatch
 def test_costs() -> None:
     """Copies that computing hides cost a little, what sticks out costs all of its time."""
     unit = _Measured("block", weights=10)
-    unit.add(0, 8, Footprint(0, 100, 100, 100, True))
+    unit.add((0, 0), 8, Footprint(0, 100, 100, 100, True))
     unit.seconds[0] = 3.0
     ways = {way.policy: way for way in unit.ways(Link(up=100.0, down=100.0), True)}
     assert (ways["keep"].seconds, ways["keep"].held) == (0, 100)
