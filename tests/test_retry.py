@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from functools import cache
 from typing import Any
 
@@ -222,6 +224,56 @@ def test_units_that_cannot_run_again(options: dict[str, Any]) -> None:
         found = fit(Updating(), SuperpipelineStrategy(units=WithCache, memory_budget="10MiB"), **options)
     assert same(expected, found)
     assert sum("runs again" in str(warning.message) for warning in told) == 1
+
+
+class Cache:
+    """Holds what blocks have computed, with its graph, as transformers' does in training."""
+
+    alive: weakref.WeakSet[Cache] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.content: list[Tensor] = []
+        self.alive.add(self)
+
+
+class Caching(Module):
+    def __init__(self, returns: str = "loss") -> None:
+        super().__init__(returns)
+        self.blocks = nn.ModuleList(IntoCache(Block(WIDTH, 24, dropout=0.2)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gc.collect()
+        assert not Cache.alive, "what an attempt that failed has computed is gone"
+        x, cache = self.norm(x), Cache()
+        for number, block in enumerate(self.blocks):
+            x = block(x, cache)
+            if number == 2:
+                x = Watched.apply(x, self)
+        return x
+
+
+class IntoCache(nn.Module):
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.content.append(self.block(x))
+        return cache.content[-1]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_a_failed_attempt_holds_no_memory(where: str) -> None:
+    """Its calls were to run again, with a cache that leads to the graph which holds them."""
+    torch.manual_seed(0)
+    Device.current = Device("never", None)
+    expected = fit(Caching(), "auto")
+    torch.manual_seed(0)
+    Device.current = Device(where, one_unit)
+    strategy = SuperpipelineStrategy(units=IntoCache, memory_budget="10MiB")
+    assert same(expected, fit(Caching(), strategy))
+    assert Device.current.failures == 2
 
 
 class Tuned(Module):

@@ -244,6 +244,7 @@ class Calls:
                 "with `with pipeline.step():`."
             )
         self._backward.reach(member, graph, groups, around)
+        self._activations.reach(member)
         self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
         if bundle is not None:
             self._offloader.reach(bundle)

@@ -32,9 +32,9 @@ class Observed:
         trains: Whether they had a backward.
         policies: For each step, what was done with the activations of each member, if something chooses for each.
         activation_peak: The most bytes of activations at once.
-        turn_bytes: The most that were saved after the last unit, if something chooses for each unit.
+        turn_bytes: The most that were taken after the last unit, if something chooses for each unit.
         outside_bytes: The most that were saved outside of units besides.
-        reserve_bytes: What computing took beside weights, gradients and activations, if the device tells.
+        reserve_bytes: What must stay free beside weights, gradients and activations.
         optimizer_steps: Steps of optimizers among them.
         overlapped: Units that were stepped while the device computed.
         in_backward: Those of them that were stepped before backward had ended.
@@ -45,7 +45,7 @@ class Observed:
     activation_peak: int
     turn_bytes: int
     outside_bytes: int
-    reserve_bytes: int | None
+    reserve_bytes: int
     optimizer_steps: int
     overlapped: int
     in_backward: int
@@ -81,7 +81,6 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
         for unit in arrangement.units
     )
     stepping = _stepping(observed)
-    reserve = observed.reserve_bytes
     return Workload(
         units=units,
         resident=UnitWork(
@@ -99,7 +98,7 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
         turn_bytes=observed.turn_bytes,
         outside_bytes=max(0, observed.activation_peak - by_choice) if auto is None else observed.outside_bytes,
         piece_bytes=max(gradient_bytes([unit]) for unit in arrangement.all_units),
-        reserve_bytes=reserve if reserve is not None else auto.gradients if auto is not None else 0,
+        reserve_bytes=observed.reserve_bytes,
     )
 
 

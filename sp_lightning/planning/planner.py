@@ -177,16 +177,17 @@ class _Measurement:
         """What was seen besides."""
         now, before = self._survey.stats, self._before
         most, auto = self._survey.most_memory_in_use(), self._survey.activations
-        known = None if most is None or self._in_use is None else max(0, most - self._in_use - self._peak)
-        if known is not None and auto is not None:
-            known = max(known, auto.workspace.bytes)
+        reserve = 0 if auto is None else auto.reserve
+        is_counted = auto is not None and auto.counts_operations
+        if not is_counted and most is not None and self._in_use is not None:
+            reserve = max(0, most - self._in_use - self._peak)
         return Observed(
             trains=self._trains,
             policies=self._policies,
             activation_peak=self._peak,
             turn_bytes=self._turn,
             outside_bytes=self._outside,
-            reserve_bytes=known,
+            reserve_bytes=reserve,
             optimizer_steps=now.optimizer_steps - before.optimizer_steps,
             overlapped=now.overlapped_steps - before.overlapped_steps,
             in_backward=now.steps_in_backward - before.steps_in_backward,

@@ -59,7 +59,7 @@ class Workload:
         clips: Whether a unit may be stepped only when all gradients have landed: clipping by norm, a loss scaler.
         turn_seconds: What the device computes between the last unit's forward and its backward: a head, a loss.
         rest_seconds: What passes between the end of a step and the beginning of the next one.
-        turn_bytes: Activations that are saved after the last unit, by a head or a loss: gone when its backward begins.
+        turn_bytes: What is taken after the last unit, by a head or a loss: gone when its backward begins.
         outside_bytes: Activations that are saved outside of units besides.
         piece_bytes: Device memory in which a unit's gradients are put together, if that is more than the gradients.
         reserve_bytes: Device memory that must stay free beside weights, gradients and activations.

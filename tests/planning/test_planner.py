@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Recording
 from sp_lightning.pipeline.layout.device_layout import sent_bytes
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.planning import AutoPlanner
+from sp_lightning.planning.planner import _Measurement
 
 from ..helpers import is_block
 from ..simulated import UNIT_BYTES, SimulatedBackend
@@ -253,3 +256,22 @@ def test_a_training_without_an_optimizer_is_planned_at_last() -> None:
         for number in range(40):
             model(*rows()).square().mean().backward()
             assert (pipeline.summary().plan is not None) == (number >= 34)
+
+
+@pytest.mark.parametrize(("counts", "reserve"), [(False, 40), (True, 7)])
+def test_what_operations_take_stays_free(counts: bool, reserve: int) -> None:
+    """Units and the turn have their share of it where units were measured, which they are not in inference."""
+    auto = SimpleNamespace(counts_operations=counts, reserve=7, turn=0, outside=0, in_use={}, look=lambda: None)
+    survey: Any = SimpleNamespace(
+        stats=Stats(),
+        arrangement=SimpleNamespace(weights=[]),
+        activations=auto,
+        activation_peak=60,
+        memory_in_use=lambda: 1000,
+        most_memory_in_use=lambda: 1100,
+        record=lambda: nullcontext(Recording()),
+    )
+    measurement = _Measurement(survey, trains=False)
+    while measurement.goes_on():
+        pass
+    assert measurement.observed().reserve_bytes == reserve

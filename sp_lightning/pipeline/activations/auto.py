@@ -8,7 +8,8 @@ timed. A call with larger inputs than those that were measured recomputes, too, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -78,41 +79,52 @@ class _Measured:
     Attributes:
         unit: The name of the unit that it belongs to.
         weights: Bytes of weights that travel for that unit.
-        size: Bytes of the inputs of its largest call.
-        steps: What its calls took, for each step in which it was measured.
-        seconds: How long its second forwards took, for each of these steps.
+        size: Bytes of the inputs of its largest call, but for those of the first step.
+        workspace: The most that operations were seen to take beside what is saved, in its forward or backward.
+        passes: What its calls took between a forward and its backward, by step and number of the pass in it.
+        seconds: How long its second forwards took, for each step in which it was measured.
     """
 
     def __init__(self, unit: str, weights: int) -> None:
         self.unit = unit
         self.weights = weights
         self.size = 0
-        self.steps: dict[int, Footprint] = {}
+        self.workspace = 0
+        self.passes: dict[tuple[int, int], Footprint] = {}
         self.seconds: dict[int, float] = {}
 
-    def add(self, step: int, size: int, call: Footprint) -> None:
-        """One more call."""
-        before = self.steps.get(step)
-        self.steps[step] = call if before is None else before.and_also(call)
+    def add(self, at: tuple[int, int], size: int, call: Footprint) -> None:
+        """One more call, in this pass."""
+        before = self.passes.get(at)
+        self.passes[at] = call if before is None else before.and_also(call)
         self.size = max(self.size, size)
+
+    def forget(self, step: int) -> None:
+        """What it took in this step counts no more."""
+        self.passes = {at: call for at, call in self.passes.items() if at[0] != step}
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it was measured in enough steps."""
+        return len({step for step, _ in self.passes}) >= _STEPS
 
     def ways(self, link: Link | None, may_recompute: bool) -> list[Way]:
         """What can happen to its activations, and what each costs; offloading, if it may and there is a link for it."""
         took = self.footprint
-        everything = took.held + took.saved
+        everything, working = took.held + took.saved, took.working + self.workspace
         forward = min(self.seconds.values(), default=0.0)
-        ways = [Way("keep", everything, took.working, 0.0)]
+        ways = [Way("keep", everything, working, 0.0)]
         if may_recompute and took.repeatable:
-            ways.append(Way("recompute", took.held, took.working, forward))
+            ways.append(Way("recompute", took.held, working, forward))
         if link is not None and took.large:
             seconds = link.offload_seconds(took.large, self.weights, forward, _BACKWARD * forward)
-            ways.append(Way("offload", everything - took.large, took.working, seconds, leaving=took.large))
+            ways.append(Way("offload", everything - took.large, working, seconds, leaving=took.large))
         return ways
 
     @property
     def footprint(self) -> Footprint:
-        """What it took in the step in which it took most."""
-        return max(self.steps.values(), key=lambda step: step.held + step.saved)
+        """What it took in the pass in which it took most."""
+        return max(self.passes.values(), key=lambda call: call.held + call.saved)
 
 
 class AutoPolicy:
@@ -125,10 +137,10 @@ class AutoPolicy:
         never_again: Members that must not recompute, as backward has shown.
 
     Attributes:
-        turn: Bytes that were saved after the last unit when it was looked at last: by a loss.
-        outside: Bytes that were saved outside of units besides: by a norm between them.
-        gradients: Bytes that gradients of activations are taken to need in backward.
-        workspace: What operations were seen to take beside what is saved.
+        turn: The most bytes that were taken after the last unit: by a loss.
+        outside: The most bytes that were saved outside of units besides: by a norm between them.
+        reserve: Bytes that must stay free besides, for gradients of activations; 0 where the device tells what
+            operations take, and each unit and the turn have their share of that.
     """
 
     def __init__(self, backend: Backend, meter: Meter, budget: Callable[[], int], never_again: Set[str]) -> None:
@@ -137,28 +149,32 @@ class AutoPolicy:
         self._budget = budget
         self._never_again = never_again
         self._link: Link | None = None
-        self._step = 0
+        self._step = self._pass = 0
         self._units: dict[str, _Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
         self._in_use: dict[str, Policy] = {}  # in this step
         self._measuring: set[str] = set()  # in this step
-        self._turn: int | None = None  # in this step
+        self._turn: int | None = None  # saved after the last unit in this step
+        self._at_turn = 0  # what operations were seen to take there besides
+        self._is_first = True  # step that is measured
+        self._reached: str | None = None  # the member that backward has come to last
         self._second_forwards: list[tuple[_Measured, int, Any, Any]] = []
         self._told = False
         self._choice_is_outdated = False
+        self._workspace = Workspace(backend, meter)
         self.turn = 0
         self.outside = 0
-        self.gradients = 0
-        self.workspace = Workspace(backend, meter)
+        self.reserve = 0
 
     def begin_step(self) -> None:
         """Choose anew if the last step has measured anything, or if there is another amount of room."""
-        self.workspace.end()
+        self._workspace.end()
         if (self._measuring or self._choice_is_outdated) and self._units:
             self._choose()
         self._choice_is_outdated = False
         self._step += 1
-        self._turn = None
+        self._pass = 0
+        self._turn = self._reached = None
         self._in_use = {}
         self._measuring.clear()
 
@@ -178,6 +194,11 @@ class AutoPolicy:
         return sum(unit.size for unit in self._units.values())
 
     @property
+    def counts_operations(self) -> bool:
+        """Whether what operations take is part of what units and the turn are said to take."""
+        return self._workspace.is_known
+
+    @property
     def in_use(self) -> Mapping[str, Policy]:
         """What was done with the activations of each member that was called in the last step."""
         return self._in_use
@@ -195,9 +216,11 @@ class AutoPolicy:
     def policy(self, member: Member, size: int) -> Policy:
         """What happens to the activations of a call with inputs of this many bytes."""
         unit = self._units.get(member.name)
-        if unit is None or size > unit.size or len(unit.steps) < _STEPS:
-            if self._units and not self._measuring:  # in the first step, what stays is made, too
-                self.workspace.begin()
+        if unit is None or size > unit.size or not unit.is_measured:
+            if not self._measuring:
+                self._is_first = not self._units
+                if not self._is_first:  # in the first step, what stays is made, too
+                    self._workspace.begin()
             self._measuring.add(member.name)
         policy = "recompute" if member.name in self._measuring else self._chosen[member.name]
         self._in_use[member.name] = policy
@@ -208,29 +231,40 @@ class AutoPolicy:
         if member.name in self._measuring:
             assert member.unit is not None
             weights = sum(weight.compute_bytes for weight in member.unit.weights)
-            self._units.setdefault(member.name, _Measured(member.unit_name, weights)).add(self._step, size, call)
+            unit = self._units.setdefault(member.name, _Measured(member.unit_name, weights))
+            unit.add(
+                (self._step, self._pass), 0 if self._is_first else size, call
+            )  # so that inputs as large are looked at once more
 
     def measure_again(self) -> None:
         """The step that is under way begins anew, and what it has measured counts no more."""
         for unit in self._units.values():
-            unit.steps.pop(self._step, None)
-        self._units = {name: unit for name, unit in self._units.items() if unit.steps}
+            unit.forget(self._step)
+        self._units = {name: unit for name, unit in self._units.items() if unit.passes}
         self._second_forwards.clear()
         self._choice_is_outdated = True
 
-    def end_call(self) -> None:
+    def end_call(self, member: Member) -> None:
         """A unit's forward has run."""
-        self._meter.end_call()
+        self._end_stretch(member.name)
 
     def begin_backward(self) -> None:
         """Backward has begun; what it has not come to is still held."""
         if self._turn is None:
             self._turn = self._meter.added
 
-    def before_second_forward(self) -> None:
-        """Backward has come to a unit that runs again."""
-        if self._measuring:
-            self.workspace.turn()
+    def reach(self, member: Member) -> None:
+        """Backward has come to a unit."""
+        if self._workspace.is_measured:
+            self._end_stretch(self._reached)
+            self._reached = member.name
+
+    def end_backward(self) -> None:
+        """Backward has ended; now, because users count the device's memory anew between steps, too."""
+        self._pass += 1
+        if self._reached is not None:
+            self._end_stretch(self._reached)
+            self._reached = None
 
     def mark(self) -> Any:
         """This moment on the device."""
@@ -243,22 +277,38 @@ class AutoPolicy:
 
     def look(self) -> None:
         """Work out what the last step has shown of activations that are not a unit's."""
-        self.gradients = max((unit.footprint.working for unit in self._units.values()), default=0)
+        working = max((unit.footprint.working for unit in self._units.values()), default=0)
+        self.reserve = 0 if self._workspace.is_known else working
         if self._in_use:
-            ways = {name: {way.policy: way for way in of} for name, of in self.ways().items()}
-            used = [of.get(self._in_use[name], of["keep"]) for name, of in ways.items() if name in self._in_use]
-            self.turn = self._turn or 0
-            self.outside = max(0, self._meter.step_peak - peak(used, self.turn))
+            used = [self._used(name, ways) for name, ways in self.ways().items() if name in self._in_use]
+            saved = self._turn or 0
+            self.turn = max(self.turn, saved + self._at_turn)
+            self.outside = max(self.outside, self._meter.step_peak - peak(used, saved))
+
+    def _used(self, name: str, ways: Sequence[Way]) -> Way:
+        """The way of a member that was in use, with nothing but what autograd saves."""
+        of = {way.policy: way for way in ways}
+        way = of.get(self._in_use[name], of["keep"])
+        return replace(way, working=way.working - self._units[name].workspace)
+
+    def _end_stretch(self, member: str | None) -> None:
+        """What a member's forward or backward took shows now; or, if it is none, what passed between the two."""
+        taken = self._workspace.end_stretch()
+        if member in self._units:
+            self._units[member].workspace = max(self._units[member].workspace, taken)
+        else:
+            self._at_turn = max(self._at_turn, taken)
 
     def _choose(self) -> None:
         self.look()
         ways = self.ways()
         limit = self._budget()
-        apart = self.outside + max(self.gradients, self.workspace.bytes)
+        apart = self.outside + self.reserve
         chosen = choose([*ways.values()], limit - apart, self.turn)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
         needed = peak(chosen, self.turn) + apart
-        if needed > limit and not self._told:
+        is_measured = all(unit.is_measured for unit in self._units.values())
+        if needed > limit and is_measured and not self._told:
             self._told = True
             warnings.warn(
                 f"`activations='auto'`: activations take {readable_bytes(needed)} on the device at least, and there is "

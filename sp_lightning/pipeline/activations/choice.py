@@ -5,7 +5,7 @@ From its forward to its backward a unit holds something: all that it saved, or i
 forward and in backward, more of it is there. Units before it in the forward hold theirs all that time, units after it
 nothing any more, or nothing yet. What the unit before saved may still be leaving for the host, or be coming back
 already. So the peak is the largest, over all units, of what the units before one hold, what of the last of them is on
-its way, and what that one needs to compute; or, at the turn, what all units hold and what was saved after them.
+its way, and what that one needs to compute; or, at the turn, what all units hold and what is taken after them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def peak(ways: Sequence[Way], turn: int = 0) -> int:
 
     Args:
         ways: One for each unit.
-        turn: Bytes that are saved after the last unit.
+        turn: Bytes that are taken after the last unit.
     """
     held = most = leaving = 0
     for way in ways:
@@ -69,7 +69,7 @@ def choose(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> list[W
     Args:
         units: The ways of each unit, in the order of the forward.
         budget: Bytes.
-        turn: Bytes that are saved after the last unit.
+        turn: Bytes that are taken after the last unit.
     """
     return _choose([*units, [Way("keep", 0, turn, 0.0)]], budget)[:-1]
 

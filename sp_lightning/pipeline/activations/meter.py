@@ -44,8 +44,13 @@ class Meter:
         return max(self._peak_before, self._recent_peak)
 
     @property
+    def stretch_peak(self) -> int:
+        """The most that was held in this stretch of the step."""
+        return self._recent_peak
+
+    @property
     def added(self) -> int:
-        """The most that was held since the last unit's call ended, beyond what was held then."""
+        """The most that was held in this stretch of the step, beyond what was held when it began."""
         return self._recent_peak - self._held_before
 
     def begin_step(self) -> None:
@@ -53,8 +58,8 @@ class Meter:
         self._peak_before = 0
         self._held_before = self._recent_peak = self.bytes
 
-    def end_call(self) -> None:
-        """A unit's call has ended."""
+    def begin_stretch(self) -> None:
+        """Another stretch of the step begins: a unit's call has ended, or backward has come to a unit."""
         self._peak_before = self.step_peak
         self._held_before = self._recent_peak = self.bytes
 

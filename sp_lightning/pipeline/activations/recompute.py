@@ -102,9 +102,11 @@ class UnitCall:
         on_repeat: Called with it when its forward runs again; what it returns surrounds that.
         checks: Whether to compare, bit by bit, what the forward saves the second time with what it saved at first.
         may_repeat: Whether to drop anything at all.
+        number: Which of all calls it is.
 
     Attributes:
         member: Whose call it is.
+        number: See above.
         footprint: What it takes; known when the forward is over.
     """
 
@@ -118,8 +120,10 @@ class UnitCall:
         on_repeat: Callable[[UnitCall], AbstractContextManager[None]],
         checks: bool,
         may_repeat: bool,
+        number: int,
     ) -> None:
         self.member = member
+        self.number = number
         self._may_repeat = may_repeat
         self._checks = checks
         self._saved = saved
@@ -181,6 +185,15 @@ class UnitCall:
         """Let go of what can be computed again."""
         for _, kept in self._alive():
             kept.drop()
+
+    def forget(self) -> None:
+        """No backward will come to it: hold nothing any more.
+
+        Objects among its inputs (a key/value cache) may lead to the graph that holds it, and through C++ that is a
+        cycle which nobody would ever collect.
+        """
+        self.drop()
+        del self._inputs, self._surroundings, self._effects
 
     def _take_stock(self, tensors: list[Tensor], repeatable: bool) -> Footprint:
         dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage

@@ -2,6 +2,9 @@
 
 Nothing that autograd saves shows it, but the device's allocator does. Looked at in steps that are measured (auto.py),
 so that what is chosen for activations leaves room for it.
+
+What is allocated at most and what is held at most need not be there at the same time: a loss takes its memory when no
+unit is at work. So a step is looked at in stretches, a unit's forward or backward each, and the loss is one of its own.
 """
 
 from __future__ import annotations
@@ -13,44 +16,42 @@ from sp_lightning.pipeline.transfer.backend import Backend
 class Workspace:
     """Measured between `begin` and `end`, from a forward to the end of its backward.
 
-    What is allocated at most and what is held at most need not be there at the same time. At the turn from forward to
-    backward they are, for what comes before it; what a unit's backward takes is known otherwise.
-
     Args:
         backend: Tells what is allocated.
         meter: Counts what is held for backward.
 
     Attributes:
-        bytes: The most so far; 0 where the device does not tell.
+        is_known: Whether the device tells, and a step was looked at.
     """
 
     def __init__(self, backend: Backend, meter: Meter) -> None:
-        self.bytes = 0
+        self.is_known = False
         self._backend = backend
         self._meter = meter
         self._elsewhere: int | None = None  # what is allocated whatever is computed, while something is measured
-        self._turned = False
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is looked at now."""
+        return self._elsewhere is not None
 
     def begin(self) -> None:
         """Measure from here on."""
         in_use = self._backend.memory_in_use()
         self._elsewhere = None if in_use is None else in_use - self._meter.bytes
-        self._turned = False
+        self.is_known = in_use is not None
 
-    def turn(self) -> None:
-        """Backward has come to the first unit, or to another one."""
-        if not self._turned:
-            self._turned = True
-            self._look()
+    def end_stretch(self) -> int:
+        """What was taken in the stretch that ends here, another one begins; 0 while nothing is measured."""
+        taken = 0
+        if self._elsewhere is not None:
+            most = self._backend.most_memory_in_use()
+            assert most is not None
+            taken = max(0, most - self._elsewhere - self._meter.stretch_peak)
+            self._backend.memory_in_use()  # the most is counted anew
+        self._meter.begin_stretch()
+        return taken
 
     def end(self) -> None:
         """Measure no more."""
-        self._look()
         self._elsewhere = None
-
-    def _look(self) -> None:
-        if self._elsewhere is None:
-            return
-        most = self._backend.most_memory_in_use()
-        assert most is not None
-        self.bytes = max(self.bytes, most - self._elsewhere - self._meter.step_peak)

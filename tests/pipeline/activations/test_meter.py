@@ -49,7 +49,7 @@ def test_what_was_added_since_a_call_ended() -> None:
     kept = [Kept(torch.empty(10), counting), Kept(torch.empty(50), counting)]
     assert counting.added == 240
     del kept[1]
-    counting.end_call()
+    counting.begin_stretch()
     assert (counting.added, counting.step_peak) == (0, 240)
     kept.append(Kept(torch.empty(5), counting))
     del kept[1]
