@@ -62,7 +62,7 @@ class Arranger:
         self._progress = progress
         self._keeper = keeper
         self._in_step = in_step
-        self.survey = Survey(lasting, lambda: self.arrangement)
+        self.survey = Survey(lasting, lambda: self.arrangement, lambda: self.assembly.returns.device_bytes())
         self._is_arranged = False
         self._arrange()
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
+
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
@@ -26,17 +28,21 @@ class Survey:
     Args:
         lasting: The parts of the pipeline.
         arrangement: Gives the arrangement that is at work.
+        gradients_there: Gives the bytes of device memory that there are by now for gradients on their way.
 
     Attributes:
         options: The user's choices.
         stats: Counters.
     """
 
-    def __init__(self, lasting: Lasting, arrangement: Callable[[], Arrangement]) -> None:
+    def __init__(
+        self, lasting: Lasting, arrangement: Callable[[], Arrangement], gradients_there: Callable[[], int]
+    ) -> None:
         self.options: PipelineOptions = lasting.options
         self.stats: Stats = lasting.stats
         self._lasting = lasting
         self._arrangement = arrangement
+        self._gradients_there = gradients_there
 
     @property
     def arrangement(self) -> Arrangement:
@@ -59,7 +65,10 @@ class Survey:
             free = self._lasting.backend.free_memory()
             if free is None:
                 return None
-            budget = self.arrangement.streaming_bytes() + int(SHARE_OF_FREE_MEMORY * free)
+            streaming = self.arrangement.streaming_bytes()
+            if torch.is_grad_enabled():  # what the first backward will make is still counted as free
+                streaming = min(streaming, self.arrangement.device_bytes() + self._gradients_there())
+            budget = streaming + int(SHARE_OF_FREE_MEMORY * free)
         return int(_LESS**self._lasting.learned.fresh_starts * budget)
 
     @property

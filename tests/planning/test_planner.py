@@ -166,7 +166,13 @@ def test_by_default_the_budget_is_nine_tenths_of_what_is_free(monkeypatch: pytes
     monkeypatch.setattr(HostBackend, "free_memory", lambda self: 10_000)
     model = chain(6)
     with planned(model) as pipeline:
-        assert pipeline.survey.budget == pipeline.arrangement.streaming_bytes() + 9_000
+        weights, everything = pipeline.arrangement.device_bytes(), pipeline.arrangement.streaming_bytes()
+        assert weights < everything
+        assert pipeline.survey.budget == weights + 9_000, "a backward will take some of what is free"
+        with torch.no_grad():
+            assert pipeline.survey.budget == everything + 9_000, "a plan counts it, too, and it never comes"
+        model(*rows()).square().mean().backward()
+        assert pipeline.survey.budget == everything + 9_000
 
 
 def test_what_does_not_fit_is_said_and_left_as_small_as_it_is() -> None:
