@@ -10,121 +10,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from sp_lightning.pipeline.activations.choice import Policy, Way, choose, peak
+from sp_lightning.pipeline.activations.link import Link
+from sp_lightning.pipeline.activations.measured import Measured
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import STAYING
 from sp_lightning.pipeline.activations.recompute import Footprint
 from sp_lightning.pipeline.activations.workspace import Workspace
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.weights.host import HostBuffer, available_host_memory
+from sp_lightning.pipeline.weights.host import available_host_memory
 from sp_lightning.pipeline.weights.units import Member
 
-_STEPS = 2  # that are measured; the first one also warms things up
-_HIDDEN = 0.1  # how much of its time a copy costs that hides behind computing
 _ROOM = 2  # how many times what would be offloaded must be free on the host
-_PROBE_BYTES = 16 << 20
-_BACKWARD = 2.0  # how much longer than its forward a unit's backward takes
-
-
-class Link(NamedTuple):
-    """How fast copies are, in bytes per second."""
-
-    up: float
-    down: float
-
-    def offload_seconds(self, nbytes: int, weights: int, forward: float, backward: float) -> float:
-        """What it costs to have activations of a unit wait on the host.
-
-        Args:
-            nbytes: Their bytes.
-            weights: Bytes of weights that travel for the unit.
-            forward: Seconds of its forward, under which activations leave.
-            backward: Seconds of its backward, under which weights and activations come.
-        """
-        sending = max(0.0, nbytes / self.down - forward)
-        waiting_anyway = max(0.0, weights / self.up - backward)
-        fetching = max(0.0, (weights + nbytes) / self.up - backward) - waiting_anyway
-        return sending + fetching + _HIDDEN * nbytes * (1 / self.up + 1 / self.down)
-
-    @staticmethod
-    def measured(backend: Backend) -> Link:
-        """Copy a little in both directions; the host waits."""
-        free = backend.free_memory()
-        nbytes = _PROBE_BYTES if free is None else min(_PROBE_BYTES, max(1, free // 4))
-        device = backend.allocate(nbytes)
-        host = HostBuffer(nbytes, backend, backend.can_pin)
-
-        def rate(copy: Callable[[], Any]) -> float:
-            backend.synchronize(copy())
-            begin = perf_counter()
-            backend.synchronize(copy())
-            return nbytes / (perf_counter() - begin)
-
-        try:
-            return Link(
-                up=rate(lambda: backend.upload(device, host.bytes)),
-                down=rate(lambda: backend.download(host.bytes, device)),
-            )
-        finally:
-            host.release()
-
-
-class _Measured:
-    """What was measured of one member.
-
-    Attributes:
-        unit: The name of the unit that it belongs to.
-        weights: Bytes of weights that travel for that unit.
-        size: Bytes of the inputs of its largest call, but for those of the first step.
-        workspace: The most that operations were seen to take beside what is saved, in its forward or backward.
-        passes: What its calls took between a forward and its backward, by step and number of the pass in it.
-        seconds: How long its second forwards took, for each step in which it was measured.
-    """
-
-    def __init__(self, unit: str, weights: int) -> None:
-        self.unit = unit
-        self.weights = weights
-        self.size = 0
-        self.workspace = 0
-        self.passes: dict[tuple[int, int], Footprint] = {}
-        self.seconds: dict[int, float] = {}
-
-    def add(self, at: tuple[int, int], size: int, call: Footprint) -> None:
-        """One more call, in this pass."""
-        before = self.passes.get(at)
-        self.passes[at] = call if before is None else before.and_also(call)
-        self.size = max(self.size, size)
-
-    def forget(self, step: int) -> None:
-        """What it took in this step counts no more."""
-        self.passes = {at: call for at, call in self.passes.items() if at[0] != step}
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it was measured in enough steps."""
-        return len({step for step, _ in self.passes}) >= _STEPS
-
-    def ways(self, link: Link | None, may_recompute: bool) -> list[Way]:
-        """What can happen to its activations, and what each costs; offloading, if it may and there is a link for it."""
-        took = self.footprint
-        everything, working = took.held + took.saved, took.working + self.workspace
-        forward = min(self.seconds.values(), default=0.0)
-        ways = [Way("keep", everything, working, 0.0)]
-        if may_recompute and took.repeatable:
-            ways.append(Way("recompute", took.held, working, forward))
-        if link is not None and took.large:
-            seconds = link.offload_seconds(took.large, self.weights, forward, _BACKWARD * forward)
-            ways.append(Way("offload", everything - took.large, working, seconds, leaving=took.large))
-        return ways
-
-    @property
-    def footprint(self) -> Footprint:
-        """What it took in the pass in which it took most."""
-        return max(self.passes.values(), key=lambda call: call.held + call.saved)
 
 
 class AutoPolicy:
@@ -150,7 +50,7 @@ class AutoPolicy:
         self._never_again = never_again
         self._link: Link | None = None
         self._step = self._pass = 0
-        self._units: dict[str, _Measured] = {}  # in the order of the forward
+        self._units: dict[str, Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
         self._in_use: dict[str, Policy] = {}  # in this step
         self._measuring: set[str] = set()  # in this step
@@ -158,7 +58,7 @@ class AutoPolicy:
         self._at_turn = 0  # what operations were seen to take there besides
         self._is_first = True  # step that is measured
         self._reached: str | None = None  # the member that backward has come to last
-        self._second_forwards: list[tuple[_Measured, int, Any, Any]] = []
+        self._second_forwards: list[tuple[Measured, int, Any, Any]] = []
         self._told = False
         self._choice_is_outdated = False
         self._workspace = Workspace(backend, meter)
@@ -231,7 +131,7 @@ class AutoPolicy:
         if member.name in self._measuring:
             assert member.unit is not None
             weights = sum(weight.compute_bytes for weight in member.unit.weights)
-            unit = self._units.setdefault(member.name, _Measured(member.unit_name, weights))
+            unit = self._units.setdefault(member.name, Measured(member.unit_name, weights))
             unit.add(
                 (self._step, self._pass), 0 if self._is_first else size, call
             )  # so that inputs as large are looked at once more

@@ -10,7 +10,9 @@ import torch
 
 from sp_lightning.pipeline import AcceleratorBackend
 from sp_lightning.pipeline.activations import auto
-from sp_lightning.pipeline.activations.auto import AutoPolicy, Link, _Measured
+from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.activations.link import Link
+from sp_lightning.pipeline.activations.measured import Measured
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.recompute import Footprint
 from sp_lightning.pipeline.stats import Stats
@@ -248,7 +250,7 @@ def test_the_probe_of_the_link_fits_what_is_free(monkeypatch: pytest.MonkeyPatch
 
 def test_costs() -> None:
     """Copies that computing hides cost a little, what sticks out costs all of its time."""
-    unit = _Measured("block", weights=10)
+    unit = Measured("block", weights=10)
     unit.add((0, 0), 8, Footprint(0, 100, 100, 100, True))
     unit.seconds[0] = 3.0
     ways = {way.policy: way for way in unit.ways(Link(up=100.0, down=100.0), True)}
@@ -262,7 +264,7 @@ def test_costs() -> None:
 
 
 def test_calls_of_one_step_add_up() -> None:
-    unit = _Measured("block", weights=0)
+    unit = Measured("block", weights=0)
     unit.add(0, 8, Footprint(1, 10, 4, 11, True))
     unit.add(0, 9, Footprint(2, 20, 8, 22, True))
     unit.add(1, 3, Footprint(1, 1, 1, 2, True))
