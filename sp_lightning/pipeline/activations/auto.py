@@ -132,9 +132,8 @@ class AutoPolicy:
             assert member.unit is not None
             weights = sum(weight.compute_bytes for weight in member.unit.weights)
             unit = self._units.setdefault(member.name, Measured(member.unit_name, weights))
-            unit.add(
-                (self._step, self._pass), 0 if self._is_first else size, call
-            )  # so that inputs as large are looked at once more
+            seen = 0 if self._is_first else size  # inputs as large as the first step's are looked at once more
+            unit.add((self._step, self._pass), seen, call)
 
     def measure_again(self) -> None:
         """The step that is under way begins anew, and what it has measured counts no more."""

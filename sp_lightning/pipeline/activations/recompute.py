@@ -106,7 +106,7 @@ class UnitCall:
 
     Attributes:
         member: Whose call it is.
-        number: See above.
+        number: Which of all calls it is.
         footprint: What it takes; known when the forward is over.
     """
 
