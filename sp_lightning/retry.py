@@ -72,6 +72,8 @@ class StepRetry:
             torch.OutOfMemoryError: If it does not fit, and there is nothing left to give up.
         """
         self._attempt = None
+        if not (self._enabled and self._pipeline.may_run_out):
+            return run()
         size = sum(tensor.nbytes for tensor in tensors_in(inputs))
         if not self._is_watched(size):
             return run()
@@ -147,8 +149,6 @@ class StepRetry:
         return result
 
     def _is_watched(self, size: int) -> bool:
-        if not (self._enabled and self._pipeline.may_run_out):
-            return False
         if self._arranged != self._pipeline.stats.arrangements:
             self._arranged, self._left = self._pipeline.stats.arrangements, _WATCHED
         self._left -= 1
@@ -207,7 +207,7 @@ class _Attempt:
     Attributes:
         run: Runs it.
         size: Bytes of its inputs.
-        calls: How many calls of units had been made before it.
+        calls: How many calls of units that may run again had been made before it.
         loss: What it returned, with the module's graph.
         given: What Lightning got in its place.
     """

@@ -189,7 +189,7 @@ class Pipeline:
 
     @property
     def calls(self) -> int:
-        """How many calls of units were made, for `forget`."""
+        """How many calls of units were made that may run again in backward, for `forget`."""
         return self._activations.calls
 
     def forget(self, since: int) -> None:

@@ -128,7 +128,7 @@ def gradient_bytes(workload: Workload) -> int:
 
 
 def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
-    """Device memory for what autograd saves."""
+    """Device memory for what autograd saves, and for what operations take while it is there."""
     return peak(ways, workload.turn_bytes) + workload.outside_bytes if workload.trains else 0
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 STEPS = 8
 IS_SMALL = not torch.cuda.is_available()
 WIDTH, WORDS, TOKENS = (64, 4_000, 64) if IS_SMALL else (512, 64_000, 512)
-MEBIBYTE = 1 << 20
+LITTLE = (1 if IS_SMALL else 64) << 20  # bytes, beside what a step takes
 
 
 class Model(L.LightningModule):
@@ -130,8 +130,8 @@ def test_batches_of_different_lengths(share: float, accelerator: str, device: to
 def test_the_last_resort_fits(accelerator: str, device: torch.device) -> None:
     """With a little more than the least that a step takes, it runs; with less, what is missing is said."""
     _, least = fit(SuperpipelineStrategy(k=1, activations="recompute"), accelerator, device)
-    with room(device, least + (MEBIBYTE if IS_SMALL else 64 * MEBIBYTE)):
+    with room(device, least + LITTLE):
         _, peak = fit(SuperpipelineStrategy(), accelerator, device)
-    assert peak <= least + (MEBIBYTE if IS_SMALL else 64 * MEBIBYTE)
+    assert peak <= least + LITTLE
     with room(device, least // 2), pytest.raises(torch.OutOfMemoryError, match="Nothing is left"):
         fit(SuperpipelineStrategy(), accelerator, device)
