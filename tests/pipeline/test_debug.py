@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline._private import COMPILES_UNDER_MODES, storage_key
 from sp_lightning.pipeline.debug import AccessCheck
+from sp_lightning.pipeline.weights.device import Residency
 
 from .parts import Placed, place
 
@@ -25,7 +26,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.placed: Placed = place([torch.ones(2, 3), torch.ones(3)])
-        self.placed.group.readable = True
+        self.placed.group.residency = Residency.READABLE
         self.paused = False
         masters = {storage_key(weight.host): weight for weight in self.placed.weights}
         plan: Any = SimpleNamespace(twins=self.placed.by_memory, weights_by_memory=masters)
@@ -60,10 +61,10 @@ READS: list[Callable[[Tensor], object]] = [
 @pytest.mark.parametrize("read", READS)
 def test_a_read_before_the_wait_raises(scene: Scene, read: Callable[[Tensor], object]) -> None:
     """The weight is named; after the wait the same operation is fine."""
-    scene.placed.group.readable = False
+    scene.placed.group.residency = Residency.COMING
     with scene.check, pytest.raises(AssertionError, match="reads weight 'unit.0'.*not waited for"):
         read(scene.twin)
-    scene.placed.group.readable = True
+    scene.placed.group.residency = Residency.READABLE
     with scene.check:
         read(scene.twin)
 
@@ -105,7 +106,7 @@ def test_what_is_fine_passes(scene: Scene, work: Callable[[Scene], object]) -> N
 
 def test_views_are_no_reads(scene: Scene) -> None:
     """Autograd makes views of weights before they are there."""
-    scene.placed.group.readable = False
+    scene.placed.group.residency = Residency.COMING
     with scene.check:
         scene.twin.t()
         scene.twin.view(-1)
@@ -113,7 +114,7 @@ def test_views_are_no_reads(scene: Scene) -> None:
 
 
 def test_the_engines_own_work_is_not_checked(scene: Scene) -> None:
-    scene.placed.group.readable, scene.paused = False, True
+    scene.placed.group.residency, scene.paused = Residency.COMING, True
     with scene.check:
         assert (scene.twin + scene.master).shape == (2, 3)
 
@@ -145,7 +146,7 @@ def test_compiled_code_is_checked_and_stays_compiled(scene: Scene) -> None:
     with scene.check:
         compiled(scene.twin)
     assert graphs.frame_count == COMPILES_UNDER_MODES
-    scene.placed.group.readable = False
+    scene.placed.group.residency = Residency.COMING
     with scene.check, pytest.raises(AssertionError, match="was not waited for"):
         compiled(scene.twin)
     assert graphs.frame_count == COMPILES_UNDER_MODES
@@ -159,6 +160,6 @@ def test_operations_of_higher_order_are_checked(scene: Scene) -> None:
     x = scene.twin.view(1, 1, 2, 3)
     with scene.check:
         assert flex_attention(x, x, x).shape == x.shape
-    scene.placed.group.readable = False
+    scene.placed.group.residency = Residency.COMING
     with scene.check, pytest.raises(AssertionError, match="was not waited for"):
         flex_attention(x, x, x)

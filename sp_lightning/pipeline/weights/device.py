@@ -34,8 +34,10 @@ class Residency(enum.Enum):
 
     ABSENT = enum.auto()
     """Its place holds nothing, or another group's bytes."""
-    LOADED = enum.auto()
+    COMING = enum.auto()
     """The copy to the device has been started; computing must wait for its ticket."""
+    READABLE = enum.auto()
+    """Computing waits for the copy, so that what is computed from now on sees the bytes."""
 
 
 class Group:
@@ -50,7 +52,8 @@ class Group:
         kept: Whether the place is its own, so that it is only loaded when its masters have changed.
         conflicts: Groups whose place overlaps this one's.
         users: Forward calls that are inside one of its units now; above zero it may not be evicted.
-        readable: Whether computing waits for the copy, so that what is computed from now on sees the bytes.
+        residency: Whether its bytes are on the device.
+        ticket: The last copy to the device.
         suspect: Whether the masters may have changed since the load.
         last_load: In which step it was loaded last, and the masters' versions then.
         handles: How many nodes of graphs hold one of its weights for their backward.
@@ -70,7 +73,6 @@ class Group:
         self.users = 0
         self.residency = Residency.ABSENT
         self.ticket: Ticket | None = None
-        self.readable = False
         self.suspect = False
         self.state: MasterState | None = None
         self.last_load: tuple[int, tuple[int, ...] | None] | None = None
@@ -80,7 +82,12 @@ class Group:
     @property
     def loaded(self) -> bool:
         """Whether its bytes are on the device or on their way."""
-        return self.residency is Residency.LOADED
+        return self.residency is not Residency.ABSENT
+
+    @property
+    def readable(self) -> bool:
+        """Whether what is computed from now on sees its bytes."""
+        return self.residency is Residency.READABLE
 
     @property
     def nbytes(self) -> int:

@@ -82,7 +82,7 @@ class Window:
         self._ahead.begin_anew()
         for group in self.groups:
             group.users, group.suspect = 0, True
-            group.residency, group.readable, group.ticket = Residency.ABSENT, False, None
+            group.residency, group.ticket = Residency.ABSENT, None
 
     def is_blocked(self, group: Group) -> bool:
         """Whether the group is absent and a call is inside of a group that has its place."""
@@ -97,7 +97,7 @@ class Window:
         if not group.readable:
             assert group.ticket is not None
             self._backend.trace.wait(group.ticket, "weights")
-            group.readable = True
+            group.residency = Residency.READABLE
 
     def prefetch(self, in_use: Sequence[Group] = ()) -> None:
         """Start copies for what comes next, as far as places are free.
@@ -151,7 +151,7 @@ class Window:
             self._lose(group)
 
     def _lose(self, group: Group) -> None:
-        group.residency, group.readable = Residency.ABSENT, False
+        group.residency = Residency.ABSENT
         self._ahead.lose(group)
 
     def _in_the_way_of(self, group: Group) -> list[Group]:
@@ -171,7 +171,7 @@ class Window:
                 group.state = group.host.state()
             source = group.host.prepare(group.state)
         group.ticket = self._backend.upload(group.place, source, group.being_stepped)
-        group.residency, group.readable = Residency.LOADED, False
+        group.residency = Residency.COMING
         self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.ticket)
         self._stats.bytes_to_device += source.nbytes
         if group.resident:
