@@ -13,7 +13,7 @@ from typing_extensions import override
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.cores import ANYWHERE, HostCores
 from sp_lightning.pipeline.transfer.lanes import Origin, Ticket
-from sp_lightning.pipeline.transfer.threads import Lane, Worker, copy_memory
+from sp_lightning.pipeline.transfer.threads import CopyThread, Worker, copy_memory
 
 _CHUNK_BYTES = 32 << 20
 
@@ -256,7 +256,7 @@ class _Staging:
     """
 
     def __init__(self, backend: AcceleratorBackend, name: str) -> None:
-        self.lane = Lane(name, backend.select_device)
+        self.lane = CopyThread(name, backend.select_device)
         self._backend = backend
         self._chunks: list[Tensor] = []
         self._pinned: list[Tensor] = []

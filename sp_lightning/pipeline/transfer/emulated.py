@@ -13,7 +13,7 @@ from typing_extensions import override
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.cores import ANYWHERE, HostCores
 from sp_lightning.pipeline.transfer.lanes import Ticket
-from sp_lightning.pipeline.transfer.threads import Lane, Worker, copy_memory
+from sp_lightning.pipeline.transfer.threads import CopyThread, Worker, copy_memory
 
 
 class HostBackend(Backend):
@@ -41,8 +41,8 @@ class HostBackend(Backend):
         super().__init__(device or torch.device("cpu"), poison)
         self._max_delay = max_delay
         self._random = random.Random(seed)
-        self._up = Lane("superpipeline-upload")
-        self._down = Lane("superpipeline-download")
+        self._up = CopyThread("superpipeline-upload")
+        self._down = CopyThread("superpipeline-download")
         self._host = Worker("superpipeline-host", cores.occupy)
 
     @override
@@ -53,9 +53,9 @@ class HostBackend(Backend):
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         return self._copy(self._down, target, source)
 
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
+    def _copy(self, thread: CopyThread, target: Tensor, source: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         self.invalidate(target)
-        return lane.submit(self._delayed(lambda: copy_memory(target, source)), after)
+        return thread.submit(self._delayed(lambda: copy_memory(target, source)), after)
 
     @override
     def work(

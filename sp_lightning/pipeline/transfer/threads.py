@@ -1,4 +1,4 @@
-"""Threads that work on host memory, in the order in which they were asked to."""
+"""Threads that copy, and that work on host memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import ctypes
 import queue
 import threading
+from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
 
 from torch import Tensor
 from typing_extensions import override
@@ -28,15 +29,11 @@ class ThreadTicket(Ticket):
         self.error: BaseException | None = None
         self._began = self._ended = 0.0
 
-    def wait(self) -> None:
-        """Block until it is done, well or not."""
+    @override
+    def join(self) -> None:
         if not self._is_done:
             with self._under_way:
                 pass
-
-    @override
-    def join(self) -> None:
-        self.wait()
         if self.error is not None:
             raise self.error
 
@@ -64,21 +61,34 @@ class ThreadTicket(Ticket):
         self._under_way.release()
 
 
-_Entry = tuple[Callable[[], None], Sequence[Ticket], Callable[[], None], ThreadTicket]
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """What a thread was asked to do.
 
+    Attributes:
+        action: What to do.
+        after: What has to be done before.
+        ticket: Tells when it is done.
+        cleanup: What to do then in any case.
+        rank: How urgent it is; lower is more urgent.
+        number: Which of all jobs of its thread it is.
+    """
 
-class _RankedEntry(NamedTuple):
-    rank: int
-    number: int
-    entry: _Entry
+    action: Callable[[], None]
+    after: Sequence[Ticket]
+    ticket: ThreadTicket
+    cleanup: Callable[[], None]
+    rank: int = 0
+    number: int = 0
 
     @property
     def can_be_done(self) -> bool:
-        return all(ticket.done for ticket in self.entry[1])
+        """Whether nothing has to be waited for."""
+        return all(ticket.done for ticket in self.after)
 
 
-class Lane:
-    """A thread that does what it was asked to, in that order: one copy engine.
+class _JobThread(ABC):
+    """A thread that does jobs. The first one starts it.
 
     Args:
         name: Of the thread.
@@ -88,9 +98,34 @@ class Lane:
     def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
         self._name = name
         self._on_start = on_start or _nothing
-        self._jobs: queue.SimpleQueue[_Entry | None]
-        self._jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    @abstractmethod
+    def _next(self) -> _Job | None:
+        """Wait for the next job; None if the thread is to end."""
+
+    def _run(self) -> None:
+        self._on_start()
+        while (job := self._next()) is not None:
+            ticket = job.ticket
+            _do(job)
+            del job  # who waits for the ticket finds free what the job held on to
+            ticket.finish()
+            del ticket
+
+
+class CopyThread(_JobThread):
+    """A thread that does what it was asked to, in that order: one copy engine."""
+
+    def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
+        super().__init__(name, on_start)
+        self._jobs: queue.SimpleQueue[_Job | None]
+        self._jobs = queue.SimpleQueue()
         self._last: ThreadTicket | None = None
 
     @property
@@ -98,21 +133,16 @@ class Lane:
         """Whether a job is waiting or running."""
         return self._last is not None and not self._last.done
 
-    def submit(
-        self, job: Callable[[], None], after: Sequence[Ticket] = (), cleanup: Callable[[], None] | None = None
-    ) -> ThreadTicket:
-        """Run a job after those submitted before it, and after these tickets; if one of them failed, so does it.
+    def submit(self, action: Callable[[], None], after: Sequence[Ticket] = ()) -> ThreadTicket:
+        """Do something after what was submitted before it, and after these tickets; if one of them failed, so does it.
 
         Args:
-            job: What to do.
+            action: What to do.
             after: What has to be done before.
-            cleanup: What to do then in any case.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+        self._start()
         ticket = self._last = ThreadTicket()
-        self._jobs.put((job, after, cleanup or _nothing, ticket))
+        self._jobs.put(_Job(action, after, ticket, _nothing))
         return ticket
 
     def drain(self) -> None:
@@ -127,64 +157,49 @@ class Lane:
             self._thread.join()
             self._thread = None
 
-    def _run(self) -> None:
-        self._on_start()
-        while (entry := self._jobs.get()) is not None:
-            ticket = entry[-1]
-            _do(entry)
-            del entry  # who waits for the ticket finds free what the job held on to
-            ticket.finish()
-            del ticket
+    @override
+    def _next(self) -> _Job | None:
+        return self._jobs.get()
 
 
-class Worker:
+class Worker(_JobThread):
     """A thread that does what is most urgent among what can be done.
 
     Of several jobs whose predecessors are done, the one with the lowest rank comes first, and of equal ranks the one
     that was given first. If none can be done yet, the predecessors of the one that was given first are waited for:
     copies end in the order in which they begin, and a job that waits for another one was given after that.
-
-    Args:
-        name: Of the thread.
-        on_start: What the thread does first.
     """
 
     def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
-        self._name = name
-        self._on_start = on_start or _nothing
+        super().__init__(name, on_start)
         self._changed = threading.Condition()
-        self._waiting: list[_RankedEntry] = []
+        self._waiting: list[_Job] = []
         self._given = 0
-        self._unfinished: set[ThreadTicket] = set()
-        self._thread: threading.Thread | None = None
+        self._is_working = False
         self._closing = False
 
     def submit(
         self,
-        job: Callable[[], None],
+        action: Callable[[], None],
         after: Sequence[Ticket] = (),
         cleanup: Callable[[], None] | None = None,
         rank: int = 0,
     ) -> ThreadTicket:
-        """Run a job after these tickets; if one of them failed, so does it.
+        """Do something after these tickets; if one of them failed, so does it.
 
         Args:
-            job: What to do.
+            action: What to do.
             after: What has to be done before.
             cleanup: What to do then in any case.
             rank: How urgent it is; lower is more urgent.
         """
-        if self._thread is None:
-            self._closing = False
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
         ticket = ThreadTicket()
         with self._changed:
-            self._unfinished.add(ticket)
             self._given += 1
-            entry = _RankedEntry(rank, self._given, (job, after, cleanup or _nothing, ticket))
-            insort(self._waiting, entry, key=lambda waiting: waiting[:2])
-            self._changed.notify()
+            job = _Job(action, after, ticket, cleanup or _nothing, rank, self._given)
+            insort(self._waiting, job, key=lambda waiting: (waiting.rank, waiting.number))
+            self._changed.notify_all()
+        self._start()
         return ticket
 
     def drain(self) -> None:
@@ -192,21 +207,23 @@ class Worker:
         if threading.current_thread() is self._thread:  # a job that compiles: it cannot wait for itself
             return
         with self._changed:
-            unfinished = list(self._unfinished)
-        for ticket in unfinished:
-            ticket.wait()
+            while self._waiting or self._is_working:
+                self._changed.wait()
 
     def close(self) -> None:
         """Do what is left and end the thread."""
         if self._thread is not None:
             with self._changed:
                 self._closing = True
-                self._changed.notify()
+                self._changed.notify_all()
             self._thread.join()
-            self._thread = None
+            self._thread, self._closing = None, False
 
-    def _next(self) -> _Entry | None:
+    @override
+    def _next(self) -> _Job | None:
         with self._changed:
+            self._is_working = False
+            self._changed.notify_all()
             while not self._waiting and not self._closing:
                 self._changed.wait()
             if not self._waiting:
@@ -215,43 +232,32 @@ class Worker:
             if chosen is not None:
                 return self._take(chosen)
             given_first = min(self._waiting, key=lambda waiting: waiting.number)
-        for ticket in given_first.entry[1]:
+        for ticket in given_first.after:
             with contextlib.suppress(BaseException):  # the job fails with it, and tells who waits for that
                 ticket.join()
         with self._changed:
             return self._take(self._most_urgent() or given_first)
 
-    def _most_urgent(self) -> _RankedEntry | None:
+    def _most_urgent(self) -> _Job | None:
         """Of those that can be done; None if there is none."""
         return next((waiting for waiting in self._waiting if waiting.can_be_done), None)
 
-    def _take(self, chosen: _RankedEntry) -> _Entry:
+    def _take(self, chosen: _Job) -> _Job:
         self._waiting.remove(chosen)
-        return chosen.entry
-
-    def _run(self) -> None:
-        self._on_start()
-        while (entry := self._next()) is not None:
-            ticket = entry[-1]
-            _do(entry)
-            del entry  # who waits for the ticket finds free what the job held on to
-            with self._changed:
-                self._unfinished.discard(ticket)
-            ticket.finish()
-            del ticket
+        self._is_working = True
+        return chosen
 
 
-def _do(entry: _Entry) -> None:
-    job, after, cleanup, ticket = entry
+def _do(job: _Job) -> None:
     try:
-        for earlier in after:
+        for earlier in job.after:
             earlier.join()
-        with ticket.at_work():
-            job()
+        with job.ticket.at_work():
+            job.action()
     except BaseException as error:
-        ticket.error = error
-    cleanup()
-    del entry, job, after, cleanup  # the traceback of an error keeps this frame
+        job.ticket.error = error
+    job.cleanup()
+    del job  # the traceback of an error keeps this frame
 
 
 def _nothing() -> None:

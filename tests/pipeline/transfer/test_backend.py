@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.transfer.threads import Lane, ThreadTicket, Worker, copy_memory
+from sp_lightning.pipeline.transfer.threads import CopyThread, ThreadTicket, Worker, copy_memory
 
 from ..parts import DoneTicket, PendingTicket, RecordingBackend, host_backend
 
@@ -21,12 +21,12 @@ def filled(value: int, count: int = 64) -> Tensor:
 
 
 def names() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith(("superpipeline", "test-lane"))}
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith(("superpipeline", "test"))}
 
 
 def test_what_becomes_possible_first_is_done_first() -> None:
     """Also if nothing was possible when the thread looked for work."""
-    worker, done = Worker("test-lane"), list[str]()
+    worker, done = Worker("test-thread"), list[str]()
     early, late = ThreadTicket(), ThreadTicket()
     first = worker.submit(lambda: done.append("given first"), [early], rank=9)
     second = worker.submit(lambda: done.append("more urgent"), [late], rank=1)
@@ -41,7 +41,7 @@ def test_what_becomes_possible_first_is_done_first() -> None:
 
 def test_work_may_wait_for_work_that_is_less_urgent() -> None:
     """It was given before, so the thread does not wait for itself."""
-    worker, done, gate = Worker("test-lane"), list[str](), ThreadTicket()
+    worker, done, gate = Worker("test-thread"), list[str](), ThreadTicket()
     before = worker.submit(lambda: done.append("before"), [gate], rank=9)
     after = worker.submit(lambda: done.append("after"), [before], rank=1)
     gate.finish()
@@ -174,30 +174,30 @@ def test_a_backend_works_again_after_close() -> None:
 
 
 def test_an_error_in_a_thread_surfaces_where_it_is_waited_for() -> None:
-    """And the lane goes on with the next job."""
+    """And the thread goes on with the next job."""
 
     def fail() -> None:
         raise OSError("no such memory")
 
     done: list[int] = []
-    lane = Lane("test-lane")
-    ticket = lane.submit(fail)
-    after = lane.submit(lambda: done.append(1))
+    thread = CopyThread("test-thread")
+    ticket = thread.submit(fail)
+    after = thread.submit(lambda: done.append(1))
     with pytest.raises(OSError, match="no such memory"):
         ticket.join()
     after.join()
-    lane.drain()
-    lane.close()
+    thread.drain()
+    thread.close()
     assert done == [1]
     assert names() == set()
 
 
 def test_jobs_run_in_order_in_one_thread() -> None:
-    lane, seen = Lane("test-lane"), list[tuple[int, str]]()
+    thread, seen = CopyThread("test-thread"), list[tuple[int, str]]()
     for number in range(20):
-        lane.submit(lambda number=number: seen.append((number, threading.current_thread().name)))  # type: ignore[misc]
-    lane.close()
-    assert seen == [(number, "test-lane") for number in range(20)]
+        thread.submit(lambda number=number: seen.append((number, threading.current_thread().name)))  # type: ignore[misc]
+    thread.close()
+    assert seen == [(number, "test-thread") for number in range(20)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000])
@@ -225,19 +225,19 @@ def test_what_a_backend_does_by_default() -> None:
 
 
 def test_a_job_waits_for_its_tickets() -> None:
-    """And jobs after it in the lane wait for it, although they could run."""
-    lane, ticket, seen = Lane("test-lane"), PendingTicket(), list[str]()
-    first = lane.submit(lambda: seen.append("after the ticket"), [DoneTicket(), ticket])
-    second = lane.submit(lambda: seen.append("after the first"))
+    """And jobs after it in the thread wait for it, although they could run."""
+    thread, ticket, seen = CopyThread("test-thread"), PendingTicket(), list[str]()
+    first = thread.submit(lambda: seen.append("after the ticket"), [DoneTicket(), ticket])
+    second = thread.submit(lambda: seen.append("after the first"))
     assert not is_done_within(second, 0.03)
     assert seen == []
-    assert lane.busy
+    assert thread.busy
     ticket.finish()
     second.join()
     assert first.done
     assert seen == ["after the ticket", "after the first"]
-    assert not lane.busy
-    lane.close()
+    assert not thread.busy
+    thread.close()
 
 
 def is_done_within(ticket: ThreadTicket, seconds: float) -> bool:
@@ -246,16 +246,16 @@ def is_done_within(ticket: ThreadTicket, seconds: float) -> bool:
 
 
 def test_a_job_whose_predecessor_failed_is_not_run() -> None:
-    """It would read what was never written; whoever waits for it is told why. The lane goes on."""
-    lane, seen = Lane("test-lane"), list[int]()
-    failed = lane.submit(lambda: seen.append(1), [DoneTicket(OSError("the bus is gone"))])
-    third = lane.submit(lambda: seen.append(2), [failed])
-    last = lane.submit(lambda: seen.append(3))
+    """It would read what was never written; whoever waits for it is told why. The thread goes on."""
+    thread, seen = CopyThread("test-thread"), list[int]()
+    failed = thread.submit(lambda: seen.append(1), [DoneTicket(OSError("the bus is gone"))])
+    third = thread.submit(lambda: seen.append(2), [failed])
+    last = thread.submit(lambda: seen.append(3))
     for ticket in (failed, third):
         with pytest.raises(OSError, match="the bus is gone"):
             ticket.join()
     last.join()
-    lane.close()
+    thread.close()
     assert seen == [3]
 
 
@@ -270,12 +270,12 @@ def test_what_a_job_held_on_to_is_free_before_its_ticket_is_done(outcome: str) -
         if outcome == "failed":
             raise OSError
 
-    lane = Lane("test-lane")
+    thread = CopyThread("test-thread")
     for _ in range(50):
         held = Held()
         reference = weakref.ref(held)
         after = [DoneTicket(OSError())] if outcome == "not run" else []
-        ticket = lane.submit(lambda held=held: job(held), after)  # type: ignore[misc]
+        ticket = thread.submit(lambda held=held: job(held), after)  # type: ignore[misc]
         del held
         while not ticket.done:
             pass
@@ -284,7 +284,7 @@ def test_what_a_job_held_on_to_is_free_before_its_ticket_is_done(outcome: str) -
             ticket.error = ticket.error.with_traceback(None)
         assert reference() is None
     gc.collect()
-    lane.close()
+    thread.close()
 
 
 def test_a_copy_to_the_device_starts_after_work_on_the_host() -> None:
