@@ -303,13 +303,14 @@ class GradientReturn:
             self._sparse = self._averaging.average_sparse(self._sparse)
             self._averaging.average_elsewhere()
         self.stepper.end_of_backward()
-        hooks = any(post_accumulate_hooks(weight.master) for weight in self._arrived)
-        if self._sums.held_back or self._sparse or self._sums.must_settle or hooks:
+        # in autograd's order, in which a user's hooks expect to be called; then what only other processes have used
+        weights = dict.fromkeys([*self._arrived, *self._shipped, *self._sparse])
+        has_hooks = any(post_accumulate_hooks(weight.master) for weight in weights)
+        if self._sums.held_back or self._sparse or self._sums.must_settle or has_hooks:
             self.gradients.settle()
         # what a hook makes of them was not measured
         self.gradients.forget_norms([*self._sums.held_back, *self._sparse])
-        # in autograd's order, in which a user's hooks expect to be called; then what only other processes have used
-        for weight in dict.fromkeys([*self._arrived, *self._shipped, *self._sparse]):
+        for weight in weights:
             self._sums.conclude(weight, self._sparse.get(weight, ()))
             for post_hook in post_accumulate_hooks(weight.master):
                 self.gradients.show(weight)

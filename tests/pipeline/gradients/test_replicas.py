@@ -211,8 +211,26 @@ class Hooked(nn.Module):
         return self.blocks(x)
 
 
+class HookedInOne(nn.Module):
+    """The same where one process alone uses the weight, and the hook changes what has been added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = chain(3)
+        self.blocks[0].up.weight.register_post_accumulate_grad_hook(_mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = self.blocks if dist.get_rank() == 0 else self.blocks[1:]
+        return reduce(lambda y, block: block(y), used, x)
+
+
+def _mask(weight: nn.Parameter) -> None:
+    weight.grad *= torch.arange(len(weight))[:, None] > 3
+
+
 def hooks_on_weights() -> None:
     assert_averages(Hooked)
+    assert_averages(HookedInOne)
 
 
 def mixed_dtypes() -> None:
