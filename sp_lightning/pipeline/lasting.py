@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.weight import Twin
 
 
-@dataclass(frozen=True)
 class Lasting:
     """Parts that work with every arrangement of a pipeline.
 
@@ -34,43 +32,33 @@ class Lasting:
         module: The module.
         device: Where is computed.
         options: The user's choices.
-        replicas: Other processes that train the same model, if there are any.
         backend: Allocates, copies, and works on the host.
+        replicas: Other processes that train the same model, if there are any.
+        require: Called with a twin before backward reads it.
+        close: Called when something was done between steps for an optimizer.
+
+    Attributes:
+        module: See above.
+        device: See above.
+        options: See above.
+        backend: See above.
+        replicas: See above.
         stats: Counters.
         at_work: Entered around whatever the engine does itself.
         learned: What steps have shown, for the next arrangement.
         graphs: The graphs that calls build.
+        pool: The host memory in which saved activations wait.
+        meter: Counts what autograd holds on the device.
+        offloader: Takes what may wait on the host.
         saved: The saved-tensor hooks.
         activations: Decides what becomes of what autograd saves.
-        offloader: Takes what may wait on the host.
-        pool: The host memory that it waits in.
-        meter: Counts what is held.
         optimizers: Notices that optimizers step.
         known_optimizers: How each of them is stepped by units.
         spent: Masters, by identity, whose gradients were used as they arrived.
     """
 
-    module: nn.Module
-    device: torch.device
-    options: PipelineOptions
-    replicas: Replicas | None
-    backend: Backend
-    stats: Stats
-    at_work: EngineAtWork
-    learned: Learned
-    graphs: Graphs
-    saved: SavedTensors
-    activations: Activations
-    offloader: Offloader
-    pool: HostPool
-    meter: Meter
-    optimizers: Optimizers
-    known_optimizers: KnownOptimizers
-    spent: set[int]
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         module: nn.Module,
         device: torch.device,
         options: PipelineOptions,
@@ -79,38 +67,21 @@ class Lasting:
         *,
         require: Callable[[Twin], None],
         close: Callable[[], None],
-    ) -> Lasting:
-        """The parts of a new pipeline.
-
-        Args:
-            module: The module.
-            device: Where is computed.
-            options: The user's choices.
-            backend: Allocates, copies, and works on the host.
-            replicas: Other processes that train the same model, if there are any.
-            require: Called with a twin before backward reads it.
-            close: Called when something was done between steps for an optimizer.
-        """
-        stats, at_work = Stats(), EngineAtWork()
-        pool, meter = HostPool(backend), Meter(device, stats)
-        offloader = Offloader(backend, pool, meter, stats)
-        saved = SavedTensors(require, meter, offloader)
-        return cls(
-            module=module,
-            device=device,
-            options=options,
-            replicas=replicas,
-            backend=backend,
-            stats=stats,
-            at_work=at_work,
-            learned=Learned(),
-            graphs=Graphs(),
-            saved=saved,
-            activations=Activations(options.activations, saved, device, stats, checks=options.debug),
-            offloader=offloader,
-            pool=pool,
-            meter=meter,
-            optimizers=Optimizers(stats, at_work, close, insists=options.overlap_optimizer is True),
-            known_optimizers=weakref.WeakKeyDictionary(),
-            spent=set(),
-        )
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.options = options
+        self.backend = backend
+        self.replicas = replicas
+        self.stats = Stats()
+        self.at_work = EngineAtWork()
+        self.learned = Learned()
+        self.graphs = Graphs()
+        self.pool = HostPool(backend)
+        self.meter = Meter(device, self.stats)
+        self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
+        self.saved = SavedTensors(require, self.meter, self.offloader)
+        self.activations = Activations(options.activations, self.saved, device, self.stats, checks=options.debug)
+        self.optimizers = Optimizers(self.stats, self.at_work, close, insists=options.overlap_optimizer is True)
+        self.known_optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
+        self.spent: set[int] = set()

@@ -107,7 +107,7 @@ class Pipeline:
         keep_out_of_graphs()
         finish_before_compiling(self._backend)
         self._depth = 0
-        self._lasting = lasting = Lasting.make(
+        self._lasting = lasting = Lasting(
             module,
             self.device,
             self.options,
