@@ -90,7 +90,6 @@ class Assembly:
             resident=arrangement.resident,
             stats=stats,
             at_work=lasting.at_work,
-            prepare=self.returns.follow_requires_grad,
             on_begin=self._begin_backward,
             on_end=self._end_backward,
         )
@@ -99,7 +98,7 @@ class Assembly:
             lasting,
             window=self.window,
             returns=self.returns,
-            overlap=self.overlap,
+            in_backward=self.overlap.in_backward,
             backward=self.backward,
             settle=self.settle,
         )

@@ -19,7 +19,7 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.guard import Guard
 from sp_lightning.pipeline.modules.hooks import hold_while_needed
-from sp_lightning.pipeline.optimizer.overlap import Overlap
+from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -34,7 +34,7 @@ class OutsideUse:
         lasting: What outlives it.
         window: Brings groups to the device.
         returns: Brings the gradients.
-        overlap: Has the optimizer's steps that are under way.
+        in_backward: Knows what has been stepped already.
         backward: Follows backward passes.
         settle: Waits until gradients have landed and optimizer steps are done.
 
@@ -50,7 +50,7 @@ class OutsideUse:
         *,
         window: Window,
         returns: GradientReturn,
-        overlap: Overlap,
+        in_backward: InBackward,
         backward: BackwardPass,
         settle: Callable[[], None],
     ) -> None:
@@ -63,8 +63,7 @@ class OutsideUse:
         self._window = window
         self._returns = returns
         self._gradients = returns.gradients
-        self._overlap = overlap
-        self._in_backward = overlap.in_backward
+        self._in_backward = in_backward
         self._backward = backward
         self._settle = settle
         self.guard = Guard(self, arrangement.weights)
@@ -74,7 +73,7 @@ class OutsideUse:
     def serve(self, weight: Weight) -> nn.Parameter:
         """The weight on the device, for an operation outside of its unit."""
         with self._at_work:
-            self._overlap.finish_step(weight.unit.group)
+            self._window.finish_step(weight.unit.group)
             self._arrangement.untouched = False
             if weight.lowered:  # who uses it here may not want it cast
                 self.keep_as_is(weight)
@@ -114,7 +113,7 @@ class OutsideUse:
         """Somebody outside of the engine looks at a master: its step must be done."""
         if self.guard.redirects:
             with self._at_work:
-                self._overlap.finish_step(weight.unit.group)
+                self._window.finish_step(weight.unit.group)
         else:
             self._settle()
 
@@ -127,7 +126,7 @@ class OutsideUse:
                 "it before the step, in `on_before_optimizer_step`, or train with `overlap_optimizer=False`."
             )
         with self._at_work:
-            self._overlap.finish_step(weight.unit.group)
+            self._window.finish_step(weight.unit.group)
             self._gradients.settle()
             self._gradients.show(weight)
 

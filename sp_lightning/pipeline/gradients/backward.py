@@ -36,7 +36,6 @@ class BackwardPass:
         resident: The unit of resident weights.
         stats: Counters.
         at_work: Entered around what the pass does.
-        prepare: Makes a twin's `requires_grad` follow its master.
         on_begin: Called when a pass opens.
         on_end: Called when it has ended.
 
@@ -56,7 +55,6 @@ class BackwardPass:
         resident: Unit,
         stats: Stats,
         at_work: EngineAtWork,
-        prepare: Callable[[Twin], None],
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -69,7 +67,6 @@ class BackwardPass:
         self._resident = resident
         self._stats = stats
         self._at_work = at_work
-        self._prepare = prepare
         self._on_begin = on_begin
         self._on_end = on_end
         self.in_use: list[Group] = []
@@ -116,7 +113,7 @@ class BackwardPass:
             if unit not in self._reached:
                 self._reached.append(unit)
             for other in unit.members:  # for checkpoints inside of the unit, which call its parts and not the unit
-                swap_in(other, self._prepare)
+                swap_in(other, self._returns.follow_requires_grad)
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 

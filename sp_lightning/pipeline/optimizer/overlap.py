@@ -217,10 +217,6 @@ class Overlap:
 
         return self.in_backward.scope(EarlyStep(optimizer, param_group_of, look_up_settings, clamp, keep))
 
-    def finish_step(self, group: Group) -> None:
-        """Wait until no step reads or writes what belongs to a group any more."""
-        self._steps.finish(group)
-
     @property
     def settled(self) -> bool:
         """Whether all masters are what plain training would have there."""
