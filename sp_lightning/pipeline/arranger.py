@@ -79,10 +79,11 @@ class Arranger:
         """
         if not self._is_arranged:  # the last attempt has failed, for want of memory say
             self.rearrange()
-        if self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters()):
+        waiting = self._graphs.waiting()
+        if not waiting and (self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters())):
             self.rearrange()
         self.assembly.overlap.put_back()
-        if self._graphs.waiting():
+        if waiting:
             return
         if self._learned.conclude(self.arrangement.units):
             self.rearrange()
@@ -155,7 +156,7 @@ class Arranger:
 
         Pruning puts a parameter elsewhere in its module, and a mask, which belongs on the device, among its buffers.
         """
-        return not self._graphs.waiting() and any(
+        return any(
             type(found := place.parameters.get(place.key)) in (nn.Parameter, type(None))
             and found is not place.weight.master
             for member in self.arrangement.members
@@ -164,7 +165,7 @@ class Arranger:
 
     def _has_replaced_weights(self) -> bool:
         with self._lasting.at_work:
-            return not self._graphs.waiting() and any(weight.is_replaced for weight in self.arrangement.weights)
+            return any(weight.is_replaced for weight in self.arrangement.weights)
 
     def _follow_plan(self) -> None:
         """Have the window that the planner wants."""
