@@ -86,7 +86,6 @@ class Arrangement:
             division.put_in_order(learned.order)
         self.units = division.units
         self.resident = division.resident
-        self.callers = division.callers
         self.unmanaged = division.unmanaged
         self.all_units = division.all_units()
         self.streamed_members = [member for unit in division.units for member in unit.members]
@@ -116,12 +115,7 @@ class Arrangement:
         self.host_share.check(moving, at_once=1 if learned.buffers else processes)
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
-        before = learned.buffers
-        try:
-            self._lay_out(learned, progress or (lambda done, total: None))
-        except BaseException:
-            learned.buffers = {**before, **learned.buffers}  # somebody has to release them
-            raise
+        self._lay_out(learned, progress or (lambda done, total: None))
         self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
 
     def make_resident(self, weight: Weight) -> Twin:
@@ -168,47 +162,42 @@ class Arrangement:
 
     def _lay_out(self, learned: Learned, progress: Callable[[int, int], None]) -> None:
         before, learned.buffers = learned.buffers, {}
-        total = sum(map(sent_bytes, self._layout.parts))
-        progress(0, total)
-        for index, part in enumerate(self._layout.parts):
-            self.groups.append(self._make_group(index, part, before, learned.buffers))
-            self.groups[-1].kept = part[0] in self._layout.kept
-            progress(sum(group.nbytes for group in self.groups), total)
-        streamed = [group for group in self.groups if not group.kept]
-        offsets, self._arena_bytes = place_in_arena([group.nbytes for group in streamed], self._layout.slots)
-        self.arena = self._backend.allocate(self._arena_bytes)
-        for group, offset in zip(streamed, offsets, strict=True):
-            group.place = self.arena[offset : offset + group.nbytes]
-            group.conflicts = [
-                other
-                for other, start in zip(streamed, offsets, strict=True)
-                if other is not group and start < offset + group.nbytes and offset < start + other.nbytes
-            ]
-        for group in [group for group in self.groups if group.kept]:
-            group.place = self._backend.allocate(group.nbytes)
-        if self.resident.weights:
-            group = self._make_group(len(self.groups), [self.resident], before, learned.buffers)
-            group.place = self._backend.allocate(group.nbytes)
-            self.groups.append(group)
-        for group in self.groups:
-            for weight, offset in zip(group.host.weights, group.host.source_offsets, strict=True):
-                data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
-                weight.twin = Twin(weight, group, data)
-                self.twins[weight.twin.key] = weight.twin
+        try:
+            self._make_groups(before, learned.buffers, progress)
+            self._give_places()
+        except BaseException:
+            learned.buffers = {**before, **learned.buffers}  # somebody has to release them
+            raise
+        for key, buffer in before.items():
+            if key not in learned.buffers:
+                buffer.release()
+        self._make_twins()
         for member in self.members:
             member.twins = self.twins
             member.find_groups()
             masters = sorted({id(place.weight.master) for place in member.places})
             member.observed = learned.observed.setdefault((id(member.module), *masters), set())
-        for key, buffer in before.items():
-            if key not in learned.buffers:
-                buffer.release()
         if self.host_share.pin and not all(group.host.source.pinned for group in self.groups):
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
                 "It is copied through a small page-locked ring, which is slower.",
                 stacklevel=2,
             )
+
+    def _make_groups(
+        self,
+        before: dict[tuple[int, ...], HostBuffer],
+        now: dict[tuple[int, ...], HostBuffer],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        total = sum(map(sent_bytes, self._layout.parts))
+        progress(0, total)
+        for index, part in enumerate(self._layout.parts):
+            self.groups.append(self._make_group(index, part, before, now))
+            self.groups[-1].kept = part[0] in self._layout.kept
+            progress(sum(group.nbytes for group in self.groups), total)
+        if self.resident.weights:
+            self.groups.append(self._make_group(len(self.groups), [self.resident], before, now))
 
     def _make_group(
         self,
@@ -226,6 +215,27 @@ class Arrangement:
         for unit in units:
             unit.group = group
         return group
+
+    def _give_places(self) -> None:
+        streamed = [group for group in self.groups if not group.kept]
+        offsets, self._arena_bytes = place_in_arena([group.nbytes for group in streamed], self._layout.slots)
+        self.arena = self._backend.allocate(self._arena_bytes)
+        for group, offset in zip(streamed, offsets, strict=True):
+            group.place = self.arena[offset : offset + group.nbytes]
+            group.conflicts = [
+                other
+                for other, start in zip(streamed, offsets, strict=True)
+                if other is not group and start < offset + group.nbytes and offset < start + other.nbytes
+            ]
+        for group in [group for group in self.groups if group.kept]:
+            group.place = self._backend.allocate(group.nbytes)
+
+    def _make_twins(self) -> None:
+        for group in self.groups:
+            for weight, offset in zip(group.host.weights, group.host.source_offsets, strict=True):
+                data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
+                weight.twin = Twin(weight, group, data)
+                self.twins[weight.twin.key] = weight.twin
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:
