@@ -117,7 +117,7 @@ class Calls:
     def abandon(self) -> None:
         """An exception has ended all calls."""
         for member in self._arrangement.members:
-            member.held.clear()
+            member.running = 0
             swap_out(member)
         self._inside.clear()
 
@@ -132,7 +132,7 @@ class Calls:
             direction = _direction()
             if self._backward.running and direction is not Pass.BACKWARD:
                 self._backward.abandon()  # it ended with an exception that the user caught inside of the step
-            if member.index >= 0:
+            if member.is_streamed:
                 self._schedule.visit(member.index, direction)
                 self._learned.note_call(member.unit_name)
             self._under_autocast.keep_apart_uses(member)
@@ -140,36 +140,37 @@ class Calls:
             for group in member.groups:
                 self._window.bring(group)
                 group.users += 1
-            member.held.append(member.groups)
+            member.running += 1
             self._inside.append(member.groups)
             swap_in(member, self._returns.follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
             if direction is not Pass.BACKWARD and len(self._inside) == 1:
                 self._backend.trace.begin(Kind.FORWARD, member.unit_name)
-            if self._activations.may_offload and member.index >= 0:
+            if self._activations.may_offload and member.is_streamed:
                 self._offloader.enter(member, self._activations.offloads)
             return number
 
     def _leave(self, member: Member) -> None:
         with self._at_work:
-            if not member.held:  # an exception inside led to a reset
+            if not member.running:  # an exception inside led to a reset
                 return
-            self._inside.pop()
-            if not self._inside and not in_backward():
-                self._backend.trace.end()
-            for group in member.held.pop():
+            member.running -= 1
+            for group in self._inside.pop():
                 group.users -= 1
+            is_backward = in_backward()
+            if not self._inside and not is_backward:
+                self._backend.trace.end()
             for place in member.places:
                 twin = place.weight.twin
                 if replaced := twin.is_replaced:
                     twin.take_back()
                 if replaced or twin.changed_in_place:
                     self._write_back(place.weight)
-            if not member.active and not self._backward.has_reached(member.unit):
+            if not member.running and not self._backward.has_reached(member.unit):
                 swap_out(member)
-            if self._activations.may_offload and member.index >= 0:
+            if self._activations.may_offload and member.is_streamed:
                 self._offloader.leave(lambda: self._units_ahead(member))
-            self._window.prefetch([*member.groups, *self._backward.in_use] if in_backward() else ())
+            self._window.prefetch([*member.groups, *self._backward.in_use] if is_backward else ())
 
     def _run_around_units(
         self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -219,13 +220,14 @@ class Calls:
         if any(storage_key(tensor) in self._arrangement.twins for tensor in tensors):
             output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._arrangement.twins else t)
             tensors = tensors_in(output)
-        if member.index < 0:
+        if not member.is_streamed:
             self._outside.used({place.weight for place in member.places})
         elif torch.is_grad_enabled():
             watched = [tensor for tensor in tensors if tensor.requires_grad]
             if watched:
                 graph = self._graphs.watch_current()
-                groups, around = member.held[-1], [group for held in self._inside[:-1] for group in held]
+                *outer, groups = self._inside
+                around = [group for each in outer for group in each]
                 bundle = self._offloader.current
                 before_backward(
                     watched, lambda: self._reach(member, graph, groups, around, bundle), number, self._graphs.calls

@@ -314,7 +314,7 @@ class Pipeline:
         if in_backward():
             self._assembly.backward.note()
             return
-        if self._assembly.backward.running or any(member.active for member in self.arrangement.members):
+        if self._assembly.backward.running or any(member.running for member in self.arrangement.members):
             self.reset()  # an exception came out of a backward that nothing surrounded
         self._arranger.before_step(look_for_new_parameters)
         if not self._graphs.waiting():  # else this is the backward of the step before

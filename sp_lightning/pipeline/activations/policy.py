@@ -80,7 +80,7 @@ class Activations:
         """
         return (
             (self.auto is not None or self._policy == "recompute")
-            and member.index >= 0
+            and member.is_streamed
             and not self._inside
             and torch.is_grad_enabled()
             and not in_backward()

@@ -178,5 +178,5 @@ class BackwardPass:
 
 def _take_twins_from(unit: Unit) -> None:
     for member in unit.members:
-        if not member.active:
+        if not member.running:
             swap_out(member)

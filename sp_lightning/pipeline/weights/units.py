@@ -36,7 +36,7 @@ class Member:
         recurrent: RNN modules below it, which keep a second list of their weights.
         groups: Groups that have to be on the device for its call.
         twins: All twins of the arrangement, by the identity of their memory.
-        held: For each call that is inside of it, the groups that must not be evicted meanwhile.
+        running: How many calls are inside of it.
         entered: How many times it was called since it was attached.
         observed: Whether its forward has been watched under autocast: without a graph (False), with one (True).
         compiled: What compiles its call, if it is not the user who did.
@@ -53,7 +53,7 @@ class Member:
         self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
-        self.held: list[list[Group]] = []
+        self.running = 0
         self.entered = 0
         self.observed: set[bool] = set()
         self.compiled: Callable[..., Any] | None = None
@@ -61,9 +61,9 @@ class Member:
         self.on_device: list[nn.Parameter] = []
 
     @property
-    def active(self) -> bool:
-        """Whether a call is inside of it."""
-        return bool(self.held)
+    def is_streamed(self) -> bool:
+        """Whether its unit is one that streams."""
+        return self.index >= 0
 
     @property
     def unit_name(self) -> str:
