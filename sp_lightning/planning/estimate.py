@@ -19,7 +19,8 @@ from sp_lightning.pipeline.activations.choice import Way
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients.gradient_return import slots_in_ring
-from sp_lightning.pipeline.layout.device_layout import gradient_bytes, largest_unit_bytes, sent_bytes
+from sp_lightning.pipeline.gradients.landing import gradient_bytes
+from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.sizes import parse_bytes
@@ -209,7 +210,7 @@ def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
     return UnitWork(
         name=unit.name,
         weight_bytes=weights,
-        gradient_bytes=gradient_bytes([unit]) if trained else 0,
+        gradient_bytes=gradient_bytes(unit) if trained else 0,
         parameters=parameters,
         forward_seconds=forward,
         backward_seconds=backward,
@@ -252,7 +253,7 @@ def _bytes_on_device(weight: Weight, given: Assumptions) -> int:
 def _ring_bytes(division: Division) -> int:
     """Host memory through which gradients pass that have none of their own."""
     passing = [unit for unit in division.units if any(w.lowered and w.master.requires_grad for w in unit.weights)]
-    return slots_in_ring(len(division.all_units()), 1) * max((gradient_bytes([unit]) for unit in passing), default=0)
+    return slots_in_ring(len(division.all_units()), 1) * max(map(gradient_bytes, passing), default=0)
 
 
 def _state_bytes(parameter: nn.Parameter, given: Assumptions) -> int:

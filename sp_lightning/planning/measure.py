@@ -16,8 +16,9 @@ from itertools import accumulate, pairwise
 
 from sp_lightning.pipeline import Kind, Recording, Span, Survey
 from sp_lightning.pipeline.activations.choice import Policy, Way, peak
+from sp_lightning.pipeline.gradients.landing import gradient_bytes
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.layout.device_layout import gradient_bytes, sent_bytes
+from sp_lightning.pipeline.layout.device_layout import sent_bytes
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.workload import NOTHING_SAVED, Machine, Stepping, UnitWork, Workload
 
@@ -97,7 +98,7 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
         rest_seconds=max(0.0, min(step.rest(apart=stepping == "apart") for step in steps)),
         turn_bytes=observed.turn_bytes,
         outside_bytes=max(0, observed.activation_peak - by_choice) if auto is None else observed.outside_bytes,
-        piece_bytes=max(gradient_bytes([unit]) for unit in arrangement.all_units),
+        piece_bytes=max(map(gradient_bytes, arrangement.all_units)),
         reserve_bytes=observed.reserve_bytes,
     )
 

@@ -197,9 +197,9 @@ class Averaging:
             for weight in turn
         ]
         dtypes = [weight.master.dtype for weight in turn]
-        nbytes = lay_out_gradients(turn, dtypes)[1]
+        nbytes = lay_out_gradients(turn, dtypes).nbytes
         piece = self._pieces.take(nbytes) if unit_of(turn) is not None else self._pieces.make(nbytes)
-        tensors, _ = piece.tensors(turn, dtypes)
+        tensors = piece.tensors(turn, dtypes)
         _put_in(tensors, parts)
         works = []
         for flat in piece.flat(turn, dtypes):

@@ -218,8 +218,8 @@ class GradientReturn:
         weights = [weight for weight in unit.weights if weight in gathered]
         gradients = [gathered[weight] for weight in weights]
         dtypes = [gradient.dtype for gradient in gradients]
-        piece = self._pieces.take(lay_out_gradients(weights, dtypes)[1])
-        tensors, _ = piece.tensors(weights, dtypes)
+        piece = self._pieces.take(lay_out_gradients(weights, dtypes).nbytes)
+        tensors = piece.tensors(weights, dtypes)
         torch._foreach_copy_(tensors, gradients)
         self._send(Parcel(unit, weights, piece, tensors))
 
@@ -269,7 +269,7 @@ class GradientReturn:
     def _send_through_slot(self, parcel: Parcel) -> Shipment:
         slot = self._ring.take(parcel.nbytes)
         ticket = self._start_copy(slot.memory, parcel)
-        return Shipment(parcel.unit, parcel.weights, slot.tensors(parcel.weights, parcel.dtypes)[0], ticket, slot)
+        return Shipment(parcel.unit, parcel.weights, slot.tensors(parcel.weights, parcel.dtypes), ticket, slot)
 
     def _start_copy(self, target: Tensor, parcel: Parcel) -> Ticket:
         sent = parcel.bytes_to_send

@@ -111,10 +111,11 @@ class Home:
         self._build()
 
     def _build(self) -> None:
-        nbytes = lay_out_gradients(self.weights, self.dtypes)[1]
+        nbytes = lay_out_gradients(self.weights, self.dtypes).nbytes
         self.buffer = HostBuffer(nbytes, self._backend, self._pin)
         self.memory = self.buffer.bytes
-        self.tensors, self.norms = TensorsIn(self.memory).tensors(self.weights, self.dtypes)
+        found = TensorsIn(self.memory)
+        self.tensors, self.norms = found.tensors(self.weights, self.dtypes), found.norms(self.weights, self.dtypes)
 
     def vacate(self) -> None:
         """Make sure that nobody else holds any of it."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +26,31 @@ PIECES = 2  # of device memory: one is being filled while the other leaves
 _CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
 
 
-def lay_out_gradients(weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int, int]:
+class GradientLayout(NamedTuple):
     """Where gradients lie in memory that they travel through or stay in.
 
-    Returns:
-        The gradients' offsets, the bytes in all, and where their norms lie, which travel with them.
+    Attributes:
+        offsets: Of the gradients.
+        norms_at: Where their norms lie, which travel with them.
+        nbytes: The bytes in all.
     """
+
+    offsets: list[int]
+    norms_at: int
+    nbytes: int
+
+
+def lay_out_gradients(weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> GradientLayout:
+    """Where gradients of these weights lie, in these dtypes."""
     sizes = [weight.master.numel() * dtype.itemsize for weight, dtype in zip(weights, dtypes, strict=True)]
-    offsets, nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
-    return offsets[:-1], nbytes, offsets[-1]
+    (*offsets, norms_at), nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
+    return GradientLayout(offsets, norms_at, nbytes)
+
+
+def gradient_bytes(unit: Unit) -> int:
+    """Bytes of the gradients of a unit, as they are sent to the host, with their norms."""
+    weights = [weight for weight in unit.weights if weight.master.requires_grad]
+    return lay_out_gradients(weights, [weight.gradient_dtype for weight in weights]).nbytes
 
 
 def unit_of(weights: Sequence[Weight]) -> Unit | None:
@@ -53,25 +70,35 @@ class TensorsIn:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self._tensors: dict[tuple[object, ...], tuple[list[Tensor], Tensor]] = {}
+        self._made: dict[tuple[object, ...], tuple[list[Tensor], Tensor]] = {}
 
-    def tensors(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> tuple[list[Tensor], Tensor]:
-        """Its bytes as gradients of these weights, and as their norms."""
+    def tensors(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """Its bytes as gradients of these weights."""
+        return self._tensors_and_norms(weights, dtypes)[0]
+
+    def norms(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> Tensor:
+        """Its bytes as the norms of these gradients."""
+        return self._tensors_and_norms(weights, dtypes)[1]
+
+    def _tensors_and_norms(
+        self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]
+    ) -> tuple[list[Tensor], Tensor]:
         key = (*weights, *dtypes)
-        if key not in self._tensors:
-            offsets, _, norms_at = lay_out_gradients(weights, dtypes)
+        if key not in self._made:
+            layout = lay_out_gradients(weights, dtypes)
             tensors = [
                 tensor_in(self.memory, offset, weight.host, dtype)
-                for weight, dtype, offset in zip(weights, dtypes, offsets, strict=True)
+                for weight, dtype, offset in zip(weights, dtypes, layout.offsets, strict=True)
             ]
-            self._tensors[key] = tensors, norms_in(self.memory, norms_at, len(weights))
-        return self._tensors[key]
+            self._made[key] = tensors, norms_in(self.memory, layout.norms_at, len(weights))
+        return self._made[key]
 
     def flat(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
         """The same gradients as one tensor, with what lies between them; as several where the dtype changes."""
-        offsets, _, norms_at = lay_out_gradients(weights, dtypes)
-        starts = [next(run)[1] for _, run in groupby(zip(dtypes, offsets, strict=True), key=lambda pair: pair[0])]
-        runs = zip((dtype for dtype, _ in groupby(dtypes)), starts, [*starts[1:], norms_at], strict=True)
+        layout = lay_out_gradients(weights, dtypes)
+        pairs = zip(dtypes, layout.offsets, strict=True)
+        starts = [next(run)[1] for _, run in groupby(pairs, key=lambda pair: pair[0])]
+        runs = zip((dtype for dtype, _ in groupby(dtypes)), starts, [*starts[1:], layout.norms_at], strict=True)
         return [self.memory[start:end].view(dtype) for dtype, start, end in runs if start < end]
 
 
@@ -107,7 +134,7 @@ class Parcel:
 
     def measure(self) -> None:
         """Take the norms of the gradients, which travel with them."""
-        _, norms = self.piece.tensors(self.weights, self.dtypes)
+        norms = self.piece.norms(self.weights, self.dtypes)
         torch.stack(torch._foreach_norm(self.tensors, 2, torch.float32), out=norms)
         self.has_norms = True
 
@@ -124,16 +151,15 @@ class Parcel:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that they need on the host, with room for their norms."""
-        return self._layout[1]
+        return self._layout.nbytes
 
     @property
     def bytes_to_send(self) -> int:
         """The same without norms if these were not taken."""
-        _, nbytes, norms_at = self._layout
-        return nbytes if self.has_norms else norms_at
+        return self._layout.nbytes if self.has_norms else self._layout.norms_at
 
     @cached_property
-    def _layout(self) -> tuple[list[int], int, int]:
+    def _layout(self) -> GradientLayout:
         return lay_out_gradients(self.weights, self.dtypes)
 
 
@@ -156,7 +182,7 @@ class Pieces:
         """The next one, of at least so many bytes; computing waits until what was in it has left."""
         if len(self._pieces) < PIECES:
             self._turn = len(self._pieces)
-            self._pieces.append(self.make(max(self._largest(), nbytes)))
+            self._pieces.append(self.make(max(nbytes, *map(gradient_bytes, self._units))))
             return self._pieces[-1]
         self._turn = (self._turn + 1) % PIECES
         ticket = self._pieces[self._turn].ticket
@@ -173,12 +199,6 @@ class Pieces:
     def discard(self, piece: GradientPiece) -> None:
         """Never take this one again."""
         self._pieces = [other for other in self._pieces if other is not piece]
-
-    def _largest(self) -> int:
-        trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in self._units)
-        return max(
-            lay_out_gradients(weights, [weight.gradient_dtype for weight in weights])[1] for weights in trainable
-        )
 
     def forget_copies(self) -> None:
         """After an exception: nothing is on its way any more."""

@@ -95,12 +95,12 @@ class Unaveraged:
         self._gradients.expect_more(weights)
         sums = [total for total in map(self._gradients.get, weights) if total is not None]
         dtypes = [total.dtype for total in sums]
-        _, nbytes, end = lay_out_gradients(weights, dtypes)
-        memory = TensorsIn(self._backend.allocate(nbytes))
-        tensors, _ = memory.tensors(weights, dtypes)
+        layout = lay_out_gradients(weights, dtypes)
+        memory = TensorsIn(self._backend.allocate(layout.nbytes))
+        tensors = memory.tensors(weights, dtypes)
         together, after = self._gradients.memory_of(unit, sums), None
         if together is not None:
-            pairs = [(memory.memory[:end], together[:end])]
+            pairs = [(memory.memory[: layout.norms_at], together[: layout.norms_at])]
             after = self._when_landed(weights)
         else:  # somebody has set a gradient, or some weights of the unit have none
             self._gradients.let_land(weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sp_lightning.pipeline.gradients.landing import PIECES, lay_out_gradients
+from sp_lightning.pipeline.gradients.landing import PIECES, gradient_bytes
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import readable_bytes
@@ -67,7 +67,7 @@ class DeviceLayout:
 
     def bytes_of_gradients_on_their_way(self) -> int:
         """Device memory for gradients on their way to the host."""
-        return self._pieces * max((gradient_bytes([unit]) for unit in self._streamed), default=0)
+        return self._pieces * max(map(gradient_bytes, self._streamed), default=0)
 
     def needed_bytes(self) -> int:
         """Device memory for weights, and for gradients on their way."""
@@ -135,9 +135,3 @@ def largest_unit_bytes(device_bytes: int | None) -> int:
 def sent_bytes(units: Sequence[Unit]) -> int:
     """Bytes of the weights of units, as they are sent to the device and lie there."""
     return lay_out([weight.compute_bytes for unit in units for weight in unit.weights])[1]
-
-
-def gradient_bytes(units: Sequence[Unit]) -> int:
-    """Bytes of the gradients of units, as they are sent to the host, with their norms."""
-    weights = [weight for unit in units for weight in unit.weights if weight.master.requires_grad]
-    return lay_out_gradients(weights, [weight.gradient_dtype for weight in weights])[1]

@@ -34,7 +34,7 @@ class HostShare:
         self._weights = sum(weight.compute_bytes for weight in weights)
         self._copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
         trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in units)
-        self._gradients = sum(lay_out_gradients(own, [w.master.dtype for w in own])[1] for own in trainable)
+        self._gradients = sum(lay_out_gradients(own, [w.master.dtype for w in own]).nbytes for own in trainable)
         self._total = total_host_memory()
         self._may_pin = backend.can_pin and pin_memory is not False
         has_limit = self._may_pin and pin_memory is not True and self._total is not None

@@ -37,7 +37,7 @@ def weights_of(*tensors: Tensor) -> list[Weight]:
 def test_norms_lie_behind_the_gradients() -> None:
     """One copy brings both: the gradients where they would lie without norms, a number for each after them."""
     weights = weights_of(torch.ones(65), torch.ones(2, 3), torch.ones(1))
-    offsets, nbytes, norms_at = lay_out_gradients(weights, [FLOAT, BF16, FLOAT])
+    offsets, norms_at, nbytes = lay_out_gradients(weights, [FLOAT, BF16, FLOAT])
     assert (offsets, norms_at, nbytes) == ([0, 512, 768], 1024, 1280)
     memory = torch.zeros(nbytes, dtype=torch.uint8)
     norms = norms_in(memory, norms_at, 3)
@@ -48,7 +48,7 @@ def test_norms_lie_behind_the_gradients() -> None:
 
 def test_many_norms_take_the_room_they_need() -> None:
     weights = weights_of(*[torch.ones(1)] * 100)
-    offsets, nbytes, norms_at = lay_out_gradients(weights, [FLOAT] * 100)
+    offsets, norms_at, nbytes = lay_out_gradients(weights, [FLOAT] * 100)
     assert norms_at == offsets[-1] + 256
     assert nbytes == norms_at + 512
 
@@ -57,7 +57,7 @@ def test_memory_is_looked_at_as_gradients() -> None:
     """With the masters' strides, in the dtypes that travel, over the memory itself."""
     weights = weights_of(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.ones(7))
     found = TensorsIn(torch.zeros(1 << 12, dtype=torch.uint8))
-    (first, second), norms = found.tensors(weights, [FLOAT, BF16])
+    (first, second), norms = found.tensors(weights, [FLOAT, BF16]), found.norms(weights, [FLOAT, BF16])
     assert first.stride() == weights[0].master.stride()
     assert (first.dtype, second.dtype, norms.dtype) == (FLOAT, BF16, FLOAT)
     assert first.data_ptr() == found.memory.data_ptr()
@@ -72,8 +72,8 @@ def test_tensors_are_made_once_for_each_set_of_gradients() -> None:
     found = TensorsIn(torch.zeros(1 << 12, dtype=torch.uint8))
     both = found.tensors(weights, [FLOAT, FLOAT])
     assert found.tensors(weights, [FLOAT, FLOAT]) is both
-    assert found.tensors(weights[1:], [FLOAT])[0][0].data_ptr() == found.memory.data_ptr()
-    assert found.tensors(weights, [BF16, FLOAT])[0][0].dtype is BF16
+    assert found.tensors(weights[1:], [FLOAT])[0].data_ptr() == found.memory.data_ptr()
+    assert found.tensors(weights, [BF16, FLOAT])[0].dtype is BF16
     assert found.tensors(weights, [FLOAT, FLOAT]) is both
 
 
@@ -86,9 +86,8 @@ def test_gradients_as_one_tensor() -> None:
     assert [(tensor.dtype, tensor.nbytes) for tensor in flat] == [(FLOAT, 768), (BF16, 512)]
     for tensor in flat:
         tensor += 1
-    tensors, norms = found.tensors(weights, dtypes)
-    assert all(tensor.eq(1).all() for tensor in tensors)
-    assert not norms.any()
+    assert all(tensor.eq(1).all() for tensor in found.tensors(weights, dtypes))
+    assert not found.norms(weights, dtypes).any()
 
 
 def test_whose_gradients_are_of_one_unit() -> None:

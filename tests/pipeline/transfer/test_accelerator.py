@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.layout.device_layout import gradient_bytes
+from sp_lightning.pipeline.gradients.landing import gradient_bytes
 from sp_lightning.pipeline.transfer import accelerator
 
 from ..fake_device import DeviceTensor, FakeDeviceModule
@@ -450,7 +450,7 @@ def test_what_may_be_page_locked_besides(
     plan = pipe.arrangement
     pinnable = plan.host_share.pinnable_bytes()
     weights = sum(parameter.nbytes for parameter in pipe.module.parameters())
-    locked = weights + sum(map(gradient_bytes, [[unit] for unit in plan.all_units])) if pipe.summary().pinned else 0
+    locked = weights + sum(map(gradient_bytes, plan.all_units)) if pipe.summary().pinned else 0
     pipe.detach()
     assert pinnable == (left and left - locked)
 
