@@ -29,8 +29,11 @@ _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
 _MUCH_LARGER = 1.25  # inputs, than when they were measured
 
-_Situation = tuple[tuple[str | int, ...], bool]
-"""Units and their bytes, and whether there is a backward: what a plan is made for."""
+_Units = tuple[tuple[str, int], ...]
+"""Units by their names, with their bytes."""
+
+_Situation = tuple[_Units, bool]
+"""Units, and whether there is a backward: what a plan is made for."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class AutoPlanner(Planner):
         self._tell = tell
         self._made: dict[_Situation, _Made] = {}
         self._arrangement: Arrangement | None = None
-        self._units: tuple[str | int, ...] = ()
+        self._units: _Units = ()
         self._has_limit = False
         self._trains = False
         self._measuring: _Measurement | None = None
@@ -96,8 +99,8 @@ class AutoPlanner(Planner):
         """Units were arranged anew; a plan is for units and their bytes, and does not mind where they lie."""
         self._arrangement = survey.arrangement
         self._has_limit = survey.budget is not None
-        sizes = [(unit.name, sum(w.compute_bytes for w in unit.every_weight)) for unit in self._arrangement.all_units]
-        units = tuple(entry for size in sizes for entry in size)
+        every_unit = self._arrangement.all_units
+        units = tuple((unit.name, sum(w.compute_bytes for w in unit.every_weight)) for unit in every_unit)
         if units != self._units:
             self._units = units
             self.abandon()
@@ -106,14 +109,14 @@ class AutoPlanner(Planner):
         if self._measuring is None:
             self._measuring = _Measurement(survey, self._trains)
         measuring = self._measuring
-        if not measuring.goes_on():
-            self._measuring = None
-            outcome = _plan(survey, measuring)
-            self._tell(outcome)
-            plan = None if isinstance(outcome, str) else outcome
-            made = self._made[self._units, self._trains] = _Made(plan, _size(survey))
-            return made
-        return None
+        if measuring.goes_on():
+            return None
+        self._measuring = None
+        outcome = _plan(survey, measuring)
+        self._tell(outcome)
+        plan = None if isinstance(outcome, str) else outcome
+        made = self._made[self._units, self._trains] = _Made(plan, _size(survey))
+        return made
 
 
 class _Measurement:
