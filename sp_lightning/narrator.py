@@ -72,13 +72,13 @@ class Narrator:
         if self._is_new(text):
             self._lightning.info(f"Superpipeline: {text}")
 
-    def measured(self, outcome: WindowPlan | str) -> None:
+    def measured(self, result: WindowPlan | str) -> None:
         """Say what came of measuring the first steps: a plan, or why there is none."""
-        if isinstance(outcome, str):
+        if isinstance(result, str):
             if self._is_new("no plan"):  # with other numbers each time
-                self._lightning.warn(outcome)
-        elif self._speaks and self._is_new((outcome.k, outcome.k_prime, outcome.resident, outcome.on_device)):
-            self._lightning.info(f"Superpipeline: {planned(outcome)}")
+                self._lightning.warn(result)
+        elif self._speaks and self._is_new((result.k, result.k_prime, result.resident, result.on_device)):
+            self._lightning.info(f"Superpipeline: {planned(result)}")
 
     def _is_new(self, said: Any) -> bool:
         is_new = said not in self._said
