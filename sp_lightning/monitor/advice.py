@@ -68,19 +68,24 @@ def _computing(evidence: Evidence) -> Iterator[str]:
 
 
 def _to_device(evidence: Evidence) -> Iterator[str]:
-    yield from _not_pinned(evidence)
-    fetched = evidence.part_of_lane(Kind.FETCH)
-    if fetched > _MUCH:
-        yield f"{fetched:.0%} of these copies are activations that come back: `activations='recompute'` moves none."
-    yield from _room_for_more(evidence)
+    return _copies(evidence, Kind.FETCH, "come back")
 
 
 def _to_host(evidence: Evidence) -> Iterator[str]:
-    yield from _not_pinned(evidence)
-    leaving = evidence.part_of_lane(Kind.OFFLOAD)
-    if leaving > _MUCH:
-        yield f"{leaving:.0%} of these copies are activations that leave: `activations='recompute'` moves none."
-    yield from _room_for_more(evidence)
+    return _copies(evidence, Kind.OFFLOAD, "leave")
+
+
+def _copies(evidence: Evidence, of_activations: Kind, what_they_do: str) -> Iterator[str]:
+    if not evidence.summary.pinned and evidence.summary.device != "cpu":
+        yield "Host memory is not page-locked, which makes copies slow: see `ulimit -l` and `pin_memory`."
+    part = evidence.part_of_lane(of_activations)
+    if part > _MUCH:
+        yield f"{part:.0%} of these copies are activations that {what_they_do}: `activations='recompute'` moves none."
+    if evidence.free:
+        yield (
+            f"{readable_bytes(evidence.free)} of the device are free: a larger batch computes more for the same"
+            " copies of weights and gradients."
+        )
 
 
 def _host(evidence: Evidence) -> Iterator[str]:
@@ -101,16 +106,3 @@ def _elsewhere(evidence: Evidence) -> Iterator[str]:
         yield f"The optimizer steps while the device waits: {evidence.waits_for_optimizer}."
     else:
         yield "Lightning's `Trainer(profiler='simple')` shows what the loop does in that time."
-
-
-def _not_pinned(evidence: Evidence) -> Iterator[str]:
-    if not evidence.summary.pinned and evidence.summary.device != "cpu":
-        yield "Host memory is not page-locked, which makes copies slow: see `ulimit -l` and `pin_memory`."
-
-
-def _room_for_more(evidence: Evidence) -> Iterator[str]:
-    if evidence.free:
-        yield (
-            f"{readable_bytes(evidence.free)} of the device are free: a larger batch computes more for the same"
-            " copies of weights and gradients."
-        )
