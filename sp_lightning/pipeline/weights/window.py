@@ -105,17 +105,23 @@ class Window:
         Args:
             in_use: Groups that backward reads now, although no call is inside of them.
         """
-        ahead = self._ahead
-        for number, group in ahead.unseen(in_use):
+        for number, group in self._ahead.unseen(in_use):
             if group not in in_use:
                 self._verify(group)
-                if not group.loaded:
-                    for other in self._in_the_way_of(group):
-                        if other.users or other in in_use or ahead.next_use(other) < number:
-                            ahead.hold_up(number, group, other)
-                            return
-                    self._load(group)
-            ahead.see(number, group, group.loaded and not (group.suspect and group in in_use))
+            if not group.loaded and group not in in_use:
+                other = self._needed_before(number, group, in_use)
+                if other is not None:
+                    self._ahead.hold_up(number, group, other)
+                    return
+                self._load(group)
+            self._ahead.see(number, group, group.loaded and not (group.suspect and group in in_use))
+
+    def _needed_before(self, number: int, group: Group, in_use: Sequence[Group]) -> Group | None:
+        """Who has a group's place, and is in use or will be used before that use of the group; None if nobody is."""
+        for other in self._in_the_way_of(group):
+            if other.users or other in in_use or self._ahead.next_use(other) < number:
+                return other
+        return None
 
     def outdate(self, group: Group) -> None:
         """An optimizer is going to step the group's masters: what is on the device is worthless."""
