@@ -85,43 +85,45 @@ def _without_telling(plain: type) -> Iterator[None]:
 
 def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
     if plain not in _gate_classes:
-        plain_call = plain.__call__
-
-        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            found = _gates.get(id(self))
-            if found is None:
-                return plain_call(self, *args, **kwargs)
-            keeper, member = found
-            return keeper.call(member, plain_call.__get__(self), args, kwargs)
-
-        def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-            reduced = _as_plain(self, lambda: self.__reduce_ex__(protocol))
-            if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-                return (plain.__new__, *reduced[1:])  # `__newobj__` insists on the object's own class, the gate
-            return reduced
-
-        explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
-        methods: dict[str, Any] = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_superpipeline_plain": plain}
-        if hasattr(plain, "__deepcopy__"):
-
-            def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-                return _as_plain(self, lambda: self.__deepcopy__(memo))
-
-            methods["__deepcopy__"] = __deepcopy__
-        if issubclass(plain, GraphModule):
-
-            def recompile(self: Any) -> Any:
-                """It writes methods into the class, which this module has for itself."""
-                return _as_plain(self, lambda: self.recompile())
-
-            methods["recompile"] = recompile
-        with _without_telling(plain):
-            gate: type[nn.Module] = types.new_class(
-                plain.__name__, (plain,), exec_body=lambda body: body.update(methods)
-            )
-        gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
-        _gate_classes[plain] = gate
+        _gate_classes[plain] = _make_gate_class(plain)
     return _gate_classes[plain]
+
+
+def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
+    plain_call = plain.__call__
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = _gates.get(id(self))
+        if found is None:
+            return plain_call(self, *args, **kwargs)
+        keeper, member = found
+        return keeper.call(member, plain_call.__get__(self), args, kwargs)
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        reduced = _as_plain(self, lambda: self.__reduce_ex__(protocol))
+        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return (plain.__new__, *reduced[1:])  # `__newobj__` insists on the object's own class, the gate
+        return reduced
+
+    explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
+    methods: dict[str, Any] = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_superpipeline_plain": plain}
+    if hasattr(plain, "__deepcopy__"):
+
+        def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+            return _as_plain(self, lambda: self.__deepcopy__(memo))
+
+        methods["__deepcopy__"] = __deepcopy__
+    if issubclass(plain, GraphModule):
+
+        def recompile(self: Any) -> Any:
+            """It writes methods into the class, which this module has for itself."""
+            return _as_plain(self, lambda: self.recompile())
+
+        methods["recompile"] = recompile
+    with _without_telling(plain):
+        gate: type[nn.Module] = types.new_class(plain.__name__, (plain,), exec_body=lambda body: body.update(methods))
+    gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
+    return gate
 
 
 def _as_plain(module: nn.Module, action: Callable[[], Any]) -> Any:
