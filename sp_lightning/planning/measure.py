@@ -57,30 +57,10 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
     arrangement, auto = survey.arrangement, survey.activations
     steps = [_Step(arrangement, recording, begin, end) for begin, end in recording.steps]
     ways = {} if auto is None else auto.ways()
-    chosen = observed.policies if len(observed.policies) == len(steps) else [{}] * len(steps)
-
-    saved = {unit: _moved(recording, Kind.OFFLOAD, unit) // len(steps) for unit in arrangement.units}
-    policy = survey.options.activations
-    ways_of_unit = {unit: _ways_of(unit, ways) or (_explicit(policy, saved[unit]),) for unit in arrangement.units}
-    by_choice = peak([of[0] for of in ways_of_unit.values()]) if auto is None else 0
-
-    def backward(unit: Unit) -> float:
-        return min(s.backward[unit.name] - _second_forwards(unit, ways, c) for s, c in zip(steps, chosen, strict=True))
-
-    units = tuple(
-        UnitWork(
-            name=unit.name,
-            weight_bytes=sent_bytes([unit]),
-            gradient_bytes=_moved(recording, Kind.GRADIENTS, unit) // len(steps),
-            parameters=_trainable(unit),
-            forward_seconds=min(step.forward[unit.name] for step in steps),
-            backward_seconds=max(0.0, backward(unit)),
-            host_bytes=sum(weight.master.nbytes for weight in unit.weights),
-            ways=ways_of_unit[unit],
-            bytes_on_device=survey.bytes_on_device(unit),
-        )
-        for unit in arrangement.units
-    )
+    policies = observed.policies if len(observed.policies) == len(steps) else [{}] * len(steps)
+    seen = [*zip(steps, policies, strict=True)]
+    units = tuple(_unit_work(survey, unit, recording, seen, ways) for unit in arrangement.units)
+    by_choice = peak([unit.ways[0] for unit in units]) if auto is None else 0
     stepping = _stepping(observed)
     return Workload(
         units=units,
@@ -100,6 +80,29 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
         outside_bytes=max(0, observed.activation_peak - by_choice) if auto is None else observed.outside_bytes,
         piece_bytes=max(map(gradient_bytes, arrangement.all_units)),
         reserve_bytes=observed.reserve_bytes,
+    )
+
+
+def _unit_work(
+    survey: Survey,
+    unit: Unit,
+    recording: Recording,
+    seen: Sequence[tuple[_Step, Mapping[str, Policy]]],
+    ways: Mapping[str, Sequence[Way]],
+) -> UnitWork:
+    """What a unit has to do, as was seen in steps with these policies."""
+    leaving = _moved(recording, Kind.OFFLOAD, unit) // len(seen)
+    backward = min(step.backward[unit.name] - _second_forwards(unit, ways, policies) for step, policies in seen)
+    return UnitWork(
+        name=unit.name,
+        weight_bytes=sent_bytes([unit]),
+        gradient_bytes=_moved(recording, Kind.GRADIENTS, unit) // len(seen),
+        parameters=_trainable(unit),
+        forward_seconds=min(step.forward[unit.name] for step, _ in seen),
+        backward_seconds=max(0.0, backward),
+        host_bytes=sum(weight.master.nbytes for weight in unit.weights),
+        ways=_ways_of(unit, ways) or (_explicit(survey.options.activations, leaving),),
+        bytes_on_device=survey.bytes_on_device(unit),
     )
 
 
