@@ -122,8 +122,9 @@ class Arrangement:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         lowered, weight.compute_dtype = weight.lowered, weight.master.dtype
         memory = weight.unit.group.host.memory_of(weight)
-        masters = HostBuffer(memory.nbytes, self._backend, False, memory)
-        group = Group(-1, 0, GroupHost([weight], self._backend, False, masters), True, weight.name)
+        masters = HostBuffer(memory.nbytes, self._backend, pin=False, memory=memory)
+        host = GroupHost([weight], self._backend, pin=False, masters=masters)
+        group = Group(-1, units=0, host=host, resident=True, name=weight.name)
         group.place = self._backend.allocate(group.nbytes)
         self.groups.append(group)
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
@@ -211,7 +212,7 @@ class Arrangement:
         host = GroupHost(weights, self._backend, self.host_share.pin, before.get(key))
         now[key] = host.masters
         name = ", ".join(unit.name for unit in units)
-        group = Group(index, len(units), host, units[0].resident, name)
+        group = Group(index, len(units), host, resident=units[0].resident, name=name)
         for unit in units:
             unit.group = group
         return group
