@@ -149,7 +149,7 @@ class HostSteps:
             units[key] = UnitStep(optimizer, [weight.master for weight in group.host.weights])
         return units[key]
 
-    def finish(self, group: Group) -> None:
+    def finish_step(self, group: Group) -> None:
         """Wait until no step reads or writes what belongs to a group any more."""
         self._window.finish_step(group)
 

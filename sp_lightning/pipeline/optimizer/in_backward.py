@@ -225,7 +225,7 @@ class InBackward:
 
     def finish_step(self, group: Group) -> None:
         """Wait until no step reads or writes what belongs to a group any more."""
-        self._steps.finish(group)
+        self._steps.finish_step(group)
 
     # ----------------------------------------------------------------------------------------- for who asks afterwards
 

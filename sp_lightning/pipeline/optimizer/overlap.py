@@ -125,7 +125,7 @@ class Overlap:
                 begins = not self._steps.has_begun(share.optimizer, share.gradients)
                 self._steps.note_begun(share.optimizer, share.gradients)
                 if begins or not self._overlaps or any(map(is_aliased, share.gradients)):
-                    self._steps.finish(group)
+                    self._steps.finish_step(group)
                 if begins:
                     begun.add(share.optimizer)
         self._to_step.clear()
@@ -178,7 +178,7 @@ class Overlap:
         return None
 
     def _let_plain_code_step(self, weight: Weight) -> None:
-        self._steps.finish(weight.unit.group)
+        self._steps.finish_step(weight.unit.group)
         self._gradients.let_land([weight])
         self._gradients.show(weight)
 
