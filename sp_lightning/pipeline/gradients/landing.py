@@ -23,7 +23,6 @@ from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 PIECES = 2  # of device memory: one is being filled while the other leaves
-_CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
 
 
 class GradientLayout(NamedTuple):
@@ -310,16 +309,3 @@ class Shipment:
     arrived: list[Tensor]
     ticket: Ticket
     slot: Slot | None
-
-
-def cast_and_add(total: Tensor, arrived: Tensor) -> None:
-    """Add a gradient to a sum, in pieces that stay in the cache between the cast and the addition."""
-    if total.dtype == arrived.dtype or total.stride() != arrived.stride():
-        total.add_(arrived)
-        return
-    count = arrived.numel()
-    flat_total = total.as_strided((count,), (1,))
-    flat_arrived = arrived.as_strided((count,), (1,))
-    for start in range(0, count, _CHUNK):
-        end = min(start + _CHUNK, count)
-        flat_total[start:end].add_(flat_arrived[start:end].to(total.dtype))

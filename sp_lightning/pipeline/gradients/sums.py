@@ -15,11 +15,13 @@ from torch import Tensor
 from sp_lightning.pipeline._private import tensor_hooks, without_torch_function
 from sp_lightning.pipeline.gradients.homes import Homes, is_only_shown
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
-from sp_lightning.pipeline.gradients.landing import Shipment, cast_and_add
+from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.weight import Weight
+
+_CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
 
 
 class Sums:
@@ -172,3 +174,16 @@ def _through_hooks(weight: Weight, gradient: Tensor) -> Tensor:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
+
+
+def cast_and_add(total: Tensor, arrived: Tensor) -> None:
+    """Add a gradient to a sum, in pieces that stay in the cache between the cast and the addition."""
+    if total.dtype == arrived.dtype or total.stride() != arrived.stride():
+        total.add_(arrived)
+        return
+    count = arrived.numel()
+    flat_total = total.as_strided((count,), (1,))
+    flat_arrived = arrived.as_strided((count,), (1,))
+    for start in range(0, count, _CHUNK):
+        end = min(start + _CHUNK, count)
+        flat_total[start:end].add_(flat_arrived[start:end].to(total.dtype))

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.gradients import landing
 from sp_lightning.pipeline.gradients.landing import (
     GradientPiece,
     Pieces,
     Ring,
     Slot,
     TensorsIn,
-    cast_and_add,
     lay_out_gradients,
     norms_in,
     unit_of,
@@ -221,30 +218,3 @@ def test_closing_a_ring_undoes_page_locks() -> None:
     assert len(backend.pinned) == 2
     ring.close()
     assert not backend.pinned
-
-
-# ------------------------------------------------------------------------------------------------------------- addition
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 15, 16, 17, 31, 32, 33])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, FLOAT, torch.float64], ids=str)
-def test_casting_and_adding_piece_by_piece(monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype) -> None:
-    """Below, at and above the size of a piece; in the bits of an addition at once."""
-    monkeypatch.setattr(landing, "_CHUNK", 16)
-    total, arrived = torch.randn(count), torch.randn(count).to(dtype)
-    expected = total + arrived.to(FLOAT)
-    cast_and_add(total, arrived)
-    assert torch.equal(total, expected)
-
-
-@pytest.mark.parametrize("same_strides", [True, False])
-def test_casting_and_adding_other_layouts(monkeypatch: pytest.MonkeyPatch, same_strides: bool) -> None:
-    """Element by element, however the two lie in memory."""
-    monkeypatch.setattr(landing, "_CHUNK", 16)
-    total = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    arrived = torch.randn(2, 3, 4, 5).bfloat16()
-    if same_strides:
-        arrived = arrived.to(memory_format=torch.channels_last)
-    expected = total + arrived.float()
-    cast_and_add(total, arrived)
-    assert torch.equal(total, expected)
