@@ -26,7 +26,7 @@ from sp_lightning.pipeline import Pipeline, readable_bytes
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 from sp_lightning.pipeline.activations.surroundings import RandomStates
-from sp_lightning.pipeline.modules.hooks import tensors_in
+from sp_lightning.pipeline.modules.tensors import tensors_in
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

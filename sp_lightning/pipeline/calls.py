@@ -20,8 +20,9 @@ from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
-from sp_lightning.pipeline.modules.hooks import before_backward, replace_tensors, tensors_in
+from sp_lightning.pipeline.modules.hooks import before_backward
 from sp_lightning.pipeline.modules.swap import swap_in, swap_out
+from sp_lightning.pipeline.modules.tensors import replace_tensors, tensors_in
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.under_autocast import UnderAutocast

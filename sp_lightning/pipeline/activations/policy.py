@@ -20,7 +20,7 @@ from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.choice import Policy
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.modules.hooks import tensors_in
+from sp_lightning.pipeline.modules.tensors import tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.units import Member

@@ -39,7 +39,7 @@ from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.activations.surroundings import Surroundings
 from sp_lightning.pipeline.modules.functions import watch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
-from sp_lightning.pipeline.modules.hooks import tensors_in
+from sp_lightning.pipeline.modules.tensors import tensors_in
 from sp_lightning.pipeline.weights.units import Member
 
 

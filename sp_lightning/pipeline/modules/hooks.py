@@ -15,7 +15,6 @@ tensor (its base, for a view) stays in the graph in every case, so the hook is p
 from __future__ import annotations
 
 import copyreg
-import dataclasses
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline._private import explain_graph_break
 from sp_lightning.pipeline.weights.units import Member
@@ -147,58 +145,6 @@ def _without_gate(cls: type) -> type:
             cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
         )
     return cls
-
-
-def tensors_in(output: Any) -> list[Tensor]:
-    """All tensors in what a module returned: in containers, dataclasses, and objects such as a distribution."""
-    if isinstance(output, Tensor):
-        return [output]
-    if output is None:
-        return []
-    found: list[Tensor] = []
-    _collect(output, found, set())
-    return found
-
-
-def _collect(output: Any, found: list[Tensor], seen: set[int]) -> None:
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif (attributes := _attributes(leaf)) and id(leaf) not in seen:
-            seen.add(id(leaf))
-            _collect(list(attributes.values()), found, seen)
-
-
-def replace_tensors(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """The same output with some tensors replaced; in place for objects that torch's pytree does not know."""
-    return _replace(output, replace, set())
-
-
-def _replace(output: Any, replace: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return replace(leaf)
-        if (attributes := _attributes(leaf)) and id(leaf) not in seen:
-            seen.add(id(leaf))
-            for name, value in attributes.items():
-                before = [id(tensor) for tensor in tensors_in(value)]
-                replaced = _replace(value, replace, seen)
-                if [id(tensor) for tensor in tensors_in(replaced)] != before:  # else its container stays the same one
-                    object.__setattr__(leaf, name, replaced)
-        return leaf
-
-    return pytree.tree_map(visit, output)
-
-
-def _attributes(leaf: Any) -> dict[str, Any]:
-    """What an object holds, if it may be part of what a module computed."""
-    if isinstance(leaf, type | nn.Module) or callable(leaf):
-        return {}
-    if dataclasses.is_dataclass(leaf):
-        return {
-            field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)
-        }
-    return dict(getattr(leaf, "__dict__", {}))
 
 
 def before_backward(outputs: list[Tensor], action: Callable[[], None], since: int, now: int) -> None:

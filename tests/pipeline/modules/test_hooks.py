@@ -6,9 +6,7 @@ import copy
 import io
 import pickle
 import weakref
-from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,8 +19,6 @@ from sp_lightning.pipeline.modules.hooks import (
     hold_while_needed,
     install_gate,
     remove_gate,
-    replace_tensors,
-    tensors_in,
 )
 from sp_lightning.pipeline.weights.units import Member
 
@@ -325,74 +321,6 @@ def test_a_graph_module_may_be_recompiled(gated: Gated) -> None:
     gated.remove()
     assert torch.equal(gate(x), gate.get_submodule("0")(x))
     assert gated.keeper.calls == ["unit"]
-
-
-# -------------------------------------------------------------------------------------------------------------- outputs
-
-Pair = namedtuple("Pair", "left right")
-
-
-@dataclass
-class Output:
-    """As a user writes one; transformers' are dictionaries as well."""
-
-    first: Tensor
-    rest: Any = None
-
-
-A, B, C = torch.ones(1), torch.ones(2), torch.ones(3)
-
-
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        (A, [A]),
-        (None, []),
-        (3, []),
-        ((A, None, [B, {"c": C}]), [A, B, C]),
-        (Pair(A, "text"), [A]),
-        (Output(A, [B, Output(C)]), [A, B, C]),
-        ({"out": Output(A)}, [A]),
-        (Output, []),
-    ],
-    ids=str,
-)
-def test_tensors_are_found_in_outputs(output: Any, expected: list[Tensor]) -> None:
-    found = tensors_in(output)
-    assert len(found) == len(expected)
-    assert all(tensor is wanted for tensor, wanted in zip(found, expected, strict=True))
-
-
-def test_tensors_are_replaced_in_outputs() -> None:
-    """The structure and what is no tensor stay."""
-    output = Pair([A, {"b": B}], Output(C, (A, "text")))
-    changed = replace_tensors(output, lambda tensor: tensor + 1)
-    assert type(changed) is Pair
-    assert changed.left[0].tolist() == [2]
-    assert changed.left[1]["b"].tolist() == [2, 2]
-    assert changed.right.first.tolist() == [2, 2, 2]
-    assert changed.right.rest[1] == "text"
-
-
-class Holder:
-    """An object as a module may return it, with a way back to itself."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensors = [tensor]
-        self.module = nn.Linear(1, 1)
-        self.holder = {"held": self}
-
-
-def test_tensors_in_objects_are_found_and_replaced() -> None:
-    """Not in modules that they refer to; and what needs no change stays the same object."""
-    held = Holder(A)
-    kept = held.tensors
-    assert [tensor is A for tensor in tensors_in([held])] == [True]
-    assert replace_tensors(held, lambda tensor: tensor) is held
-    assert held.tensors is kept
-    assert replace_tensors(held, lambda tensor: tensor + 1) is held
-    assert held.tensors[0].tolist() == [2]
-    assert held.holder["held"] is held
 
 
 # ------------------------------------------------------------------------------------------------------ before backward
