@@ -21,7 +21,7 @@ from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.weights.device import Group, place_in_arena
+from sp_lightning.pipeline.weights.device import Group, overlaps, place_in_arena
 from sp_lightning.pipeline.weights.host import (
     GroupHost,
     HostBuffer,
@@ -219,15 +219,12 @@ class Arrangement:
 
     def _give_places(self) -> None:
         streamed = [group for group in self.groups if not group.kept]
-        offsets, self._arena_bytes = place_in_arena([group.nbytes for group in streamed], self._layout.slots)
+        sizes = [group.nbytes for group in streamed]
+        offsets, self._arena_bytes = place_in_arena(sizes, self._layout.slots)
         self.arena = self._backend.allocate(self._arena_bytes)
-        for group, offset in zip(streamed, offsets, strict=True):
+        for group, offset, others in zip(streamed, offsets, overlaps(offsets, sizes), strict=True):
             group.place = self.arena[offset : offset + group.nbytes]
-            group.conflicts = [
-                other
-                for other, start in zip(streamed, offsets, strict=True)
-                if other is not group and start < offset + group.nbytes and offset < start + other.nbytes
-            ]
+            group.conflicts = [streamed[other] for other in others]
         for group in [group for group in self.groups if group.kept]:
             group.place = self._backend.allocate(group.nbytes)
 

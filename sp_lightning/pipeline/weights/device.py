@@ -137,3 +137,12 @@ def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
     if arena > window * slot:  # unlucky sizes can leave holes; equal slots never do
         return [index % window * slot for index in range(len(sizes))], window * slot
     return offsets, arena
+
+
+def overlaps(offsets: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """For each piece of an arena the numbers of the others that have a part of its place."""
+    places = [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+    return [
+        [other for other, (begin, end) in enumerate(places) if other != number and begin < last and first < end]
+        for number, (first, last) in enumerate(places)
+    ]

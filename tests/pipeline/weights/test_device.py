@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sp_lightning.pipeline.weights.device import place_in_arena
+from sp_lightning.pipeline.weights.device import overlaps, place_in_arena
 
 SIZES = st.lists(st.integers(1, 50).map(lambda n: 256 * n), max_size=20)
 
@@ -59,3 +59,9 @@ def test_one_slot() -> None:
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_no_pieces(window: int) -> None:
     assert place_in_arena([], window) == ([], 0)
+
+
+def test_who_has_a_part_of_whose_place() -> None:
+    """Pieces that only touch do not overlap, and nothing overlaps a piece without bytes."""
+    assert overlaps([0, 4, 2, 8], [4, 4, 4, 0]) == [[2], [2], [0, 1], []]
+    assert overlaps([], []) == []
