@@ -196,13 +196,13 @@ class CallbackMixin(_Base):
         strategy = trainer.strategy
         assert isinstance(strategy, SuperpipelineMixin)
         return Evidence(
-            break_down(recording),
-            recomputed,
-            pipeline.summary(),
-            pipeline.options,
-            peak,
-            total,
-            strategy.why_optimizer_waits(),
+            numbers=break_down(recording),
+            recomputed=recomputed,
+            summary=pipeline.summary(),
+            options=pipeline.options,
+            device_peak=peak,
+            device_total=total,
+            waits_for_optimizer=strategy.why_optimizer_waits(),
         )
 
 

@@ -112,14 +112,14 @@ def break_down(recording: Recording) -> Breakdown:
     causes = {cause: union(intervals) for cause, intervals in causes.items()}
     beside = union(interval for lane in Lane if lane is not Lane.COMPUTE for interval in busy[lane])
     return Breakdown(
-        begin,
-        end,
-        len(recording.steps),
-        {lane: length(intervals) for lane, intervals in busy.items()},
-        nbytes,
-        {kind: length(intervals) for kind, intervals in kinds.items()},
-        {cause: length(intervals) for cause, intervals in causes.items()},
-        _blame(causes, busy),
+        begin=begin,
+        end=end,
+        steps=len(recording.steps),
+        busy={lane: length(intervals) for lane, intervals in busy.items()},
+        nbytes=nbytes,
+        kinds={kind: length(intervals) for kind, intervals in kinds.items()},
+        stalls={cause: length(intervals) for cause, intervals in causes.items()},
+        blamed=_blame(causes, busy),
         hidden=length(beside) - length(without(beside, computing)),
         beside=length(beside),
     )
