@@ -52,6 +52,7 @@ class Averaging:
 
     Attributes:
         replicas: See above.
+        unaveraged: Sums of earlier micro-batches, on the host.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Averaging:
         self._agreement = Agreement(len(self._weights) + len(elsewhere), moment, self._exchange)
         self._late: list[int] = []
         self._under_way: tuple[Averaged, list[dist.Work]] | None = None
-        self._unaveraged: Unaveraged
+        self.unaveraged: Unaveraged
         self._gathered: Mapping[Unit, dict[Weight, Tensor]]
         self._pieces: Pieces
 
@@ -80,7 +81,7 @@ class Averaging:
             gathered: Gradients that have not left the device: they are taken when another process has their turn.
             pieces: Memory in which gradients are put together, and leave.
         """
-        self._unaveraged, self._gathered, self._pieces = unaveraged, gathered, pieces
+        self.unaveraged, self._gathered, self._pieces = unaveraged, gathered, pieces
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
@@ -130,7 +131,7 @@ class Averaging:
 
     def _sums_that_are_due(self) -> list[Weight]:
         """Those that the last micro-batch has added nothing to."""
-        return [] if self.replicas.accumulates else self._unaveraged.among(self._weights)
+        return [] if self.replicas.accumulates else self.unaveraged.among(self._weights)
 
     def average_sparse(self, gradients: Mapping[Weight, list[Tensor]]) -> dict[Weight, list[Tensor]]:
         """Average sparse gradients, when backward is over in all processes.
@@ -169,7 +170,7 @@ class Averaging:
             self._pieces.discard(self._under_way[0].piece)  # others may still write to it
             self._under_way = None
         self._agreement.end()
-        self._unaveraged.forget()
+        self.unaveraged.forget()
 
     # --------------------------------------------------------------------------------------------------------- a turn
 
@@ -191,7 +192,7 @@ class Averaging:
             turn: Whose turn it is.
             left: What this process has to give; what is taken is removed.
         """
-        sums = self._unaveraged.take(turn)
+        sums = self.unaveraged.take(turn)
         parts = [
             [found.pop(weight) for found in (sums, self._others_gathered(weight), left) if weight in found]
             for weight in turn

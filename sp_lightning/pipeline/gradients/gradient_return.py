@@ -92,7 +92,6 @@ class GradientReturn:
 
     stepper: Stepper
     measures_norms = False
-    _unaveraged: Unaveraged  # where there is averaging
 
     def __init__(
         self,
@@ -118,8 +117,8 @@ class GradientReturn:
         self._sums = Sums(self.gradients, self._homes, backend, stats)
         self._pieces = Pieces(self._units, backend)
         if averaging is not None:
-            self._unaveraged = Unaveraged(averaging.replicas, self.gradients, backend, stats)
-            averaging.work_with(self._unaveraged, self._gathered, self._pieces)
+            sums = Unaveraged(averaging.replicas, self.gradients, backend, stats)
+            averaging.work_with(sums, self._gathered, self._pieces)
         together = max((unit.group.units for unit in self._units), default=1)
         self._ring = Ring(backend, pin, slots_in_ring(len(self._units), together))
 
@@ -177,7 +176,7 @@ class GradientReturn:
     def fetch_sums(self, unit: Unit) -> None:
         """Backward has come to a unit: sums that are averaged when it leaves it are needed on the device."""
         if self._averaging is not None:
-            self._unaveraged.fetch(unit)
+            self._averaging.unaveraged.fetch(unit)
 
     def ship_all_but(self, units: Sequence[Unit]) -> None:
         """Backward has moved on to these units: what others gathered can leave."""
@@ -196,7 +195,7 @@ class GradientReturn:
         now = {weight: gradient for weight, gradient in gathered.items() if self._averaging.is_due(weight)}
         later = {weight: gradient for weight, gradient in gathered.items() if weight not in now}
         if later:
-            self._unaveraged.note(later)
+            self._averaging.unaveraged.note(later)
             self._put_together(unit, later)
         if now:
             self._ship_averaged(self._averaging.average(now))
@@ -325,7 +324,7 @@ class GradientReturn:
     def check_averaged(self, weights: Iterable[Weight]) -> None:
         """Called before weights are stepped; raises if other processes have another gradient of one of them."""
         if self._averaging is not None:
-            self._unaveraged.check_averaged(weights)
+            self._averaging.unaveraged.check_averaged(weights)
 
     def abandon(self) -> None:
         """After an exception: forget what has not landed."""
