@@ -61,7 +61,7 @@ class ThreadTicket(Ticket):
         self._under_way.release()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Job:
     """What a thread was asked to do.
 
