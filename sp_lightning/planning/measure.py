@@ -223,8 +223,8 @@ def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
     measured = [{way.policy: way for way in ways[member.name]} for member in unit.members if member.name in ways]
     policies: tuple[Policy, ...] = ("keep", "recompute", "offload")
     together = []
-    for policy in [policy for policy in policies if any(policy in of for of in measured)]:
-        chosen = [of.get(policy, of["keep"]) for of in measured]
+    for policy in [policy for policy in policies if any(policy in by_policy for by_policy in measured)]:
+        chosen = [by_policy.get(policy, by_policy["keep"]) for by_policy in measured]
         seconds, leaving = sum(way.seconds for way in chosen), sum(way.leaving for way in chosen)
         together.append(Way(policy, sum(way.held for way in chosen), peak(chosen), seconds, leaving))
     return tuple(together)

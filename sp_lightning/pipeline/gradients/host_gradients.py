@@ -52,7 +52,7 @@ class HostGradients:
         else:
             self._low[weight] = gradient
 
-    def is_in_sum(self, weight: Weight) -> None:
+    def taken_into_sum(self, weight: Weight) -> None:
         """What came in a lower dtype has become part of a sum, which is kept in its place."""
         self._low.pop(weight, None)
 

@@ -100,7 +100,7 @@ class Sums:
                 self.must_settle = True
             self._landed[weight] = total
             return _Addition(total, None, arrived, onto=True)
-        self._gradients.is_in_sum(weight)
+        self._gradients.taken_into_sum(weight)
         room = self._homes.room_for(weight)
         self._landed[weight] = room
         return _Addition(room, total, arrived, onto=total is not None)
