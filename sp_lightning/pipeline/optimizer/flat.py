@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,17 @@ def flat(neighbours: Sequence[Tensor]) -> Tensor:
     return torch.frombuffer(memory, dtype=neighbours[0].dtype)
 
 
+class _Extent(NamedTuple):
+    """So many weights, of so many elements in all."""
+
+    elements: int
+    weights: int
+
+    def numbers(self, each_weight: bool) -> int:
+        """How many numbers a kind of state has for them: one for each weight, or one for each element."""
+        return self.weights if each_weight else self.elements
+
+
 class FlatState:
     """Memory for what an optimizer keeps about weights, laid out as the weights are.
 
@@ -58,17 +69,17 @@ class FlatState:
         # no alias of a master: whether users hold one is seen from how many there are
         self._addresses = [(master.data_ptr(), master.dtype) for master in masters]
         self._like = [torch.empty_like(master, device="meta") for master in masters]
-        self._sizes: list[tuple[int, int]] = []  # elements and weights of each stretch of neighbours
-        self._where: dict[int, tuple[int, tuple[int, int]]] = {}  # a weight's stretch, and what lies before it in there
+        self._stretches: list[_Extent] = []  # of neighbours
+        self._where: dict[int, tuple[int, _Extent]] = {}  # a weight's stretch, and what lies before it in there
         last = None
         for index, master in enumerate(masters):
             if master.numel() == 0:  # it takes no place, and does not part those before and after it
                 continue
             if last is None or not side_by_side([last, master]):
-                self._sizes.append((0, 0))
-            elements, weights = self._sizes[-1]
-            self._where[index] = len(self._sizes) - 1, (elements, weights)
-            self._sizes[-1] = elements + master.numel(), weights + 1
+                self._stretches.append(_Extent(0, 0))
+            before = self._stretches[-1]
+            self._where[index] = len(self._stretches) - 1, before
+            self._stretches[-1] = _Extent(before.elements + master.numel(), before.weights + 1)
             last = master
         self._buffers: dict[tuple[int, str, torch.dtype], Tensor] = {}
         self._places: dict[tuple[int, str, torch.dtype], Tensor] = {}
@@ -93,8 +104,8 @@ class FlatState:
         stretch, before = self._where[index]
         dtype, one_number = like.dtype, like.dim() == 0
         if (stretch, key, dtype) not in self._buffers:
-            nbytes = self._sizes[stretch][one_number] * dtype.itemsize
+            nbytes = self._stretches[stretch].numbers(one_number) * dtype.itemsize
             apart = _STAGGER * (1 + len(self._buffers))
             self._buffers[stretch, key, dtype] = torch.empty(apart + nbytes, dtype=torch.uint8)[apart:]
         buffer, shape = self._buffers[stretch, key, dtype], like if one_number else self._like[index]
-        return tensor_in(buffer, before[one_number] * dtype.itemsize, shape, dtype)
+        return tensor_in(buffer, before.numbers(one_number) * dtype.itemsize, shape, dtype)
