@@ -90,9 +90,11 @@ class Arrangement:
         self.all_units = division.all_units()
         self.streamed_members = [member for unit in division.units for member in unit.members]
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
-        for weight in [weight for unit in division.units for weight in unit.weights]:  # resident ones do not travel
-            if autocast is not None and id(weight.master) in learned.lowered - learned.used_as_is:
-                weight.compute_dtype = autocast
+        if autocast is not None:
+            lowered = learned.lowered - learned.used_as_is
+            for weight in [weight for unit in division.units for weight in unit.weights]:  # resident ones do not travel
+                if id(weight.master) in lowered:
+                    weight.compute_dtype = autocast
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
             weight.averaged = replicas is not None
         self._layout = choose_device_layout(
