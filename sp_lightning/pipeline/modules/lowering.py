@@ -52,26 +52,14 @@ def is_lowered_layer(module: nn.Module) -> bool:
 
 def known_to_be_lowered(root: nn.Module, units: Iterable[Unit]) -> list[Weight]:
     """Weights that only layers with a lowered operation own."""
-    elsewhere = {
-        id(parameter)
-        for module in root.modules()
-        if not is_lowered_layer(module)
-        for parameter in module._parameters.values()
-        if parameter is not None
-    }
-    owned = {
-        id(parameter)
-        for module in root.modules()
-        if is_lowered_layer(module)
-        for parameter in module._parameters.values()
-        if parameter is not None
-    }
-    return [
-        weight
-        for unit in units
-        for weight in unit.weights
-        if weight.master.dtype is torch.float32 and id(weight.master) in owned - elsewhere
-    ]
+    owned: set[int] = set()
+    elsewhere: set[int] = set()
+    for module in root.modules():
+        found = owned if is_lowered_layer(module) else elsewhere
+        found.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
+    lowered = owned - elsewhere
+    weights = [weight for unit in units for weight in unit.weights]
+    return [weight for weight in weights if weight.master.dtype is torch.float32 and id(weight.master) in lowered]
 
 
 class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
