@@ -128,12 +128,7 @@ class Guard:
             return self._read_property(func, args)
         if name in _DEVICE_PROPERTIES:
             return self._ask_the_device(func, args)
-        first = next(iter(args or kwargs.values()), None)  # torch.nn.init passes it by name
-        if isinstance(first, list | tuple) and first:
-            first = first[0]
-        sets_data = name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data
-        writes = isinstance(first, HostParameter) and (sets_data or _writes_in_place(name))
-        writes |= any(True for _ in _masters_in(kwargs.get("out")))
+        writes = _writes_to_a_master(func, args, kwargs)
         if writes or name in _ABOUT_THE_MASTER or self._is_about_host_tensors(name, args, kwargs):
             return self._on_the_host(func, args, kwargs, writes)
         substitute = self.owner.in_graph if func is torch.autograd.grad else self.owner.serve
@@ -272,6 +267,17 @@ def _replace(value: Any, substitute: Callable[[Weight], Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _replace(item, substitute) for key, item in value.items()}
     return value
+
+
+def _writes_to_a_master(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    first = next(iter(args or kwargs.values()), None)  # torch.nn.init passes it by name
+    if isinstance(first, list | tuple) and first:
+        first = first[0]
+    sets_data = name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data
+    if isinstance(first, HostParameter) and (sets_data or _writes_in_place(name)):
+        return True
+    return next(_masters_in(kwargs.get("out")), None) is not None
 
 
 def _writes_in_place(name: str) -> bool:
