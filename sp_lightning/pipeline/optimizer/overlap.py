@@ -18,7 +18,7 @@ memory somebody else holds an alias of cannot be guarded, and are stepped in tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -97,18 +97,21 @@ class Overlap:
             self._gradients.show_all()
             return
         self._had_state = set(map(id, optimizer.state))
-        for group in optimizer.param_groups:
-            weights = [self._weights[id(p)] for p in group["params"] if id(p) in self._weights]
-            ours = [weight for weight in weights if weight in stepped or self._may_step(weight)]
-            left = [weight for weight in ours if weight not in stepped]
-            self._share_out(optimizer, self._settings(optimizer, group), left)
-            taken = {id(weight.master) for weight in ours}
-            rest = [p for p in group["params"] if id(p) not in taken]
-            self._taken_out.append((group, group["params"]))
-            group["params"] = rest
-            for weight in weights:
-                if id(weight.master) not in taken:
-                    self._let_plain_code_step(weight)
+        for param_group in optimizer.param_groups:
+            self._take_out(optimizer, param_group, stepped)
+
+    def _take_out(self, optimizer: Optimizer, param_group: dict[str, Any], stepped: Collection[Weight]) -> None:
+        """Leave in a param group what torch's own code is to step; of the rest, share out what is not stepped yet."""
+        weights = [self._weights[id(p)] for p in param_group["params"] if id(p) in self._weights]
+        ours = [weight for weight in weights if weight in stepped or self._may_step(weight)]
+        left = [weight for weight in ours if weight not in stepped]
+        self._share_out(optimizer, self._settings(optimizer, param_group), left)
+        taken = {id(weight.master) for weight in ours}
+        self._taken_out.append((param_group, param_group["params"]))
+        param_group["params"] = [p for p in param_group["params"] if id(p) not in taken]
+        for weight in weights:
+            if id(weight.master) not in taken:
+                self._let_plain_code_step(weight)
 
     def after_step(self) -> None:
         """The optimizer has stepped what it was left with: now the rest."""
@@ -141,8 +144,8 @@ class Overlap:
     def put_back(self) -> None:
         """Param groups are whole again."""
         while self._taken_out:
-            group, parameters = self._taken_out.pop()
-            group["params"] = parameters
+            param_group, parameters = self._taken_out.pop()
+            param_group["params"] = parameters
 
     def _settings(self, optimizer: Optimizer, param_group: dict[str, Any]) -> dict[str, Any]:
         """A param group as it is now, without its parameters: a scheduler may change it before it is used."""
@@ -169,9 +172,9 @@ class Overlap:
             return "a GradScaler has left it to the optimizer's own kernel to skip steps"
         if others_hook_steps(optimizer):
             return f"a hook on steps may look at all that {type(optimizer).__name__} steps"
-        for group in optimizer.param_groups:
-            unknown = [p for p in group["params"] if id(p) in self._weights and id(p) not in self._checked]
-            reason = why_not_by_unit(optimizer, group, unknown)
+        for param_group in optimizer.param_groups:
+            unknown = [p for p in param_group["params"] if id(p) in self._weights and id(p) not in self._checked]
+            reason = why_not_by_unit(optimizer, param_group, unknown)
             if reason is not None:
                 return reason
             self._checked.update(map(id, unknown))
