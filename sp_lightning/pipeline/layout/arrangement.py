@@ -197,7 +197,6 @@ class Arrangement:
         progress(0, total)
         for index, part in enumerate(self._layout.parts):
             self.groups.append(self._make_group(index, part, before, now))
-            self.groups[-1].kept = part[0] in self._layout.kept
             progress(sum(group.nbytes for group in self.groups), total)
         if self.resident.weights:
             self.groups.append(self._make_group(len(self.groups), [self.resident], before, now))
@@ -214,7 +213,8 @@ class Arrangement:
         host = GroupHost(weights, self._backend, self.host_share.pin, before.get(key))
         now[key] = host.masters
         name = ", ".join(unit.name for unit in units)
-        group = Group(index, len(units), host, resident=units[0].resident, name=name)
+        kept = units[0] in self._layout.kept
+        group = Group(index, len(units), host, resident=units[0].resident, kept=kept, name=name)
         for unit in units:
             unit.group = group
         return group

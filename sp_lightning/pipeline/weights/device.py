@@ -61,14 +61,16 @@ class Group:
         state: The masters as they were last looked at; None if they may have changed since.
     """
 
-    def __init__(self, index: int, units: int, host: GroupHost, resident: bool, name: str = "") -> None:
+    def __init__(
+        self, index: int, units: int, host: GroupHost, resident: bool, kept: bool = False, name: str = ""
+    ) -> None:
         self.index = index
         self.units = units
         self.host = host
         self.resident = resident
         self.name = name
         self.place: Tensor
-        self.kept = resident
+        self.kept = resident or kept
         self.conflicts: list[Group] = []
         self.users = 0
         self.residency = Residency.ABSENT
