@@ -62,7 +62,7 @@ class Group:
     """
 
     def __init__(
-        self, index: int, units: int, host: GroupHost, resident: bool, kept: bool = False, name: str = ""
+        self, index: int, units: int, host: GroupHost, *, resident: bool, kept: bool = False, name: str = ""
     ) -> None:
         self.index = index
         self.units = units
