@@ -193,13 +193,13 @@ class Worker(_JobThread):
             cleanup: What to do then in any case.
             rank: How urgent it is; lower is more urgent.
         """
+        self._start()
         ticket = ThreadTicket()
         with self._changed:
             self._given += 1
             job = _Job(action, after, ticket, cleanup or _nothing, rank, self._given)
             insort(self._waiting, job, key=lambda waiting: (waiting.rank, waiting.number))
             self._changed.notify_all()
-        self._start()
         return ticket
 
     def drain(self) -> None:
