@@ -122,6 +122,10 @@ class GradientReturn:
         together = max((unit.group.units for unit in self._units), default=1)
         self._ring = Ring(backend, pin, slots_in_ring(len(self._units), together))
 
+    def reserve(self) -> None:
+        """Have the device memory through which gradients leave, before a step that may have a backward."""
+        self._pieces.reserve()
+
     # ------------------------------------------------------------------------------------------- while backward runs
 
     def follow_requires_grad(self, twin: Twin) -> None:

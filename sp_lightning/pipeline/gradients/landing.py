@@ -177,6 +177,12 @@ class Pieces:
         self._turn = 0
         self._given_up = 0
 
+    def reserve(self) -> None:
+        """Make them before a step: in its midst they would split memory that its activations need as a whole."""
+        if not self._pieces and (nbytes := max(map(gradient_bytes, self._units), default=0)):
+            self._backend.gather_free_memory()
+            self._pieces = [self.make(nbytes) for _ in range(PIECES)]
+
     def take(self, nbytes: int) -> GradientPiece:
         """The next one, of at least so many bytes; computing waits until what was in it has left."""
         if len(self._pieces) < PIECES:

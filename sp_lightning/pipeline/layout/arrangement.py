@@ -223,6 +223,7 @@ class Arrangement:
         streamed = [group for group in self.groups if not group.kept]
         sizes = [group.nbytes for group in streamed]
         offsets, self._arena_bytes = place_in_arena(sizes, self._layout.slots)
+        self._backend.gather_free_memory()
         self.arena = self._backend.allocate(self._arena_bytes)
         for group, offset, others in zip(streamed, offsets, overlaps(offsets, sizes), strict=True):
             group.place = self.arena[offset : offset + group.nbytes]

@@ -83,6 +83,12 @@ class AcceleratorBackend(Backend):
         self._cores.occupy()
 
     @override
+    def gather_free_memory(self) -> None:
+        # torch keeps what was freed, and would take a part of a piece that large activations need as a whole again
+        if hasattr(self._api, "empty_cache"):
+            self._api.empty_cache()
+
+    @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         self._up.wait_stream(self._api.current_stream(self.device))
         waits = () if after is None or after.done else (after,)

@@ -87,6 +87,9 @@ class Backend(Lanes):
             rank: Of jobs that can be done, those of a lower rank come first, and of the same rank those given first.
         """
 
+    def gather_free_memory(self) -> None:
+        """Before memory is allocated that stays: what is free becomes as few and as large pieces as it can."""
+
     def invalidate(self, memory: Tensor) -> None:
         """Memory that nobody may read any more; poisoned when debugging."""
         if self.poison:

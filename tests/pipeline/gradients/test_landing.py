@@ -13,6 +13,7 @@ from sp_lightning.pipeline.gradients.landing import (
     Ring,
     Slot,
     TensorsIn,
+    gradient_bytes,
     lay_out_gradients,
     norms_in,
     unit_of,
@@ -110,6 +111,29 @@ def test_pieces_take_turns_when_what_was_in_them_has_left() -> None:
     pieces.discard(second)
     assert pieces.take(256) is not second
     assert pieces.nbytes() == 2048 + 512
+
+
+def test_pieces_are_made_ahead_once_free_memory_is_gathered() -> None:
+    """Not in what a large activation has left behind, and will need again."""
+    made = place([torch.ones(3)])
+    pieces, asked = Pieces([made.unit], made.backend), []
+    made.backend.gather_free_memory = lambda: asked.append(pieces.nbytes())  # type: ignore[method-assign]
+    pieces.reserve()
+    assert asked == [0]
+    assert pieces.nbytes() == 2 * gradient_bytes(made.unit)
+    first, second = pieces.take(4), pieces.take(4)
+    assert first is not second
+    pieces.reserve()
+    assert asked == [0], "once"
+
+
+def test_no_pieces_where_nothing_is_trained() -> None:
+    made = place([torch.ones(3)])
+    for weight in made.weights:
+        weight.master.requires_grad_(False)
+    pieces = Pieces([made.unit], made.backend)
+    pieces.reserve()
+    assert pieces.nbytes() == 0
 
 
 def test_a_piece_lies_on_the_device() -> None:
