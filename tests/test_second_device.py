@@ -15,28 +15,70 @@ from .second_device.build import build, why_not
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_what_needs_an_accelerator(tmp_path: Path) -> None:
-    """With tensors of another type, a thread of autograd's, and memory that runs out; only CUDA's own is left out."""
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of a process in which CUDA is the second device."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    device, accelerator = build(tmp_path)
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "SECOND_DEVICE": str(device),
-            "LD_PRELOAD": str(accelerator),
-            "CUDA_VISIBLE_DEVICES": "",  # a GPU that is there has its own run of these tests
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    runtime, kernels = build(tmp_path_factory.mktemp("second_device"))
+    return {
+        **os.environ,
+        "SECOND_DEVICE": str(kernels),
+        "LD_PRELOAD": str(runtime),
+        "CUDA_VISIBLE_DEVICES": "0",  # as many as the runtime says there are, whatever the machine has
+    }
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_needs_an_accelerator(environment: dict[str, str]) -> None:
+    """On torch's own code for CUDA: streams and events, page-locked memory, an allocator that runs out."""
+    ended = run(environment, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu")
     assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-2_000:]
     passed = re.search(r"(\d+) passed", ended.stdout)
     assert passed is not None
-    assert int(passed[1]) > 80
+    assert int(passed[1]) > 150
+
+
+UNORDERED = """
+import torch
+import tests
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
+
+{breaking}
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+pipe = Pipeline(model, torch.device("cuda", 0), options=PipelineOptions(k=2, k_prime=1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(4):
+    with pipe.step():
+        pipe.module(torch.ones(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+pipe.detach()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "breaking",
+    [
+        "AcceleratorBackend.wait = lambda self, ticket: None",  # computing does not wait for a copy to the device
+        "AcceleratorBackend.upload = lambda self, to, frm, after=None: self._copy(self._up, to, frm)",  # nor it
+        "AcceleratorBackend.download = lambda self, to, frm: self._copy(self._down, to, frm)",  # nor one to the host
+    ],
+    ids=["wait", "upload", "download"],
+)
+def test_a_race_is_seen(breaking: str, environment: dict[str, str]) -> None:
+    """Each order that the engine keeps on the device is needed, and its absence does not go unseen."""
+    assert run(environment, "-c", UNORDERED.format(breaking="")).returncode == 0
+    ended = run(environment, "-c", UNORDERED.format(breaking=breaking))
+    assert ended.returncode != 0
+    assert "RACE" in ended.stderr, ended.stderr[-2_000:]

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 from ..helpers import assert_same_trace
-from ..second_device import SECOND_DEVICE
+from ..second_device import IN_USE
 from ..zoo import CASES, Case
 from ..zoo.blocks import Chain
 from .test_exact_on_device import OnDevice, Streamed, train
@@ -41,7 +41,7 @@ class CompiledStreamed(Streamed):
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_blocks_are_exact(backend: str, activations: str, device: torch.device) -> None:
     """In fp32: under autocast the first forward is not compiled, and what is compiled casts in other places."""
-    if backend == "inductor" and device.type == SECOND_DEVICE:
+    if backend == "inductor" and IN_USE:
         pytest.skip("inductor writes no code for the second device")
     case = CASES["chain"]
     with torch.compiler.set_stance("default", force_backend=backend):
@@ -74,7 +74,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("enabled", [False, True], ids=["fp32", "bf16-mixed"])
 def test_flex_attention_trains(enabled: bool, device: torch.device) -> None:
     """An operation of higher order, watched in a first forward and compiled from there on."""
-    if device.type == SECOND_DEVICE:
+    if IN_USE:
         pytest.skip("flex_attention refuses the second device")
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -9,9 +9,11 @@ from torch.nn import functional as F
 
 from sp_lightning import chunked_cross_entropy
 
+from ..second_device import IN_USE
+
 pytestmark = pytest.mark.gpu
 
-SIZES = (2048, 1500, 512, 32_000) if torch.cuda.is_available() else (256, 190, 64, 4_000)
+SIZES = (256, 190, 64, 4_000) if IN_USE else (2048, 1500, 512, 32_000)
 TOKENS, LEARNED, WIDTH, VOCABULARY = SIZES
 
 

@@ -16,14 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sp_lightning import SuperpipelineStrategy
 
-from ..second_device import SECOND_DEVICE
+from ..second_device import IN_USE
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 8
-IS_SMALL = not torch.cuda.is_available()
-WIDTH, WORDS, TOKENS = (64, 4_000, 64) if IS_SMALL else (512, 64_000, 512)
-LITTLE = (1 if IS_SMALL else 64) << 20  # bytes, beside what a step takes
+WIDTH, WORDS, TOKENS = (128, 6_000, 256) if IN_USE else (512, 24_000, 1024)
+LITTLE = (40 if IN_USE else 256) << 20  # bytes, beside what a step takes: torch takes memory in pieces of 20 MiB
 
 
 class Model(L.LightningModule):
@@ -84,7 +83,7 @@ def fit(
     return [float(loss) for loss in model.losses], api.max_memory_allocated(device) - before
 
 
-@pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.45])
+@pytest.mark.parametrize("share", [0.9, 0.6])
 def test_the_first_choice_fits(share: float, accelerator: str, device: torch.device) -> None:
     """Nothing is given up, and the plan is right about the memory, though most of it is in no graph."""
     expected, everything = fit("auto", accelerator, device)
@@ -94,12 +93,12 @@ def test_the_first_choice_fits(share: float, accelerator: str, device: torch.dev
         warnings.filterwarnings("error", message=".*did not suffice")
         losses, peak = fit(strategy, accelerator, device)
     assert peak <= limit
-    assert_alike(losses, expected, device)
+    assert_alike(losses, expected)
 
 
-def assert_alike(losses: list[float], expected: list[float], device: torch.device) -> None:
+def assert_alike(losses: list[float], expected: list[float]) -> None:
     """Equal, where the host's optimizer rounds as the device's does."""
-    if device.type == SECOND_DEVICE:
+    if IN_USE:
         assert losses == expected
     else:
         torch.testing.assert_close(losses, expected, rtol=2e-2, atol=1e-3)
@@ -116,7 +115,7 @@ class Varying(Model):
 
 
 @pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
-@pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
+@pytest.mark.parametrize("share", [0.9, 0.75])
 def test_batches_of_different_lengths(share: float, accelerator: str, device: torch.device) -> None:
     """A step that does not fit beside what was chosen for shorter ones runs again."""
     expected, everything = fit("auto", accelerator, device, Varying, len(LENGTHS))
@@ -124,7 +123,7 @@ def test_batches_of_different_lengths(share: float, accelerator: str, device: to
     with room(device, limit):
         losses, peak = fit(SuperpipelineStrategy(), accelerator, device, Varying, len(LENGTHS))
     assert peak <= limit
-    assert_alike(losses, expected, device)
+    assert_alike(losses, expected)
 
 
 def test_the_last_resort_fits(accelerator: str, device: torch.device) -> None:

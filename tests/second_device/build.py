@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,8 +21,10 @@ def why_not() -> str | None:
         return "the device is written for Linux"
     if _COMPILER is None:
         return "there is no C++ compiler"
-    if torch.__version__ < "2.9":
-        return "the device is written for the C++ interfaces of torch 2.9 and newer"
+    if torch.version.cuda is None:
+        return "torch was built without CUDA"
+    if not _cuda_headers():
+        return "there are no headers of CUDA, which come with the torch of PyPI"
     return None
 
 
@@ -29,16 +32,26 @@ def build(folder: Path) -> tuple[Path, Path]:
     """Compile it, which takes about half a minute.
 
     Returns:
-        The library of the device, for `torch.ops.load_library`, and the one to load before torch.
+        The library to load before torch, and the one with the kernels, for `torch.ops.load_library`.
     """
-    device, accelerator = folder / "device.so", folder / "accelerator.so"
+    runtime, kernels = folder / "runtime.so", folder / "kernels.so"
     assert _COMPILER is not None
-    general = [_COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared"]
-    headers = [f"-I{path}" for path in include_paths()]
-    libraries = [f"-L{path}" for path in library_paths()]
-    for command in (
-        [*general, SOURCES / "accelerator.cpp", "-o", accelerator],
-        [*general, *headers, SOURCES / "device.cpp", "-o", device, *libraries, "-ltorch", "-ltorch_cpu", "-lc10"],
-    ):
+    general = [_COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{SOURCES / 'include'}"]
+    general += [f"-I{path}" for path in _cuda_headers()]
+    # torch opens the driver's library by its name, and finds the one that is there
+    command_for_runtime = [*general, "-Wl,-soname,libcuda.so.1", SOURCES / "runtime.cpp", "-o", runtime, "-lpthread"]
+    torch_flags = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+    libraries = [f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")]
+    command_for_kernels = [*general, SOURCES / "kernels.cpp", "-o", kernels, *torch_flags, *libraries]
+    for command in (command_for_runtime, command_for_kernels):
         subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True)
-    return device, accelerator
+    return runtime, kernels
+
+
+def _cuda_headers() -> list[Path]:
+    """Where the packages that torch depends on have them."""
+    packages = find_spec("nvidia")
+    if packages is None:
+        return []
+    folders = [Path(place) for place in packages.submodule_search_locations or ()]
+    return [path for folder in folders for path in sorted(folder.glob("*/include"))]
