@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
 
 from ..helpers import is_block
 from ..second_device import IN_USE
@@ -114,6 +115,16 @@ def test_host_memory_is_page_locked_where_asked_for(pin: bool, cuda: torch.devic
     model = big_chain()
     with on_device(model, cuda, pin_memory=pin):
         assert {p.is_pinned() for p in model.parameters()} == {pin}
+
+
+def test_memory_that_cannot_be_page_locked_leaves_no_error_behind(cuda: torch.device) -> None:
+    """CUDA would raise it at the next kernel, whoever starts that."""
+    backend, memory = AcceleratorBackend(cuda), torch.empty(1 << 16, dtype=torch.uint8)
+    assert backend.pin(memory)
+    assert not backend.pin(memory), "it is page-locked already"
+    assert torch.ones(2, device=cuda).sum() == 2
+    backend.unpin(memory)
+    backend.close()
 
 
 def test_peak_memory(device: torch.device) -> None:

@@ -18,6 +18,7 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/sum.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
@@ -240,6 +241,7 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
       value = returned;
     }
   }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();  // an error that an earlier call has left
 }
 
 // ------------------------------------------------------------------------------------ what a fallback cannot do
