@@ -37,7 +37,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_what_needs_an_accelerator(environment: dict[str, str]) -> None:
     """On torch's own code for CUDA: streams and events, page-locked memory, an allocator that runs out."""
     ended = run(environment, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu")
