@@ -132,7 +132,6 @@ class StepRetry:
     def _until_it_works(self, attempt: _Attempt, run: Callable[[], Any]) -> Any:
         result, failure = _try(run)
         while failure is not None:
-            self._pipeline.forget(attempt.calls)
             if attempt.has_stepped():
                 raise failure.as_error(
                     "The training step cannot run again, because the optimizer has stepped already. Go on from a "
@@ -207,7 +206,6 @@ class _Attempt:
     Attributes:
         run: Runs it.
         size: Bytes of its inputs.
-        calls: How many calls of units that may run again had been made before it.
         loss: What it returned, with the module's graph.
         given: What Lightning got in its place.
     """
@@ -226,7 +224,6 @@ class _Attempt:
     ) -> None:
         self.run = run
         self.size = size
-        self.calls = pipeline.calls
         self._stats = pipeline.stats
         self._steps = self._stats.optimizer_steps, self._stats.steps_in_backward
         self._random = RandomStates(pipeline.device)

@@ -363,6 +363,71 @@ def test_a_key_value_cache_grows_once() -> None:
         assert pipe.stats.recomputed == 6
 
 
+class Growing:
+    """A cache in which blocks leave what they have computed, with its graph."""
+
+    def __init__(self) -> None:
+        self.layers: list[Growing] = []
+        self.states: dict[str, Tensor] = {}
+
+
+class ReadsAndGrows(Block):
+    def forward(self, x: Tensor, cache: Growing) -> Tensor:
+        past = [state for layer in cache.layers for state in layer.states.values()]
+        x = super().forward(x + sum(past))
+        cache.layers.append(Growing())
+        cache.layers[-1].states["x"] = x
+        return x
+
+
+class Grown(Chain):
+    """Goes on from what was computed before."""
+
+    def forward(self, x: Tensor, before: Tensor | None = None) -> Tensor:
+        cache = Growing()
+        if before is not None:
+            cache.layers.append(Growing())
+            cache.layers[0].states["before"] = before
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+def test_a_graph_without_a_backward_is_freed() -> None:
+    """Its calls were to run again with a cache that ends up with all of the graph; they hold what was in it before."""
+    model = Grown(ReadsAndGrows() for _ in range(4))
+    with attached(model, activations="recompute") as pipe:
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(3):
+                output = model(Run.rows(number))
+                assert pipe.stats.activation_bytes > 0
+                del output
+                assert pipe.stats.activation_bytes == 0
+        finally:
+            gc.enable()
+        assert pipe.stats.steps == 3
+        assert not pipe._graphs.waiting()
+
+
+def test_truncated_backpropagation_through_a_cache() -> None:
+    """The graph of a step that had no backward lives on in what the next one computes from."""
+
+    def story(run: Run) -> None:
+        before = None
+        for step in range(6):
+            with run.step():
+                before = run.model(run.rows(step), before)
+                if step % 3 == 2:
+                    before.square().mean().backward()
+                    before = before.detach()
+        for name, parameter in run.model.named_parameters():
+            run.note(name, parameter.grad)
+
+    assert_same_story(story, lambda: Grown(ReadsAndGrows() for _ in range(4)), activations="recompute", debug=True)
+
+
 def test_a_mode_that_changes_before_backward() -> None:
     """The second forward is one in training mode, whatever the module is in by then."""
 

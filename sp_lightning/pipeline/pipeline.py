@@ -187,15 +187,6 @@ class Pipeline:
             resume_all_guards()
             self._assembly.guard.disarm()
 
-    @property
-    def calls(self) -> int:
-        """How many calls of units were made that may run again in backward, for `forget`."""
-        return self._activations.calls
-
-    def forget(self, since: int) -> None:
-        """No backward will run through what was computed since so many calls had been made: let go of it."""
-        self._activations.forget(since)
-
     def has_gradients(self) -> bool:
         """Whether a gradient is there that the next backward pass would add to."""
         elsewhere = any(parameter.grad is not None for parameter in self._parameters_elsewhere())

@@ -76,6 +76,11 @@ class Survey:
         """The most bytes of activations that were on the device in the step before."""
         return self._lasting.meter.step_peak
 
+    @property
+    def backward_passes(self) -> int:
+        """How many have ended."""
+        return self._lasting.activations.backward_passes
+
     def bytes_on_device(self, unit: Unit) -> int:
         """What a unit would take if it lived on the device; 0 if it may not, or if nothing of it is stepped.
 

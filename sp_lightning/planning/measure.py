@@ -59,6 +59,8 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
     ways = {} if auto is None else auto.ways()
     policies = observed.policies if len(observed.policies) == len(steps) else [{}] * len(steps)
     seen = [*zip(steps, policies, strict=True)]
+    seen = [(step, chosen) for step, chosen in seen if step.backward] or seen
+    steps = [step for step, _ in seen]
     units = tuple(_unit_work(survey, unit, recording, seen, ways) for unit in arrangement.units)
     by_choice = peak([unit.ways[0] for unit in units]) if auto is None else 0
     stepping = _stepping(observed)

@@ -132,6 +132,7 @@ class _Measurement:
         self._trains = trains
         self._waits = trains and any(weight.master.requires_grad for weight in survey.arrangement.weights)
         self._steps = -1  # the first call comes before the first step
+        self._complete = self._passes = 0
         self._before = replace(survey.stats)
         self._scope: ExitStack | None = None
         self._policies: list[dict[str, Policy]] = []
@@ -152,7 +153,9 @@ class _Measurement:
             auto.look()
             self._turn, self._outside = max(self._turn, auto.turn), max(self._outside, auto.outside)
         self._peak = max(self._peak, self._survey.activation_peak)
-        if self._steps >= _RECORDED and self._saw_optimizer():
+        passes, self._passes = self._passes, self._survey.backward_passes
+        self._complete += self._passes > passes or not self._waits  # a step that returns no loss has no backward
+        if (self._complete >= _RECORDED or self._steps >= _PATIENCE) and self._saw_optimizer():
             self.stop()
             return False
         return True
@@ -165,6 +168,7 @@ class _Measurement:
     def _start(self) -> None:
         self._waits &= self._steps < _PATIENCE
         self._steps = 0
+        self._passes = self._survey.backward_passes
         self._before = replace(self._survey.stats)
         self._in_use = self._survey.memory_in_use()
         self._scope = ExitStack()

@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Recording
 from sp_lightning.pipeline.layout.device_layout import sent_bytes
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.planning import AutoPlanner
+from sp_lightning.planning import AutoPlanner, Workload, choose, planner
 from sp_lightning.planning.planner import _Measurement
 
 from ..helpers import is_block
@@ -237,6 +237,32 @@ def test_validation_in_between_does_not_disturb() -> None:
     assert len({id(plan) for plan in seen}) == 2
 
 
+@pytest.mark.parametrize("activations", ["auto", "recompute"])
+def test_a_step_without_a_backward_is_not_taken_for_one(activations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user skips a batch after its forward: half of a step, to be measured again."""
+    measured: list[Workload] = []
+
+    def choose_by(workload: Workload, *args: Any, **options: Any) -> Any:
+        measured.append(workload)
+        return choose(workload, *args, **options)
+
+    monkeypatch.setattr(planner, "choose", choose_by)
+    for skipped in ((), (0, 2, 3)):
+        model = chain(8)
+        optimizer = SGD(model.parameters(), 1e-3)
+        total = sum(p.nbytes for p in model.parameters())
+        with planned(model, memory_budget=4 * total, activations=activations) as pipeline:
+            for number in range(8):
+                if number in skipped:
+                    model(*rows())
+                else:
+                    step(model, optimizer, *rows())
+            assert pipeline.summary().plan is not None
+    whole, with_skipped = measured
+    assert [unit.gradient_bytes for unit in with_skipped.units] == [unit.gradient_bytes for unit in whole.units]
+    assert all(unit.backward_seconds > 0 for unit in with_skipped.units)
+
+
 def test_an_exception_ends_what_is_being_measured() -> None:
     model = chain(8)
     optimizer = SGD(model.parameters(), 1e-3)
@@ -273,6 +299,7 @@ def test_what_operations_take_stays_free(counts: bool, reserve: int) -> None:
         arrangement=SimpleNamespace(weights=[]),
         activations=auto,
         activation_peak=60,
+        backward_passes=0,
         memory_in_use=lambda: 1000,
         most_memory_in_use=lambda: 1100,
         record=lambda: nullcontext(Recording()),

@@ -69,6 +69,8 @@ class AutoPolicy:
     def begin_step(self) -> None:
         """Choose anew if the last step has measured anything, or if there is another amount of room."""
         self._workspace.end()
+        if self._measuring and not self._pass:  # no backward came: half of it was not seen
+            self.measure_again()
         if (self._measuring or self._choice_is_outdated) and self._units:
             self._choose()
         self._choice_is_outdated = False
@@ -136,7 +138,7 @@ class AutoPolicy:
             unit.add((self._step, self._pass), seen, call)
 
     def measure_again(self) -> None:
-        """The step that is under way begins anew, and what it has measured counts no more."""
+        """The last step begins anew, or is not finished, and what it has measured counts no more."""
         for unit in self._units.values():
             unit.forget(self._step)
         self._units = {name: unit for name, unit in self._units.items() if unit.passes}

@@ -17,7 +17,7 @@ import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and tables of positions larger
-_MOST = 20_000  # objects in attributes; a data set has more, and to look at them would take longer than a step
+MOST = 20_000  # objects in attributes; a data set has more, and to look at them would take longer than a step
 
 
 class _Attributes:
@@ -71,7 +71,7 @@ class SideEffects:
     """
 
     def __init__(
-        self, module: nn.Module, inputs: Iterable[Any], outside: Iterable[object] = (), largest: int = 1 << 22
+        self, module: nn.Module, inputs: Iterable[Any] = (), outside: Iterable[object] = (), largest: int = 1 << 22
     ) -> None:
         self._largest = largest
         self._before: list[tuple[Any, Any]] = []  # places, and what they contained
@@ -86,11 +86,21 @@ class SideEffects:
         for inner, _ in self._modes:
             for hook in (*inner._forward_pre_hooks.values(), *inner._forward_hooks.values()):
                 self._look_at(hook, own=False)
-        self._of_inputs, others = len(self._before), set(self._held)
+        self._of_inputs = len(self._before)
+        self._watched: list[_Held] = []
+        self.include(inputs)
+
+    @property
+    def found(self) -> Set[int]:
+        """What was looked at, by identity; until `settle`."""
+        return self._seen
+
+    def include(self, inputs: Iterable[Any]) -> None:
+        """Look at these, too, before the forward: it is called with them."""
+        others = set(self._held)
         for value in inputs:
             self._look_at(value, own=False)
-        self._watched = [held for key, held in self._held.items() if key not in others]
-        self._seen.clear()
+        self._watched += [held for key, held in self._held.items() if key not in others]
 
     def settle(self) -> str | None:
         """Forget what the forward has not changed.
@@ -99,9 +109,10 @@ class SideEffects:
             What it has changed that cannot be undone, in words; None if all of it can.
         """
         changed = [held for held in self._held.values() if held.may_have_changed]
-        if self._looked_at > _MOST:
-            return f"has more than {_MOST} objects in its attributes"
+        if self._looked_at > MOST:
+            return f"has more than {MOST} objects in its attributes"
         self._held.clear()
+        self._seen.clear()
         self._copies = {id(held.tensor): held.copy for held in changed if held.copy is not None}
         self._before = [*self._differing(self._before[: self._of_inputs]), *self._before[self._of_inputs :]]
         lost = [held.tensor for held in changed if held.copy is None]
@@ -172,7 +183,7 @@ class SideEffects:
             own: Whether it is the module's own, so that its tensors are worth a copy. Those of an input or a hook are
                 not: a cache may be large.
         """
-        if id(value) in self._seen or self._looked_at > _MOST:
+        if id(value) in self._seen or self._looked_at > MOST:
             return
         self._seen.add(id(value))
         self._looked_at += 1
@@ -191,16 +202,16 @@ class SideEffects:
         elif isinstance(value, types.MethodType):
             for half in (value.__self__, value.__func__):
                 self._look_at(half, own)
-        elif isinstance(value, types.FunctionType) and _is_of_a_user(value):
+        elif isinstance(value, types.FunctionType) and is_of_a_user(value):
             self._look_at(value.__closure__, own)
-        elif hasattr(value, "__dict__") and _is_of_a_user(type(value)):
+        elif hasattr(value, "__dict__") and is_of_a_user(type(value)):
             self._look_into(vars(value), own)
 
     def _look_into(self, place: Any, own: bool) -> None:
         content = _read(place)
         self._before.append((place, content))
         for value in _values(content):
-            if type(value) not in _PLAIN:
+            if type(value) not in PLAIN:
                 self._look_at(value, own)
 
     def _hold(self, tensor: Tensor, own: bool) -> None:
@@ -212,11 +223,11 @@ class SideEffects:
 
 
 _PLACES = (dict, list, set, deque, types.CellType, torch.Generator)
-_PLAIN = {str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device}
+PLAIN = {str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device}
 _NOT_OF_A_USER = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
 
 
-def _is_of_a_user(definition: type | types.FunctionType) -> bool:
+def is_of_a_user(definition: type | types.FunctionType) -> bool:
     """Whether a class or function may hold what a forward changes, unlike a logger or a process group."""
     return (definition.__module__ or "").partition(".")[0] not in _NOT_OF_A_USER
 

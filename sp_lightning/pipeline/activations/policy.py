@@ -41,7 +41,7 @@ class Activations:
         auto: What chooses in the user's place. None if the user has chosen, or if there is nothing to choose by, and
             everything is kept.
         never_again: Members whose forward is not run again, because that has failed while the choice was ours.
-        calls: How many calls were made that might run again.
+        backward_passes: How many have ended.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Activations:
         self._stats = stats
         self._checks = checks
         self.never_again: set[str] = set()
-        self.calls = 0
+        self.backward_passes = 0
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._inside = False
@@ -120,10 +120,7 @@ class Activations:
 
     def _recompute(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, UnitCall]:
         may_repeat = member.name not in self.never_again
-        self.calls += 1
-        call = UnitCall(
-            member, self._saved, self._device, args, kwargs, self._repeating, self._checks, may_repeat, self.calls
-        )
+        call = UnitCall(member, self._saved, self._device, args, kwargs, self._repeating, self._checks, may_repeat)
         with saved_tensors_hooks(call.pack, call.unpack):
             output = member.module(*args, **kwargs)
         obstacle = call.settle(output)
@@ -158,13 +155,6 @@ class Activations:
             raise
         self.auto.note_second_forward(call.member, begin, self.auto.mark())
 
-    def forget(self, since: int) -> None:
-        """No backward will run through the calls that were made since so many had been made (`calls`)."""
-        for call in [call for call in self._dropped if call.number > since]:
-            self._dropped.discard(call)
-            self._repeated.discard(call)
-            call.forget()
-
     def begin_backward(self) -> None:
         """Backward has begun, at the end of the graph."""
         if self.auto is not None:
@@ -180,6 +170,7 @@ class Activations:
         for call in list(self._repeated):
             call.drop()
         self._repeated.clear()
+        self.backward_passes += 1
         if self.auto is not None:
             self.auto.end_backward()
 

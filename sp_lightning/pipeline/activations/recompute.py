@@ -36,6 +36,7 @@ from sp_lightning.pipeline._private import scope_that_ends_before_backward, stor
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.offload import SMALLEST
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
+from sp_lightning.pipeline.activations.stand_ins import StandIns
 from sp_lightning.pipeline.activations.surroundings import Surroundings
 from sp_lightning.pipeline.modules.functions import watch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
@@ -102,11 +103,9 @@ class UnitCall:
         on_repeat: Called with it when its forward runs again; what it returns surrounds that.
         checks: Whether to compare, bit by bit, what the forward saves the second time with what it saved at first.
         may_repeat: Whether to drop anything at all.
-        number: Which of all calls it is.
 
     Attributes:
         member: Whose call it is.
-        number: Which of all calls it is.
         footprint: What it takes; known when the forward is over.
     """
 
@@ -120,10 +119,8 @@ class UnitCall:
         on_repeat: Callable[[UnitCall], AbstractContextManager[None]],
         checks: bool,
         may_repeat: bool,
-        number: int,
     ) -> None:
         self.member = member
-        self.number = number
         self._may_repeat = may_repeat
         self._checks = checks
         self._saved = saved
@@ -132,10 +129,11 @@ class UnitCall:
         self._bytes_before = self._meter.bytes
         self._kept: list[weakref.ref[Kept]] = []
         self._checkpoints_itself = False
-        self._inputs = _Inputs(saved, args, kwargs)
+        self._effects = SideEffects(member.module)
+        self._inputs = _Inputs(saved, args, kwargs, StandIns(self._effects.found))
+        self._effects.include(self._inputs.objects)
         self._held = self._meter.bytes - self._bytes_before
         self._surroundings = Surroundings(device)
-        self._effects = SideEffects(member.module, self._inputs.objects)
         self._weights = [(twin, twin.version()) for twin in {place.weight.twin for place in member.places}]
         self._on_device = [(parameter, parameter._version) for parameter in member.on_device]
 
@@ -185,15 +183,6 @@ class UnitCall:
         """Let go of what can be computed again."""
         for _, kept in self._alive():
             kept.drop()
-
-    def forget(self) -> None:
-        """No backward will come to it: hold nothing any more.
-
-        Objects among its inputs (a key/value cache) may lead to the graph that holds it, and through C++ that is a
-        cycle which nobody would ever collect.
-        """
-        self.drop()
-        del self._inputs, self._surroundings, self._effects
 
     def _take_stock(self, tensors: list[Tensor], repeatable: bool) -> Footprint:
         dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage
@@ -293,17 +282,19 @@ class _Inputs:
     """What a unit was called with: tensors in the way in which autograd would have saved them.
 
     Attributes:
-        objects: Whatever is neither a tensor nor a container that torch knows: a cache, a dataclass, a number.
+        objects: What stands for whatever is neither a tensor nor a container that torch knows: for a cache, a number.
     """
 
-    def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any], stand_ins: StandIns) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         # what is given twice stays one object: `nn.MultiheadAttention` computes something else unless `key is value`
         distinct = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
         inputs = {key: _Input(leaf, saved) for key, leaf in distinct.items()}
         self._distinct = [*inputs.values()]
-        self._leaves = [inputs.get(id(leaf), leaf) for leaf in leaves]
-        self.objects = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        others = {id(leaf): leaf for leaf in leaves if not isinstance(leaf, Tensor)}
+        self.objects = stand_ins.of(others.values())
+        inputs_and_objects = {**inputs, **dict(zip(others, self.objects, strict=True))}
+        self._leaves = [inputs_and_objects.get(id(leaf), leaf) for leaf in leaves]
 
     @property
     def tensors(self) -> list[Tensor]:

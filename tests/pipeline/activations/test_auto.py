@@ -44,6 +44,7 @@ def measure(chooser: AutoPolicy, steps: int = 2, size: int = 8, seconds: float =
             if chooser.policy(unit, size) == "recompute":
                 chooser.note(unit, size, call)
                 chooser.note_second_forward(unit, 0.0, seconds)
+        chooser.end_backward()
     chooser.begin_step()
     return {unit.name: chooser.policy(unit, size) for unit in units}
 
@@ -51,6 +52,15 @@ def measure(chooser: AutoPolicy, steps: int = 2, size: int = 8, seconds: float =
 def test_two_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(measure(policy(10**6, FAST, monkeypatch), steps=1).values()) == {"recompute"}
     assert set(measure(policy(10**6, FAST, monkeypatch), steps=2).values()) == {"keep"}
+
+
+def test_a_step_without_a_backward_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user skips the batch after its forward: what backward takes was not seen."""
+    chooser, unit = policy(10**6, FAST, monkeypatch), member("a")
+    measure(chooser, steps=1)
+    chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
+    chooser.begin_step()
+    assert {chooser.policy(member(name), 8) for name in "abc"} == {"recompute"}
 
 
 def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +103,7 @@ def test_memory_outside_of_units_is_taken_off(monkeypatch: pytest.MonkeyPatch) -
             chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
             chooser.note_second_forward(unit, 0.0, 1.0)
         chooser._meter._recent_peak = 130 + 100  # 130 is what recomputing three units takes
+        chooser.end_backward()
     chooser.begin_step()
     assert sorted(chooser.policy(unit, 8) for unit in units) == ["keep", "keep", "recompute"]
 
@@ -115,6 +126,7 @@ def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute(monke
         chooser._meter._recent_peak = 20 + 110  # in backward, when the loss's is free again
         for unit in units:
             chooser.note_second_forward(unit, 0.0, 1.0)
+        chooser.end_backward()
     chooser.begin_step()
     assert (chooser.turn, chooser.outside) == (90, 0)
     chosen = [chooser.policy(unit, 8) for unit in units]
@@ -140,6 +152,7 @@ def test_a_smaller_batch_does_not_take_back_what_a_loss_needs(monkeypatch: pytes
         chooser.end_call(unit)
         chooser._meter._recent_peak = loss
         chooser.begin_backward()
+        chooser.end_backward()
     chooser.begin_step()
     assert chooser.turn == 90
 

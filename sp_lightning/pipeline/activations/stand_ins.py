@@ -1,0 +1,77 @@
+"""Copies of the objects that a unit was given, for its second forward.
+
+By the end of a forward a key/value cache contains what all units have computed, with the graph of it. That graph holds
+the calls which are to run again; if a call held the cache, no one would ever free either, unless backward came, because
+the circle goes through C++. A copy that was made before the call leads to nothing that was computed after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Set
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.activations.effects import MOST, PLAIN, is_of_a_user
+
+_CONTAINERS = (dict, list, set, deque)
+
+
+class StandIns:
+    """Makes them: of containers and of objects of a user's classes, around aliases of the same tensors.
+
+    Args:
+        known: Objects, by identity, that stand for themselves, because the unit finds them elsewhere, too.
+    """
+
+    def __init__(self, known: Set[int]) -> None:
+        self._known = known
+        self._made: dict[int, Any] = {}
+
+    def of(self, objects: Iterable[Any]) -> list[Any]:
+        """What stands for each of these."""
+        return [self._of(value) for value in objects]
+
+    def _of(self, value: Any) -> Any:
+        if type(value) in PLAIN or id(value) in self._known or len(self._made) > MOST:
+            return value
+        if id(value) not in self._made:
+            self._make(value)
+        return self._made[id(value)]
+
+    def _make(self, value: Any) -> None:
+        self._made[id(value)] = value
+        if isinstance(value, Tensor):
+            if not (isinstance(value, nn.Parameter) or value.is_inference()):
+                self._made[id(value)] = value.detach().requires_grad_(value.requires_grad)  # the graph stays behind
+        elif isinstance(value, tuple):
+            items = [self._of(item) for item in value]
+            if type(value) is tuple:
+                self._made[id(value)] = tuple(items)
+            elif hasattr(value, "_make"):
+                self._made[id(value)] = value._make(items)
+        elif isinstance(value, _CONTAINERS) or _is_an_object(value):
+            with suppress(Exception):  # whatever a class thinks of being copied
+                self._made[id(value)] = copy.copy(value)
+            if self._made[id(value)] is not value:
+                self._fill(self._made[id(value)])
+
+    def _fill(self, made: Any) -> None:
+        """Put stand-ins in the place of what is in it."""
+        if isinstance(made, dict):
+            dict.update(made, {key: self._of(item) for key, item in made.items()})
+        elif isinstance(made, list):
+            made[:] = [self._of(item) for item in made]
+        elif isinstance(made, deque):
+            items = [self._of(item) for item in made]
+            made.clear()
+            made.extend(items)
+        if hasattr(made, "__dict__"):
+            vars(made).update({name: self._of(item) for name, item in vars(made).items()})
+
+
+def _is_an_object(value: Any) -> bool:
+    return hasattr(value, "__dict__") and is_of_a_user(type(value)) and not isinstance(value, nn.Module)
