@@ -223,7 +223,8 @@ class Arranger:
             return None
         never_again = self._activations.never_again
         lasting = self._lasting
-        return AutoPolicy(lasting.backend, lasting.meter, self._room_for_activations, never_again)
+        is_planned = self._planner is not None and "auto" in (self._options.k, self._options.k_prime)
+        return AutoPolicy(lasting.backend, lasting.meter, self._room_for_activations, never_again, tells=not is_planned)
 
     def _room_for_activations(self) -> int:
         """Bytes of device memory for activations, where there is a limit."""

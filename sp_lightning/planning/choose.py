@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from sp_lightning.pipeline.activations.choice import Way, peak
 from sp_lightning.pipeline.activations.choice import choose as choose_ways
+from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.planning.cost import (
     Choice,
     Prediction,
@@ -84,7 +85,8 @@ def choose(
     windows = list(_windows(len(workload.units), k, k_prime, machine))
     least = _least_bytes(workload, windows)
     if budget < least:
-        raise ValueError(f"{budget} bytes of device memory are too little: {least} are needed.")
+        has, needs = readable_bytes(budget), readable_bytes(least)
+        raise ValueError(f"{has} of device memory are too little: {needs} are needed.")
     best = _choose_streaming(workload, machine, budget, windows, fill)
     sets = _sets_on_device(workload, budget - least) if fill else []
     tried: dict[int, _Candidate] = {}

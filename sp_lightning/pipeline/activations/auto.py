@@ -35,6 +35,7 @@ class AutoPolicy:
         meter: Counts what is held.
         budget: Tells how many bytes activations may take now.
         never_again: Members that must not recompute, as backward has shown.
+        tells: Whether to say so if nothing fits. A planner may yet make room, and says so itself.
 
     Attributes:
         turn: The most bytes that were taken after the last unit: by a loss.
@@ -43,7 +44,9 @@ class AutoPolicy:
             operations take, and each unit and the turn have their share of that.
     """
 
-    def __init__(self, backend: Backend, meter: Meter, budget: Callable[[], int], never_again: Set[str]) -> None:
+    def __init__(
+        self, backend: Backend, meter: Meter, budget: Callable[[], int], never_again: Set[str], tells: bool = True
+    ) -> None:
         self._backend = backend
         self._meter = meter
         self._budget = budget
@@ -59,7 +62,7 @@ class AutoPolicy:
         self._is_first = True  # step that is measured
         self._reached: str | None = None  # the member that backward has come to last
         self._second_forwards: list[tuple[Measured, int, Any, Any]] = []
-        self._told = False
+        self._tells = tells
         self._choice_is_outdated = False
         self._workspace = Workspace(backend, meter)
         self.turn = 0
@@ -209,8 +212,8 @@ class AutoPolicy:
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
         needed = peak(chosen, self.turn) + apart
         is_measured = all(unit.is_measured for unit in self._units.values())
-        if needed > limit and is_measured and not self._told:
-            self._told = True
+        if needed > limit and is_measured and self._tells:
+            self._tells = False
             warnings.warn(
                 f"`activations='auto'`: activations take {readable_bytes(needed)} on the device at least, and there is "
                 f"room for {readable_bytes(max(0, limit))}. Use smaller batches, or a larger `memory_budget`.",
