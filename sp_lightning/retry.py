@@ -1,6 +1,6 @@
 """When one of the first steps fails for a reason that is ours: something is given up, and the micro-batch runs again.
 
-What a training step needs besides weights is not known before it has run, so the device's memory may be exhausted. Nor
+What a step needs besides weights is not known before it has run, so the device's memory may be exhausted. Nor
 is it known whether a unit's forward can run again in backward. Whatever a failed attempt has changed is put back:
 random generators, buffers, metrics, what was logged, attributes of the module. So the run goes on with the numbers of
 one in which nothing failed.
@@ -14,9 +14,9 @@ accumulation. In backward the two are joined, and if that fails, nobody holds th
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -38,7 +38,9 @@ _WATCHED = 8  # micro-batches after units were arranged anew; later ones only if
 
 
 class StepRetry:
-    """Runs training steps so that one which fails runs again: with a smaller window, or without second forwards.
+    """Runs steps so that one which fails runs again: with a smaller window, or without second forwards.
+
+    One for training, and another for evaluation: what works in the one need not in the other.
 
     Args:
         pipeline: The engine, which gives something up.
@@ -72,12 +74,9 @@ class StepRetry:
             torch.OutOfMemoryError: If it does not fit, and there is nothing left to give up.
         """
         self._attempt = None
-        if not (self._enabled and self._pipeline.may_run_out):
+        attempt = self._begin(inputs, run)
+        if attempt is None:
             return run()
-        size = sum(tensor.nbytes for tensor in tensors_in(inputs))
-        if not self._is_watched(size):
-            return run()
-        attempt = _Attempt(self._module, self._pipeline, self._lightning, inputs, run, size)
         output = self._until_it_works(attempt, run)
         if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
             self._note_success(attempt)
@@ -85,6 +84,24 @@ class StepRetry:
         attempt.loss, attempt.given = loss, loss.detach().requires_grad_()
         self._attempt = attempt
         return {**output, "loss": attempt.given} if isinstance(output, Mapping) else attempt.given
+
+    def evaluation_step(self, inputs: tuple[Any, ...], run: Callable[[], T]) -> T:
+        """Run a step of validation, of a test, or of a prediction; the rest is as for `training_step`."""
+        attempt = self._begin(inputs, run)
+        if attempt is None:
+            return run()
+        output = self._until_it_works(attempt, run)
+        self._note_success(attempt)
+        return output
+
+    def _begin(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> _Attempt | None:
+        """Look at what a step may change; None if it does not run again."""
+        if not (self._enabled and self._pipeline.may_run_out):
+            return None
+        size = sum(tensor.nbytes for tensor in tensors_in(inputs))
+        if not self._is_watched(size):
+            return None
+        return _Attempt(self._module, self._pipeline, self._lightning, inputs, run, size)
 
     @property
     def is_probing(self) -> bool:
@@ -129,23 +146,21 @@ class StepRetry:
         else:
             self._until_it_works(attempt, backward)
 
-    def _until_it_works(self, attempt: _Attempt, run: Callable[[], Any]) -> Any:
+    def _until_it_works(self, attempt: _Attempt, run: Callable[[], T]) -> T:
         result, failure = _try(run)
         while failure is not None:
             if attempt.has_stepped():
                 raise failure.as_error(
-                    "The training step cannot run again, because the optimizer has stepped already. Go on from a "
+                    "The step cannot run again, because the optimizer has stepped already. Go on from a "
                     "checkpoint with smaller batches, or set `overlap_optimizer=False`."
                 )
             given_up = failure.given_up or self._make_room(failure)
             lost = attempt.undo()
             if lost is not None:
-                raise failure.as_error(f"The training step cannot run again, because it {lost}.")
-            self._lightning.warn(
-                f"{given_up}. The training step runs again, with the same data and the same random numbers."
-            )
+                raise failure.as_error(f"The step cannot run again, because it {lost}.")
+            self._lightning.warn(f"{given_up}. The step runs again, with the same data and the same random numbers.")
             result, failure = _try(run)
-        return result
+        return cast("T", result)
 
     def _is_watched(self, size: int) -> bool:
         if self._arranged != self._pipeline.stats.arrangements:
@@ -201,7 +216,7 @@ class _Failure(NamedTuple):
 
 
 class _Attempt:
-    """A training step that may have to run again, and what was there before it.
+    """A step that may have to run again, and what was there before it.
 
     Attributes:
         run: Runs it.
@@ -227,6 +242,7 @@ class _Attempt:
         self._stats = pipeline.stats
         self._steps = self._stats.optimizer_steps, self._stats.steps_in_backward
         self._random = RandomStates(pipeline.device)
+        self._takes_its_batch = any(isinstance(value, Iterator) for value in inputs)
         inputs = (*lightning.logged(module), *inputs)
         self._look = partial(SideEffects, module, inputs, outside=[module._trainer], largest=_LARGEST)
         self._effects = self._look()
@@ -241,6 +257,8 @@ class _Attempt:
         Returns:
             What it has changed that cannot be undone, in words.
         """
+        if self._takes_its_batch:
+            return "takes its batch from an iterator"
         lost = self._effects.settle()
         if lost is None:
             self._effects.undo()
@@ -265,12 +283,17 @@ class _Joined(torch.autograd.Function):
 def _advice(pipeline: Pipeline) -> str:
     """What a step takes, as far as it is known, and what would make it smaller."""
     summary, activations = pipeline.summary(), pipeline.stats.activation_peak_bytes
+    weights = readable_bytes(summary.device_bytes)
+    takes, choices = f"{weights} for weights, and what operations take", "`k=1`, smaller `units`"
+    if torch.is_grad_enabled():
+        takes = (
+            f"{weights} for weights, {readable_bytes(summary.gradient_bytes)} for gradients on their way, at least "
+            f"{readable_bytes(activations)} for activations, and what operations take in between"
+        )
+        choices = f"`SuperpipelineStrategy(activations='recompute')`, {choices}"
     return (
-        f"Nothing is left that superpipeline could give up. With `k={summary.k}` a step needs "
-        f"{readable_bytes(summary.device_bytes)} for weights, {readable_bytes(summary.gradient_bytes)} for gradients on"
-        f" their way, at least {readable_bytes(activations)} for activations, and what operations take in between. Use "
-        "smaller batches, or less memory for each: `SuperpipelineStrategy(activations='recompute')`, `k=1`, smaller "
-        "`units`."
+        f"Nothing is left that superpipeline could give up. With `k={summary.k}` a step needs {takes}. Use smaller "
+        f"batches, or less memory for each: {choices}."
     )
 
 

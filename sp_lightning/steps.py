@@ -1,4 +1,4 @@
-"""Training steps of an attached module: scopes of the engine around them, again if they fail, and stepped when."""
+"""Steps of an attached module: scopes of the engine around them, again if they fail, and stepped when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """What the strategy's hooks of a training step do while a module is attached.
+    """What the strategy's hooks of a step do while a module is attached.
 
     Args:
         pipeline: The engine.
@@ -41,12 +41,13 @@ class Steps:
         # leave out ours, which joins the graphs of a step that may run again.
         alone = pipeline.replicas is None and not is_users(strategy, "backward")
         self._retry = StepRetry(pipeline, module, lightning, enabled=alone)
+        self._evaluation_retry = StepRetry(pipeline, module, lightning, enabled=pipeline.replicas is None)
         self._steps_next: tuple[Optimizer, SteppingPlan] | None = None
 
     @property
     def gave_up(self) -> bool:
         """Whether the pipeline takes less memory than it would have chosen to."""
-        return self._retry.gave_up
+        return self._retry.gave_up or self._evaluation_retry.gave_up
 
     def training_step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Run a training step, again if it fails for want of memory.
@@ -61,6 +62,20 @@ class Steps:
                 return run()
 
         return self._retry.training_step(inputs, in_step)
+
+    def evaluation_step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Run a step of validation, of a test, or of a prediction, again if it fails for want of memory.
+
+        Args:
+            inputs: What it is called with.
+            run: Calls it.
+        """
+
+        def in_step() -> Any:
+            with self._pipeline.step():
+                return run()
+
+        return self._evaluation_retry.evaluation_step(inputs, in_step)
 
     def backward(self, run: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of a training step.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -186,26 +186,24 @@ class SuperpipelineMixin(ProcessesMixin):
         self.begin_step(self.pipeline)
         return self._steps.training_step((*args, *kwargs.values()), run)
 
-    def _evaluation_step(self) -> AbstractContextManager[None]:
-        if self.pipeline is None:
-            return nullcontext()
-        self.begin_step(self.pipeline)
-        return self.pipeline.step()
-
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step():
-            return super().validation_step(*args, **kwargs)
+        return self._evaluation_step(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step():
-            return super().test_step(*args, **kwargs)
+        return self._evaluation_step(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step():
-            return super().predict_step(*args, **kwargs)
+        return self._evaluation_step(super().predict_step, *args, **kwargs)
+
+    def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = partial(step, *args, **kwargs)
+        if self.pipeline is None or self._steps is None:
+            return run()
+        self.begin_step(self.pipeline)
+        return self._steps.evaluation_step((*args, *kwargs.values()), run)
 
     @override
     def optimizer_step(

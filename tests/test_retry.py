@@ -415,3 +415,106 @@ def test_later_steps_raise() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         streamed(memory, max_epochs=2)
     assert memory.failures == 1
+
+
+class Evaluated(Module):
+    """Changes its batch, a tensor of its own, a metric and what it logs, in the ways in which users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.calls += 1
+        self.total += 1  # of what inference mode has made from the second batch on, no version tells
+        if torch.is_inference_mode_enabled():
+            batch[0].mul_(2)
+        out: Tensor = self(batch[0]) * torch.randn(())
+        self.total = self.total + out.sum()
+        self.metric.update(out.mean())
+        self.log("metric", self.metric)
+        self.log("loss", out.square().mean())
+        return out
+
+    test_step = validation_step
+    predict_step = validation_step
+
+    def log(self, *args: Any, **options: Any) -> None:
+        if not self.trainer.predicting:
+            super().log(*args, **options)
+
+
+def evaluated(strategy: Any, way: str, inference_mode: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Evaluated()
+    torch.manual_seed(1)
+    ours = trainer(strategy, inference_mode=inference_mode)
+    outputs = getattr(ours, way)(module, DataLoader(TensorDataset(torch.randn(24, WIDTH)), batch_size=4))
+    seen = outputs if way == "predict" else [torch.tensor(value) for value in outputs[0].values()]
+    return [*seen, module.total, torch.tensor(module.calls), torch.randn(1)]
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("way", ["validate", "test", "predict"])
+@pytest.mark.parametrize(("budget", "fits", "step"), [("10MiB", one_unit, 3), ("20KiB", without_a_plan, 5)])
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_evaluation(way: str, inference_mode: bool, budget: str, fits: Any, step: int) -> None:
+    """A batch that does not fit runs again with fewer weights on the device, as if for the first time."""
+    Device.current = Device("never", None)
+    expected = evaluated("auto", way, inference_mode)
+    memory = Device.current = Device("forward", fits, step)
+    strategy = SuperpipelineStrategy(units=Block, memory_budget=budget)
+    assert same(expected, evaluated(strategy, way, inference_mode))
+    assert memory.failures >= 1
+
+
+class Validated(Evaluated):
+    """Fails in a validation, before its first training step or after some."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        Device.current.where = "never" if self.training else "forward"
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("sanity", [0, 2])
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_validation_in_a_training(sanity: int) -> None:
+    """Training goes on as it was, but for the window: what its activations take has nothing to do with it."""
+    memory = Device.current = Device("forward", one_unit)
+    strategy = SuperpipelineStrategy(units=Block, memory_budget="10MiB", k_prime=1)
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(torch.randn(24, WIDTH)), batch_size=4)
+    module = Validated()
+    policies = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            policies.append(trainer.strategy.pipeline.survey.activations is not None)
+
+    ours = trainer(strategy, max_epochs=1, num_sanity_val_steps=sanity, callbacks=[Looks()])
+    ours.fit(module, data, data)
+    assert memory.failures >= 1
+    assert all(policies)
+
+
+def test_an_evaluation_that_does_not_fit() -> None:
+    memory = Device.current = Device("forward", lambda pipeline: False)
+    with (
+        pytest.warns(UserWarning, match="memory did not suffice"),
+        pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory.*\n.*With `k=1` a step needs .* smaller"),
+    ):
+        evaluated(SuperpipelineStrategy(units=Block), "validate", True)
+    assert memory.failures == 2
+
+
+class Iterates(Module):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, index, _ = next(dataloader_iter)
+        return super().training_step(batch, index)
+
+
+def test_a_step_that_takes_its_batch_itself() -> None:
+    """It would go on with the next one."""
+    Device.current = Device("forward", one_unit)
+    with pytest.raises(torch.OutOfMemoryError, match="cannot run again, because it takes its batch from an iterator"):
+        fit(Iterates(), SuperpipelineStrategy(units=Block))

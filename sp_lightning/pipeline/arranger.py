@@ -121,7 +121,8 @@ class Arranger:
         if self._learned.plan is not None:
             self._learned.plan, self._learned.outdated = None, True
             return f"the window that was planned, with `k={self.arrangement.k}`, gives way to the usual one"
-        if self._options.activations == "auto" and self._activations.recompute_from_now_on():
+        is_auto = self._options.activations == "auto"
+        if torch.is_grad_enabled() and is_auto and self._activations.recompute_from_now_on():
             return "units compute their activations a second time in backward from now on"
         if (
             self._options.k == "auto"

@@ -47,16 +47,17 @@ class _Attributes:
 
 
 class _Held(NamedTuple):
-    """A tensor as it was before the forward; there is a copy if it belongs to the module."""
+    """A tensor as it was before the forward; there is a copy if it belongs to the module, or tells no version."""
 
     tensor: Tensor
-    version: int
+    version: int | None
     copy: Tensor | None
 
     @property
     def may_have_changed(self) -> bool:
         """BatchNorm moves its statistics without moving their version, so what is small is not asked."""
-        return self.tensor._version != self.version or (self.copy is not None and self.copy.nbytes <= _SMALL)
+        is_small = self.copy is not None and self.copy.nbytes <= _SMALL
+        return is_small or self.version is None or self.tensor._version != self.version
 
 
 class SideEffects:
@@ -76,7 +77,8 @@ class SideEffects:
         self._largest = largest
         self._before: list[tuple[Any, Any]] = []  # places, and what they contained
         self._held: dict[int, _Held] = {}
-        self._copies: dict[int, Tensor] = {}  # by the tensor that was changed in place
+        self._changed: list[Tensor] = []  # in place
+        self._copies: dict[int, Tensor] = {}  # of those, by their identity
         self._seen = set(map(id, outside))
         self._has_scripted_buffers = False
         self._looked_at = 0
@@ -113,6 +115,7 @@ class SideEffects:
             return f"has more than {MOST} objects in its attributes"
         self._held.clear()
         self._seen.clear()
+        self._changed = [held.tensor for held in changed if held.copy is not None]
         self._copies = {id(held.tensor): held.copy for held in changed if held.copy is not None}
         self._before = [*self._differing(self._before[: self._of_inputs]), *self._before[self._of_inputs :]]
         lost = [held.tensor for held in changed if held.copy is None]
@@ -156,10 +159,9 @@ class SideEffects:
 
     def undo(self) -> None:
         """Put everything back as it was before the forward, for good; the same tensors hold the values of then."""
+        for tensor in self._changed:
+            tensor.data.copy_(self._copies[id(tensor)])
         for place, content in self._differing(self._before):
-            for value in _values(content):
-                if id(value) in self._copies:
-                    value.data.copy_(self._copies[id(value)])
             _write(place, content)
         for module, training in self._modes:
             module.training = training
@@ -215,11 +217,12 @@ class SideEffects:
                 self._look_at(value, own)
 
     def _hold(self, tensor: Tensor, own: bool) -> None:
-        if isinstance(tensor, nn.Parameter) or tensor.is_inference():
-            return
-        is_worth_it = own and tensor.grad_fn is None and tensor.nbytes <= self._largest
+        tells = not tensor.is_inference()
+        if isinstance(tensor, nn.Parameter) or not (tells or torch.is_inference_mode_enabled()):
+            return  # outside of inference mode nobody can change what was made in it
+        is_worth_it = (own or not tells) and tensor.grad_fn is None and tensor.nbytes <= self._largest
         copy = tensor.detach().clone() if is_worth_it else None
-        self._held[id(tensor)] = _Held(tensor, tensor._version, copy)
+        self._held[id(tensor)] = _Held(tensor, tensor._version if tells else None, copy)
 
 
 _PLACES = (dict, list, set, deque, types.CellType, torch.Generator)
