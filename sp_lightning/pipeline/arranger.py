@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import nn
 
+from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.lasting import Lasting
@@ -85,6 +87,10 @@ class Arranger:
         self.assembly.overlap.put_back()
         if waiting:
             return
+        if torch.is_grad_enabled():
+            masters = (weight.master for weight in self.arrangement.weights)
+            with without_torch_function():
+                self._learned.note_trained(chain(masters, self.arrangement.on_device))
         if self._learned.conclude(self.arrangement.units):
             self.rearrange()
         self._follow_plan()

@@ -29,8 +29,8 @@ _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
 _MUCH_LARGER = 1.25  # inputs, than when they were measured
 
-_Units = tuple[tuple[str, int], ...]
-"""Units by their names, with their bytes."""
+_Units = tuple[tuple[str, int, int], ...]
+"""Units by their names, with their bytes, and how many of these are trained."""
 
 _Situation = tuple[_Units, bool]
 """Units, and whether there is a backward: what a plan is made for."""
@@ -99,8 +99,14 @@ class AutoPlanner(Planner):
         """Units were arranged anew; a plan is for units and their bytes, and does not mind where they lie."""
         self._arrangement = survey.arrangement
         self._has_limit = survey.budget is not None
-        every_unit = self._arrangement.all_units
-        units = tuple((unit.name, sum(w.compute_bytes for w in unit.every_weight)) for unit in every_unit)
+        units = tuple(
+            (
+                unit.name,
+                sum(weight.compute_bytes for weight in unit.every_weight),
+                sum(weight.compute_bytes for weight in unit.every_weight if weight.master.requires_grad),
+            )
+            for unit in self._arrangement.all_units
+        )
         if units != self._units:
             self._units = units
             self.abandon()

@@ -221,6 +221,38 @@ def test_it_plans_again_for_much_larger_inputs() -> None:
     assert plans[-1] is not plans[5]
 
 
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+def test_it_plans_again_when_layers_are_unfrozen(activations: Any) -> None:
+    """More is saved and sent then; going back and forth between what was trained before costs nothing."""
+    model = chain(8, 32, 64)
+    total = 2 * sum(p.nbytes for p in model.parameters())
+    optimizer = SGD(model.parameters(), 1e-3)
+    for p in model.blocks[:4].parameters():
+        p.requires_grad_(False)
+    plans: list[Any] = []
+    with planned(model, memory_budget=total, activations=activations) as pipeline:
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                step(model, optimizer, torch.randn(8, 32))
+                plans.append(pipeline.summary().plan)
+
+        train(6)
+        for p in model.parameters():
+            p.requires_grad_(True)
+        train(8)
+        arranged = pipeline.stats.arrangements
+        for frozen in (True, False) * 2:
+            for p in model.blocks[:4].parameters():
+                p.requires_grad_(not frozen)
+            train(1)
+    assert plans[5] is not None
+    assert plans[6] is None, "measured again"
+    assert plans[13].activation_bytes > plans[5].activation_bytes
+    assert plans[-1] is plans[13]
+    assert pipeline.stats.arrangements == arranged
+
+
 def test_validation_in_between_does_not_disturb() -> None:
     model = chain(8)
     optimizer = SGD(model.parameters(), 1e-3)

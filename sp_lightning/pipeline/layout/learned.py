@@ -32,6 +32,7 @@ class Learned:
         plan: What a planner has chosen for the window.
         touched_outside: Weights that were used outside of their unit since the arrangement was made.
         fresh_starts: How often memory did not suffice for what had been chosen, and less of it was to be chosen anew.
+        trained: Parameters that have required a gradient in some step, by identity.
         outdated: Whether something was learned that asks for another arrangement.
     """
 
@@ -49,7 +50,14 @@ class Learned:
         self.plan: WindowPlan | None = None
         self.touched_outside: list[Weight] = []
         self.fresh_starts = 0
+        self.trained: set[int] = set()
         self.outdated = False
+
+    def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """A step with gradients begins. If more are trained than ever (a user unfreezes layers), units take more."""
+        trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        self.outdated |= bool(self.trained) and not trained <= self.trained
+        self.trained |= trained
 
     def note_call(self, unit: str) -> None:
         """A unit is called: in the first step, that tells the order."""
@@ -71,6 +79,7 @@ class Learned:
         self.lowered &= alive
         self.used_as_is &= alive
         self.assumed &= alive
+        self.trained &= alive
         self.observed = {key: seen for key, seen in self.observed.items() if alive.issuperset(key)}
 
     def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> None:
