@@ -43,6 +43,7 @@ class Survey:
         self._lasting = lasting
         self._arrangement = arrangement
         self._gradients_there = gradients_there
+        self._most_memory = 0
 
     @property
     def arrangement(self) -> Arrangement:
@@ -93,13 +94,20 @@ class Survey:
         weights = sum(w.master.nbytes + w.lowered * w.compute_bytes for w in unit.every_weight)
         return weights + sum(p.nbytes + on_device.state_bytes(optimizers.seen, p) for p in trainable)
 
-    def memory_in_use(self) -> int | None:
-        """Bytes of device memory that are allocated, where the device tells; the most is counted from now on."""
+    def begin_watching_memory(self) -> int | None:
+        """Bytes of device memory that are allocated, where the device tells."""
+        self._most_memory = 0
+        self._lasting.activations.when_backward_ends = self._look_at_memory  # who counts anew between steps is late
         return self._lasting.backend.memory_in_use()
 
-    def most_memory_in_use(self) -> int | None:
-        """The most bytes of device memory that were allocated since `memory_in_use` was asked."""
-        return self._lasting.backend.most_memory_in_use()
+    def end_watching_memory(self) -> int:
+        """The most bytes of device memory that were allocated since `begin_watching_memory`; 0 if it does not tell."""
+        self._look_at_memory()
+        self._lasting.activations.when_backward_ends = lambda: None
+        return self._most_memory
+
+    def _look_at_memory(self) -> None:
+        self._most_memory = max(self._most_memory, self._lasting.backend.most_memory_in_use() or 0)
 
     def record(self) -> AbstractContextManager[Recording]:
         """Write down what the lanes are busy with in this scope."""

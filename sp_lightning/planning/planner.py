@@ -144,6 +144,7 @@ class _Measurement:
         self._policies: list[dict[str, Policy]] = []
         self._peak = self._turn = self._outside = 0
         self._in_use: int | None = None
+        self._most_in_use = 0
         self.recording = Recording()
 
     def goes_on(self) -> bool:
@@ -176,24 +177,25 @@ class _Measurement:
         self._steps = 0
         self._passes = self._survey.backward_passes
         self._before = replace(self._survey.stats)
-        self._in_use = self._survey.memory_in_use()
+        self._in_use = self._survey.begin_watching_memory()
         self._scope = ExitStack()
         self.recording = self._scope.enter_context(self._survey.record())
 
     def stop(self) -> None:
         """End the recording."""
         if self._scope is not None:
+            self._most_in_use = self._survey.end_watching_memory()
             with contextlib.suppress(Exception):  # a copy that failed has been told of
                 self._scope.close()
 
     def observed(self) -> Observed:
         """What was seen besides."""
         now, before = self._survey.stats, self._before
-        most, auto = self._survey.most_memory_in_use(), self._survey.activations
+        auto = self._survey.activations
         reserve = 0 if auto is None else auto.reserve
         is_counted = auto is not None and auto.counts_operations
-        if not is_counted and most is not None and self._in_use is not None:
-            reserve = max(0, most - self._in_use - self._peak)
+        if not is_counted and self._in_use is not None:
+            reserve = max(0, self._most_in_use - self._in_use - self._peak)
         return Observed(
             trains=self._trains,
             policies=self._policies,

@@ -296,6 +296,28 @@ def test_a_step_without_a_backward_is_not_taken_for_one(activations: Any, monkey
     assert all(unit.backward_seconds > 0 for unit in with_skipped.units)
 
 
+def test_a_user_may_count_the_peak_anew_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What operations take is seen all the same, in all steps that are measured."""
+    most, measured = 1000, []
+
+    def choose_by(workload: Workload, *args: Any, **options: Any) -> Any:
+        measured.append(workload)
+        return choose(workload, *args, **options)
+
+    monkeypatch.setattr(planner, "choose", choose_by)
+    monkeypatch.setattr(HostBackend, "memory_in_use", lambda self: 1000)
+    monkeypatch.setattr(HostBackend, "most_memory_in_use", lambda self: most)
+    model = chain(8)
+    optimizer = SGD(model.parameters(), 1e-3)
+    with planned(model, memory_budget="1MiB", activations="recompute") as pipeline:
+        for number in range(5):
+            most = 90_000 - number
+            step(model, optimizer, *rows())
+            most = 1000
+        assert pipeline.summary().plan is not None
+    assert measured[0].reserve_bytes == 90_000 - 1 - 1000 - measured[0].outside_bytes
+
+
 def test_an_exception_ends_what_is_being_measured() -> None:
     model = chain(8)
     optimizer = SGD(model.parameters(), 1e-3)
@@ -333,8 +355,8 @@ def test_what_operations_take_stays_free(counts: bool, reserve: int) -> None:
         activations=auto,
         activation_peak=60,
         backward_passes=0,
-        memory_in_use=lambda: 1000,
-        most_memory_in_use=lambda: 1100,
+        begin_watching_memory=lambda: 1000,
+        end_watching_memory=lambda: 1100,
         record=lambda: nullcontext(Recording()),
     )
     measurement = _Measurement(survey, trains=False)

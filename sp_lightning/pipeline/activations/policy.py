@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,7 @@ class Activations:
             everything is kept.
         never_again: Members whose forward is not run again, because that has failed while the choice was ours.
         backward_passes: How many have ended.
+        when_backward_ends: Called then, too.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Activations:
         self._checks = checks
         self.never_again: set[str] = set()
         self.backward_passes = 0
+        self.when_backward_ends: Callable[[], None] = lambda: None
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._inside = False
@@ -171,6 +173,7 @@ class Activations:
             call.drop()
         self._repeated.clear()
         self.backward_passes += 1
+        self.when_backward_ends()
         if self.auto is not None:
             self.auto.end_backward()
 
