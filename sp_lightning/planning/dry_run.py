@@ -47,10 +47,12 @@ class DryRun:
     Attributes:
         units: For each unit, in the order of the division.
         outside: All that is outside of units.
+        calls: Which unit was called, call by call.
     """
 
     units: list[Seen]
     outside: Seen = field(default_factory=Seen)
+    calls: list[int] = field(default_factory=list)
 
 
 class CannotFollow(ValueError):
@@ -148,6 +150,7 @@ class _Watch:
             if self._depth == 1:
                 self.count_flops()
                 self._now = self.seen.units[unit_of[module]]
+                self.seen.calls.append(unit_of[module])
                 tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 self._now.inputs += sum(map(self._note, tensors))
 

@@ -26,8 +26,8 @@ from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.weights.units import Division, Unit
 from sp_lightning.pipeline.weights.weight import Weight
-from sp_lightning.planning.dry_run import Seen, dry_run, shapes_of
-from sp_lightning.planning.workload import Machine, UnitWork, Workload
+from sp_lightning.planning.dry_run import DryRun, Seen, dry_run, shapes_of
+from sp_lightning.planning.workload import Machine, UnitWork, Workload, calls_in_order
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 
@@ -160,7 +160,8 @@ def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
     if autocast is not None:
         for weight in known_to_be_lowered(module, division.units):
             weight.compute_dtype = autocast
-    seen, outside = _look(module, division, inputs, autocast, given)
+    run = _look(module, division, inputs, autocast, given)
+    seen, outside = run.units, run.outside
     work = tuple(_work(unit, calls, given) for unit, calls in zip(division.units, seen, strict=True))
     resident = _work(division.resident, Seen(), given)
     workload = Workload(
@@ -170,6 +171,7 @@ def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
         turn_seconds=3 * outside.flops / (given.compute * TERA),
         outside_bytes=outside.saved,
         reserve_bytes=max([outside.saved, *(calls.inputs + calls.saved for calls in seen)]),
+        calls=calls_in_order(run.calls, len(work)),
     )
     weights = [weight for unit in division.all_units() for weight in unit.weights]
     computing = sum(unit.forward_seconds + unit.backward_seconds for unit in work) + workload.turn_seconds
@@ -184,11 +186,10 @@ def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
 
 def _look(
     module: nn.Module, division: Division, inputs: Any, autocast: torch.dtype | None, given: Assumptions
-) -> tuple[list[Seen], Seen]:
+) -> DryRun:
     """What units compute and save, and what is computed and saved outside of them."""
     if inputs is not None:
-        run = dry_run(module, division, inputs, autocast)
-        return run.units, run.outside
+        return dry_run(module, division, inputs, autocast)
     tables = [child for child in module.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)]
     looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
 
@@ -196,7 +197,7 @@ def _look(
         masters = [weight.master for weight in unit.weights]
         return sum(master.numel() for master in masters if master.dim() > 1 and id(master) not in looked_up)
 
-    return [Seen(flops=2 * given.tokens * multiplied(unit)) for unit in division.units], Seen()
+    return DryRun([Seen(flops=2 * given.tokens * multiplied(unit)) for unit in division.units])
 
 
 def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:

@@ -20,7 +20,7 @@ from sp_lightning.pipeline.gradients.landing import gradient_bytes
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.device_layout import sent_bytes
 from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.planning.workload import NOTHING_SAVED, Machine, Stepping, UnitWork, Workload
+from sp_lightning.planning.workload import NOTHING_SAVED, Machine, Stepping, UnitWork, Workload, calls_in_order
 
 _UNLIKE = 2  # how many times the smallest copy the largest must be, to tell what a copy costs whatever its size
 
@@ -61,6 +61,8 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
     seen = [*zip(steps, policies, strict=True)]
     seen = [(step, chosen) for step, chosen in seen if step.backward] or seen
     steps = [step for step, _ in seen]
+    numbers = {unit.name: number for number, unit in enumerate(arrangement.units)}
+    calls = calls_in_order((numbers.get(name) for name in steps[0].called), len(numbers))
     units = tuple(_unit_work(survey, unit, recording, seen, ways) for unit in arrangement.units)
     by_choice = peak([unit.ways[0] for unit in units]) if auto is None else 0
     stepping = _stepping(observed)
@@ -82,6 +84,7 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
         outside_bytes=max(0, observed.activation_peak - by_choice) if auto is None else observed.outside_bytes,
         piece_bytes=max(map(gradient_bytes, arrangement.all_units)),
         reserve_bytes=observed.reserve_bytes,
+        calls=calls,
     )
 
 
@@ -133,13 +136,14 @@ class _Step:
     Attributes:
         forward: Seconds that the device computed for each unit in forward, by the unit's name.
         backward: The same in backward.
+        called: The units of the forward, call by call.
         turn: Seconds between the two.
         waits_for_all_gradients: Whether no unit was stepped before the last gradient had landed.
     """
 
     def __init__(self, arrangement: Arrangement, recording: Recording, begin: float, end: float) -> None:
         units = {unit.name for unit in arrangement.units}
-        spans = [span for span in recording.spans if begin <= span.begin < end]
+        spans = [span for span in recording.spans if begin <= span.begin < end and span.end > begin]
         self._seconds = end - begin
         self._spans = spans
         self._stalls = [span for span in spans if span.kind is Kind.STALL]
@@ -148,6 +152,7 @@ class _Step:
         backward = self._of(Kind.BACKWARD)
         turned = backward[0].begin if backward else end
         forward = [span for span in self._of(Kind.FORWARD) if span.begin < turned]
+        self.called = [span.name for span in forward]
         self.forward = self._sum(forward, units)
         self.backward = self._sum(backward, units)
         self.turn = self._computing(forward[-1].end, turned) if forward and backward else 0.0

@@ -12,6 +12,7 @@ replayed.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -49,13 +50,14 @@ class _Group:
         missing: How many of its units have still to give their gradients in this backward.
     """
 
-    def __init__(self, index: int, units: Sequence[int], workload: Workload, length: int) -> None:
+    def __init__(self, index: int, units: Sequence[int], workload: Workload) -> None:
         self.index = index
         self.units = units
         self.nbytes = sum(workload.units[unit].weight_bytes for unit in units)
         self.parameters = sum(workload.units[unit].parameters for unit in units)
-        turned = [2 * length - 1 - unit for unit in units] if workload.trains else []
-        self.uses = sorted([*units, *turned])
+        calls = [use for use, unit in enumerate(workload.order) if unit in units]
+        turned = [2 * len(workload.order) - 1 - use for use in reversed(calls)] if workload.trains else []
+        self.uses = [*calls, *turned]
         self.trainable = sum(workload.units[unit].gradient_bytes > 0 for unit in units)
         self.missing = self.trainable
         self.conflicts: list[_Group] = []
@@ -85,8 +87,13 @@ class Replay:
         self._workload = workload
         self._machine = machine
         self._ways = ways
-        leave = len(workload.units) - STAYING
-        self._offloaded = [way.leaving * (unit < leave) for unit, way in enumerate(self._ways)]
+        self._order = workload.order
+        self._times = Counter(self._order)
+        self._first_call = {unit: self._order.index(unit) for unit in self._times}
+        leave = len(self._order) - STAYING
+        self._offloaded = [
+            self._ways[unit].leaving // self._times[unit] * (call < leave) for call, unit in enumerate(self._order)
+        ]
         self._lay_out(layout)
         self.compute = self._up = self._down = self._host = 0.0
         self.busy = dict.fromkeys(("compute", "to device", "to host", "host"), 0.0)
@@ -98,21 +105,21 @@ class Replay:
         self._given: list[_Group] = []  # to the optimizer, which has not been asked when it will be done
 
     def _lay_out(self, layout: Layout) -> None:
-        workload, length = self._workload, len(self._workload.units)
-        self._length = 2 * length if workload.trains else length
-        self._groups = [_Group(index + 1, part, workload, length) for index, part in enumerate(layout.parts)]
+        workload = self._workload
+        self._length = 2 * len(self._order) if workload.trains else len(self._order)
+        self._groups = [_Group(index + 1, part, workload) for index, part in enumerate(layout.parts)]
         self._group_of = {unit: group for group in self._groups for unit in group.units}
         streamed = [self._group_of[part[0]] for part in layout.streamed]
         overlapping = overlaps(layout.offsets, [group.nbytes for group in streamed])
         for group, others in zip(streamed, overlapping, strict=True):
             group.conflicts = [streamed[other] for other in others]
-        self._resident = _Group(0, [], workload, length)
+        self._resident = _Group(0, [], workload)
         self._resident.nbytes = workload.resident.weight_bytes
         self._resident.parameters = workload.resident.parameters
 
     def step(self) -> None:
         """One more forward and backward."""
-        workload, length = self._workload, len(self._workload.units)
+        workload = self._workload
         self._step += 1
         first = self._step * self._length
         if not self._resident.loaded and self._resident.nbytes:
@@ -120,18 +127,18 @@ class Replay:
         self._fetch_ahead(first - 1, first)
         self.compute = max(self.compute, self._resident.ready)
         left = 0.0  # when the activations of the unit before have left
-        for unit, work in enumerate(workload.units):
-            self._bring(first + unit)
-            self._fetch_ahead(first + unit, first + unit)
-            self._compute(work.forward_seconds)
+        for call, unit in enumerate(self._order):
+            self._bring(first + call)
+            self._fetch_ahead(first + call, first + call)
+            self._compute(workload.units[unit].forward_seconds / self._times[unit])
             if workload.trains:
                 self.compute = max(self.compute, left)
-                left = self._send(self._offloaded[unit]) if self._offloaded[unit] else 0.0
-            self._fetch_ahead(first + unit, first + unit + 1)
+                left = self._send(self._offloaded[call]) if self._offloaded[call] else 0.0
+            self._fetch_ahead(first + call, first + call + 1)
         if workload.trains:
             self.compute = max(self.compute, left)
             self._compute(workload.turn_seconds)
-            self._backward(first + length)
+            self._backward(first + len(self._order))
         self._compute(workload.rest_seconds, busy=False)
 
     def _backward(self, first: int) -> None:
@@ -140,24 +147,26 @@ class Replay:
         fetched: dict[int, float] = {}
         for group in self._groups:
             group.missing, group.landed = group.trainable, 0.0
-        for position, unit in enumerate(reversed(range(len(units))), first):
+        for position, call in enumerate(reversed(range(len(self._order))), first):
+            unit = self._order[call]
             work, way, group = units[unit], self._ways[unit], self._group_of[unit]
             self._bring(position)
             self._fetch_ahead(position, position)
-            if self._offloaded[unit] and unit not in fetched:
-                fetched[unit] = self._receive(self._offloaded[unit])
-            if unit and self._offloaded[unit - 1]:
-                fetched[unit - 1] = self._receive(self._offloaded[unit - 1])
-            self.compute = max(self.compute, fetched.get(unit, 0.0))
-            self._compute(work.backward_seconds + (way.seconds if way.policy == "recompute" else 0.0))
-            if work.gradient_bytes:
+            if self._offloaded[call] and call not in fetched:
+                fetched[call] = self._receive(self._offloaded[call])
+            if call and self._offloaded[call - 1]:
+                fetched[call - 1] = self._receive(self._offloaded[call - 1])
+            self.compute = max(self.compute, fetched.get(call, 0.0))
+            seconds = work.backward_seconds + (way.seconds if way.policy == "recompute" else 0.0)
+            self._compute(seconds / self._times[unit])
+            if work.gradient_bytes and call == self._first_call[unit]:  # autograd has summed up those of all calls
                 group.landed = max(group.landed, self._ship(work.gradient_bytes))
                 group.missing -= 1
                 if steps_now and not group.missing:
                     self._step_group(group, position)
         if self._workload.resident.gradient_bytes:
             self._resident.landed = self._ship(self._workload.resident.gradient_bytes)
-        self._after_backward(first + len(units) - 1)
+        self._after_backward(first + len(self._order) - 1)
 
     @property
     def _is_last_micro_step(self) -> bool:
@@ -214,8 +223,8 @@ class Replay:
 
     def _group_at(self, use: int) -> _Group:
         use %= self._length
-        units = len(self._workload.units)
-        return self._group_of[use if use < units else 2 * units - 1 - use]
+        calls = len(self._order)
+        return self._group_of[self._order[use if use < calls else 2 * calls - 1 - use]]
 
     def _next_use(self, group: _Group, position: int) -> int:
         step, position = divmod(position, self._length)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.activations.choice import Way
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "apart"]
 """When the optimizer steps units: as soon as their gradients have landed, under the next forward, or on its own."""
+
+_MOST_CALLS = 4  # for each unit, on average
 
 NOTHING_SAVED = Way("keep", held=0, working=0, seconds=0.0)
 
@@ -64,6 +67,8 @@ class Workload:
         piece_bytes: Device memory in which a unit's gradients are put together, if that is more than the gradients.
         reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
         on_device_bytes: What units take that live on the device, with gradients and optimizer state.
+        calls: Which units are called, by their numbers, in the order of the forward. Nothing, if it is each of them
+            once, one after the other.
     """
 
     units: tuple[UnitWork, ...]
@@ -79,6 +84,12 @@ class Workload:
     piece_bytes: int = 0
     reserve_bytes: int = 0
     on_device_bytes: int = 0
+    calls: tuple[int, ...] = ()
+
+    @property
+    def order(self) -> Sequence[int]:
+        """Units in the order in which they are called; a head that has its weight from an embedding is in its unit."""
+        return self.calls or range(len(self.units))
 
     def with_on_device(self, units: Collection[int]) -> Workload:
         """What is left to do if these units live on the device: they compute, and nothing of them travels."""
@@ -110,3 +121,18 @@ class Machine:
     to_host: float
     optimizer: float
     copy_seconds: float = 0.0
+
+
+def calls_in_order(seen: Iterable[int | None], units: int) -> tuple[int, ...]:
+    """`Workload.calls` by what was seen.
+
+    Args:
+        seen: Whose calls these were, one after the other; None is nobody's.
+        units: How many units there are.
+
+    Returns:
+        Nothing where not all were called, or so often (a loop over tokens) that to replay it would take too long.
+    """
+    calls = tuple(unit for unit, _ in groupby(unit for unit in seen if unit is not None))
+    is_whole = set(calls) == {*range(units)} and len(calls) <= _MOST_CALLS * units
+    return calls if is_whole and calls != (*range(units),) else ()

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Recording
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Recording, Survey
 from sp_lightning.pipeline.layout.device_layout import sent_bytes
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.planning import AutoPlanner, Workload, choose, planner
+from sp_lightning.planning import AutoPlanner, Choice, Workload, choose, planner, predict
+from sp_lightning.planning.measure import machine_of, workload_of
 from sp_lightning.planning.planner import _Measurement
+from sp_lightning.planning.workload import calls_in_order
 
 from ..helpers import is_block
 from ..simulated import UNIT_BYTES, SimulatedBackend
 from ..zoo.blocks import chain, rows
-from .parts import MODELS, Blocks, train
+from .parts import MODELS, Blocks, Trained, train
 
 MACHINES = {
     "compute": Blocks(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5, units=12),
@@ -90,6 +93,50 @@ def test_what_it_expects_of_real_models_is_right(name: str, share: float, rate: 
     assert plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.1)
     assert plan.device_bytes == pytest.approx(trained.counted, rel=0.05)
     assert trained.counted <= budget
+
+
+def tied_decoder() -> nn.Module:
+    config = hf.GPT2Config(vocab_size=2000, n_embd=32, n_layer=10, n_head=4, bos_token_id=1, eos_token_id=1)
+    return hf.GPT2LMHeadModel(config).train()
+
+
+def tied_encoder_decoder() -> nn.Module:
+    config = hf.T5Config(vocab_size=2000, d_model=32, d_kv=8, d_ff=64, num_layers=5, num_heads=4, pad_token_id=0)
+    config.decoder_start_token_id = 0
+    return hf.T5ForConditionalGeneration(config).train()
+
+
+@pytest.mark.parametrize("build", [tied_decoder, tied_encoder_decoder])
+def test_a_unit_that_is_called_in_several_places(
+    build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are sent for each of them: an embedding, the largest unit, that is the head, too."""
+    measured = []
+    tokens = torch.randint(1, 2000, (1, 24))
+
+    def trained(chooses: AutoPlanner | None, **options: Any) -> Trained:
+        torch.manual_seed(0)
+        backend, batch = SimulatedBackend(2e6, 2e6, 1e7), {"input_ids": tokens, "labels": tokens}
+        return train(build(), batch, backend, chooses, steps=4, activations="recompute", **options)
+
+    def plan(survey: Survey, seen: _Measurement) -> str:
+        workload = workload_of(survey, seen.recording, seen.observed())
+        measured.append((workload, machine_of(survey.arrangement, seen.recording)))
+        return "no plan is needed"
+
+    monkeypatch.setattr(planner, "_plan", plan)
+    with pytest.warns(UserWarning, match="no plan is needed"):
+        trained(AutoPlanner(), memory_budget="100MiB")
+    for k in (2, 4):
+        seconds = trained(None, k=k, k_prime=1).seconds[-1]
+        assert predict(*measured[0], Choice(k, 1)).seconds == pytest.approx(seconds, rel=0.01)
+
+
+def test_a_loop_over_tokens_is_not_replayed() -> None:
+    assert calls_in_order([0, None, 1, 1, 2], 3) == ()
+    assert calls_in_order([0, 1, 2, 0], 3) == (0, 1, 2, 0)
+    assert calls_in_order([0, 1, 0], 3) == (), "one was left out"
+    assert calls_in_order([0, 1, 2] * 100, 3) == ()
 
 
 def test_activations_share_the_budget_with_weights() -> None:
