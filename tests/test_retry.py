@@ -324,6 +324,52 @@ def test_what_was_chosen_is_chosen_anew(where: str) -> None:
     assert plans.seen[-1].device_bytes <= 0.85 * 20 * 1024
 
 
+class Looped(Module):
+    """Calls one block several times, as ALBERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(WIDTH, 24, dropout=0.2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for number in range(5):
+            x = self.blocks[0](x)
+            if number == 3:
+                x = Watched.apply(x, self)
+        return x
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_a_block_that_is_called_several_times_becomes_a_unit(where: str) -> None:
+    """It was divided into its layers, so that something streams; but to recompute calls of those saves nothing."""
+    torch.manual_seed(0)
+    Device.current = Device("never", None)
+    expected = fit(Looped(), "auto")
+    torch.manual_seed(0)
+    units: list[Any] = []
+
+    def is_whole(pipeline: Any) -> bool:
+        units.append(pipeline.summary().unit_names)
+        return "blocks.0" in units[-1]
+
+    memory = Device.current = Device(where, is_whole)
+    assert same(expected, fit(Looped(), SuperpipelineStrategy(memory_budget="10MiB")))
+    assert memory.failures == 1
+
+
+def test_a_block_that_is_larger_than_activations_stays_divided() -> None:
+    """It is weights that do not fit."""
+    torch.manual_seed(0)
+    Device.current = Device("forward", one_unit)
+    module = Looped()
+    module.blocks[0] = nn.Sequential(Block(WIDTH, 2000), Block(WIDTH, 2000))
+    with pytest.warns(UserWarning, match="memory did not suffice") as told:
+        fit(module, SuperpipelineStrategy(memory_budget="10MiB"))
+    assert not any("not divided" in str(warning.message) for warning in told)
+
+
 class Plans(Callback):
     """What was planned when each batch had been trained with."""
 

@@ -16,6 +16,7 @@ from torch import nn
 from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.assembly import Assembly
+from sp_lightning.pipeline.division.tree import is_called
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.hooks import Gatekeeper
@@ -122,6 +123,8 @@ class Arranger:
         """
         if self._choose_anew():
             return "the window and what becomes of activations are measured and chosen anew, for less memory"
+        if (undivided := self._keep_whole()) is not None:
+            return f"{undivided}, called several times in a forward, is not divided into its layers any more"
         self.stop_planning()
         self._planner = None  # or the window would grow again
         if self._learned.plan is not None:
@@ -138,6 +141,30 @@ class Arranger:
             self._learned.short_of_memory = self._learned.outdated = True
             return f"`k` is {self.arrangement.k_prime} from now on, and was {self.arrangement.k}"
         return None
+
+    def _keep_whole(self) -> str | None:
+        """Do not divide a module that is called several times in a forward; its name, or None if there is none.
+
+        To recompute a call of a lone layer saves nothing, and for each call all layers would travel. Only where weights
+        are less than activations: else it is weights that do not fit.
+        """
+        if self._options.units is not None:
+            return None
+        modules = dict(self._lasting.module.named_modules())
+        found = {}
+        for name in [name for name, calls in self._activations.called.items() if calls > 1]:
+            around = name.rpartition(".")[0]
+            while around and not is_called(modules[around]):
+                around = around.rpartition(".")[0]
+            if around and not any(modules[name].children()) and modules[around] not in self._learned.whole:
+                found[around] = modules[around]
+        outermost = {name: module for name, module in found.items() if not any(name.startswith(f"{n}.") for n in found)}
+        weights = sum(parameter.nbytes for module in outermost.values() for parameter in module.parameters())
+        if not outermost or weights > self.survey.activation_peak:
+            return None
+        self._learned.whole += outermost.values()
+        self._learned.outdated = True
+        return ", ".join(map(repr, outermost))
 
     def _choose_anew(self) -> bool:
         """Start over where something was chosen that may have been too much; False if nothing was, or too often."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,7 @@ class Activations:
         auto: What chooses in the user's place. None if the user has chosen, or if there is nothing to choose by, and
             everything is kept.
         never_again: Members whose forward is not run again, because that has failed while the choice was ours.
+        called: How often each member, by its name, was called in this step by a forward that builds a graph.
         backward_passes: How many have ended.
         when_backward_ends: Called then, too.
     """
@@ -56,6 +58,7 @@ class Activations:
         self._stats = stats
         self._checks = checks
         self.never_again: set[str] = set()
+        self.called: Counter[str] = Counter()
         self.backward_passes = 0
         self.when_backward_ends: Callable[[], None] = lambda: None
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
@@ -72,6 +75,7 @@ class Activations:
 
     def begin_step(self) -> None:
         """A new graph is about to be built, and no other one waits for its backward."""
+        self.called.clear()
         if self.auto is not None:
             self.auto.begin_step()
 
@@ -102,6 +106,7 @@ class Activations:
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit in the way that was chosen for it."""
+        self.called[member.name] += 1
         self._inside = True
         try:
             if self.auto is None:

@@ -106,6 +106,8 @@ class _Descent:
             return False
         if self._largest is not None and nbytes > self._largest:
             return False
+        if id(module) in tree.whole:
+            return True
         if is_block:
             return 4 * nbytes <= tree.total or not self._has_blocks(module)
         return nbytes * TYPICAL_COUNT <= tree.total

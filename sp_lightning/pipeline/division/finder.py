@@ -32,6 +32,7 @@ def find_units(
     resident: Sequence[str] = (),
     max_unit_bytes: int | None = None,
     split: Sequence[nn.Module] = (),
+    whole: Sequence[nn.Module] = (),
     on_meta: bool = False,
 ) -> Division:
     """Find the units of a module tree.
@@ -42,12 +43,13 @@ def find_units(
         resident: Names of modules and parameters that stay on the device.
         max_unit_bytes: Blocks above this size are descended into.
         split: Modules that turned out not to be called themselves, to be descended into.
+        whole: Modules that turned out to be called several times, not to be descended into.
         on_meta: Whether parameters may be on the meta device, because nobody is going to compute with them.
 
     Raises:
         ValueError: If there is nothing to stream, a name or policy matches nothing, or a parameter is not on the CPU.
     """
-    tree = Tree(root, resident, split, on_meta)
+    tree = Tree(root, resident, split, whole, on_meta)
     atoms = atoms_by_structure(tree, max_unit_bytes) if policy is None else atoms_by_policy(tree, policy)
     parts, shared = put_together(tree, atoms)
     stays = tree.resident_weights | shared

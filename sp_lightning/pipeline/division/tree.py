@@ -31,6 +31,7 @@ class Tree:
         root: The module.
         resident: Names of modules and parameters that stay on the device.
         split: Modules that are not called themselves, only their children are.
+        whole: Modules that are not to be divided.
         on_meta: Whether parameters may be on the meta device.
 
     Attributes:
@@ -40,18 +41,27 @@ class Tree:
         resident_modules: Modules that stay on the device, by identity.
         resident_weights: Weights that do, by the identity of the parameter.
         total: The bytes of all that may stream.
+        whole: Modules that are not to be divided, by identity.
 
     Raises:
         ValueError: If there is nothing to stream, a name is unknown, or a parameter has no values on the CPU.
     """
 
-    def __init__(self, root: nn.Module, resident: Sequence[str], split: Collection[nn.Module], on_meta: bool) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        resident: Sequence[str],
+        split: Collection[nn.Module] = (),
+        whole: Collection[nn.Module] = (),
+        on_meta: bool = False,
+    ) -> None:
         self.root = root
         self.weights: dict[int, Weight] = {}
         self.unmanaged: dict[str, nn.Parameter] = {}
         self.resident_modules: set[int] = set()
         self.resident_weights: set[int] = set()
         self._split = {id(module) for module in split}
+        self.whole = {id(module) for module in whole}
         self._collect_weights(on_meta)
         self._keep_resident(resident)
         self._bytes = {id(module): self._subtree_bytes(module) for module in root.modules()}

@@ -81,7 +81,8 @@ class Arrangement:
         device_bytes = backend.total_memory()
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
         largest = largest_unit_bytes(self.budget or device_bytes)
-        division = find_units(module, options.units, [*options.resident, *learned.resident], largest, learned.split)
+        resident = [*options.resident, *learned.resident]
+        division = find_units(module, options.units, resident, largest, learned.split, learned.whole)
         if learned.order:
             division.put_in_order(learned.order)
         self.units = division.units

@@ -23,6 +23,7 @@ class Learned:
         order: Names of units in the order in which the first step called them; None before that.
         called: The same, while the first step is not over.
         split: Modules that are not called themselves, only their children are.
+        whole: Modules that are not divided, because they are called several times in a forward.
         lowered: Masters that autocast lowers, by identity.
         used_as_is: Masters that are used in their own dtype, by identity.
         assumed: Masters taken for lowered because of the layer they are in, until that layer has been watched.
@@ -41,6 +42,7 @@ class Learned:
         self.order: list[str] | None = None
         self.called: dict[str, None] = {}
         self.split: list[nn.Module] = []
+        self.whole: list[nn.Module] = []
         self.lowered: set[int] = set()
         self.used_as_is: set[int] = set()
         self.assumed: set[int] = set()
