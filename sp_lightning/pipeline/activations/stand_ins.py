@@ -30,6 +30,7 @@ class StandIns:
     def __init__(self, known: Set[int]) -> None:
         self._known = known
         self._made: dict[int, Any] = {}
+        self._alive: list[Any] = []  # what was looked at, so that nothing else gets the same identity
 
     def of(self, objects: Iterable[Any]) -> list[Any]:
         """What stands for each of these."""
@@ -44,9 +45,11 @@ class StandIns:
 
     def _make(self, value: Any) -> None:
         self._made[id(value)] = value
+        self._alive.append(value)
         if isinstance(value, Tensor):
             if not (isinstance(value, nn.Parameter) or value.is_inference()):
-                self._made[id(value)] = value.detach().requires_grad_(value.requires_grad)  # the graph stays behind
+                alias = value.detach()  # the graph stays behind
+                self._made[id(value)] = alias.requires_grad_() if value.requires_grad else alias
         elif isinstance(value, tuple):
             items = [self._of(item) for item in value]
             if type(value) is tuple:
