@@ -197,6 +197,8 @@ class Window:
                 "superpipeline: a backward pass inside of a unit's forward needs the place of that very unit. Use a "
                 "larger `k`, or name the inner module in `resident`."
             )
+        was_readable = group.readable
         self._lose(group)
         self._on_evict(group)
-        self._backend.invalidate(group.place)
+        if was_readable:  # else the device may still be copying to it, which only the next copy is sure to come after
+            self._backend.invalidate(group.place)
