@@ -90,6 +90,7 @@ def _copies_of_gpu(nbytes: int) -> dict[str, float]:
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()  # the memory is the current stream's until then
 
     def up() -> None:
         with torch.cuda.stream(streams[0]):
