@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, note, settings
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -16,6 +18,7 @@ from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 from ..helpers import Trace, assert_same_trace, lightning_run, note_gradients, note_outputs, note_state
 from ..second_device import IN_USE
+from ..test_exact_random_graphs import Example, examples
 from ..zoo import CASES, Batch, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -70,9 +73,9 @@ class OnDevice:
 class Streamed:
     """The same through a pipeline."""
 
-    def __init__(self, case: Case, device: torch.device, k: int, k_prime: int) -> None:
+    def __init__(self, case: Case, device: torch.device, options: PipelineOptions) -> None:
         self.masters = self.model = case.model()
-        self.pipe = Pipeline(self.model, device, options=PipelineOptions(k=k, k_prime=k_prime, units=case.units))
+        self.pipe = Pipeline(self.model, device, options=options)
         self.step: Callable[[], AbstractContextManager[None]] = self.pipe.step
 
     def before(self) -> None:
@@ -113,7 +116,7 @@ def train(case: Case, device: torch.device, trainer: OnDevice | Streamed, autoca
 @pytest.mark.parametrize("name", NAMES)
 def test_zoo_is_exact_on_the_device(name: str, k: int, k_prime: int, device: torch.device) -> None:
     """Gradients are bit-equal to those of the model that lives on the device, and so is all that follows."""
-    compare(CASES[name], device, k, k_prime, None)
+    compare(CASES[name], device, PipelineOptions(k=k, k_prime=k_prime))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in {*NAMES, *NOT_ON_THE_SECOND}])
@@ -121,23 +124,33 @@ def test_all_of_the_zoo_is_exact_on_a_second_device(name: str, device: torch.dev
     """On a GPU a few are enough: minutes are dear there."""
     if not IN_USE:
         pytest.skip("for the device that tests make themselves")
-    compare(CASES[name], device, 2, 1, None)
+    compare(CASES[name], device, PipelineOptions(k=2, k_prime=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["chain", "gpt2-tied", "vit", "unet", "lora", "gpt2-checkpoint-plain"])
 def test_zoo_is_exact_on_the_device_under_autocast(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Weights that travel already cast give what autocast on the device gives."""
-    compare(CASES[name], device, 2, 1, dtype)
+    compare(CASES[name], device, PipelineOptions(k=2, k_prime=1), dtype)
 
 
-def compare(case: Case, device: torch.device, k: int, k_prime: int, autocast: torch.dtype | None) -> None:
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much])
+@given(example=examples())
+def test_random_graphs_are_exact_on_the_device(example: Example, device: torch.device) -> None:
+    """No graph, order, size of the window or policy for activations has a copy come too early or too late."""
+    assume("lstm" not in str(example.trees) or not IN_USE)
+    note(str(example))
+    options = PipelineOptions(k=example.k, k_prime=example.k_prime, activations=example.activations, debug=True)
+    compare(example.case(), device, options)
+
+
+def compare(case: Case, device: torch.device, options: PipelineOptions, autocast: torch.dtype | None = None) -> None:
     """Train both ways."""
     expected = train(case, device, OnDevice(case, device), autocast)
-    streamed = Streamed(case, device, k, k_prime)
+    streamed = Streamed(case, device, replace(options, units=case.units))
     try:
         actual = train(case, device, streamed, autocast)
-        assert streamed.pipe.stats.loads > 0 or k >= streamed.pipe.summary().units
+        assert streamed.pipe.stats.loads > 0 or options.k >= streamed.pipe.summary().units or not case.streams
     finally:
         streamed.pipe.detach()
     assert_same_trace(expected, actual)
