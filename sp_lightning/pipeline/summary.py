@@ -118,7 +118,7 @@ def summarize(assembly: Assembly, lasting: Lasting) -> Summary:
         unit_names=tuple(unit.name for unit in arrangement.units),
         unit_bytes=tuple(sum(weight.compute_bytes for weight in unit.every_weight) for unit in arrangement.units),
         lowered=sum(weight.lowered for weight in every_weight),
-        pinned=all(group.host.source.pinned for group in arrangement.groups),
+        pinned=arrangement.is_pinned,
         plan=arrangement.plan,
     )
 

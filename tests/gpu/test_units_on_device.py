@@ -56,6 +56,7 @@ def test_they_live_there_and_come_back(there: Sequence[int], fused: bool | None,
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     living = [parameter for number in there for parameter in model.blocks[number].parameters()]
     assert all(parameter.device == device for parameter in living)
+    assert pipeline.summary().pinned == (device.type == "cuda"), "all that is still sent"
     assert all(value.device == device for p in living for value in optimizer.state[p].values() if value.dim())
     pipeline.detach()
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())

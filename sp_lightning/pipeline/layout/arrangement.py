@@ -153,6 +153,11 @@ class Arrangement:
                 twin.data = twin.parameter.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
         self.twins.clear()  # twins are known by their memory, which is anybody's now
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all host memory that is sent is page-locked; units that live on the device have none."""
+        return all(group.host.source.pinned for group in self.groups if group.nbytes)
+
     def device_bytes(self) -> int:
         """Device memory for weights, and for all that units which live there have."""
         kept = sum(group.nbytes for group in self.groups if group.kept)
@@ -181,7 +186,7 @@ class Arrangement:
             member.find_groups()
             masters = sorted({id(place.weight.master) for place in member.places})
             member.observed = learned.observed.setdefault((id(member.module), *masters), set())
-        if self.host_share.pin and not all(group.host.source.pinned for group in self.groups):
+        if self.host_share.pin and not self.is_pinned:
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
                 "It is copied through a small page-locked ring, which is slower.",
