@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from .second_device.build import build, why_not
 
@@ -82,3 +83,18 @@ def test_a_race_is_seen(breaking: str, environment: dict[str, str]) -> None:
     ended = run(environment, "-c", UNORDERED.format(breaking=breaking))
     assert ended.returncode != 0
     assert "RACE" in ended.stderr, ended.stderr[-2_000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_two_devices_do_what_one_does(precision: str, environment: dict[str, str], tmp_path: Path) -> None:
+    """Each process has a device of its own; gradients are averaged as one device adds up those of two batches."""
+    weights = {}
+    for devices in (1, 2):
+        path = tmp_path / f"{devices}.pt"
+        here = {"PYTHONPATH": str(ROOT), "SECOND_DEVICE_COUNT": "2", "CUDA_VISIBLE_DEVICES": "0,1"}
+        script = ROOT / "tests" / "second_device" / "two_devices.py"
+        ended = run({**environment, **here}, str(script), str(devices), precision, str(path))
+        assert ended.returncode == 0, ended.stderr[-5_000:]
+        weights[devices] = torch.load(path)
+    assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[1])

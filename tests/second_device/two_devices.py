@@ -1,0 +1,74 @@
+"""Trains on two devices, or on one with the same micro-batches: what both make of the weights must be the same.
+
+    python two_devices.py 1 32-true weights.pt
+
+Run by `test_second_device.py` in processes of its own; Lightning starts the second one by this very command.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+import tests  # noqa: F401  (has CUDA be the second device)
+from sp_lightning import SuperpipelineStrategy
+
+ROWS, BATCH = 32, 4
+
+
+class Model(L.LightningModule):
+    """Of transformer blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True) for _ in range(4)]
+        self.net = nn.Sequential(nn.Linear(16, 32), *blocks, nn.Linear(32, 4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, foreach=False)
+
+
+class InTurns(Sampler[int]):
+    """One batch for the first device, one for the second; all of them where there is one device."""
+
+    def __init__(self, rank: int, devices: int) -> None:
+        self._batches = range(rank, ROWS // BATCH, devices)
+
+    def __iter__(self) -> Iterator[int]:
+        return (BATCH * batch + row for batch in self._batches for row in range(BATCH))
+
+    def __len__(self) -> int:
+        return BATCH * len(self._batches)
+
+
+def main(devices: int, precision: str, path: str) -> None:
+    """Train, and save the weights."""
+    rows = torch.randn(ROWS, 6, 16, generator=torch.Generator().manual_seed(1))
+    trainer = L.Trainer(
+        accelerator="gpu",
+        devices=devices,
+        strategy="auto" if devices == 1 else SuperpipelineStrategy(k=2, process_group_backend="gloo"),
+        precision=precision,
+        accumulate_grad_batches=1 if devices == 2 else 2,
+        gradient_clip_val=0.5,
+        max_epochs=2,
+        use_distributed_sampler=False,
+        barebones=True,
+    )
+    model = Model()
+    trainer.fit(model, DataLoader(rows, BATCH, sampler=InTurns(trainer.global_rank, devices)))
+    if trainer.global_rank == 0:
+        torch.save({name: value.cpu() for name, value in model.state_dict().items()}, path)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
