@@ -1,10 +1,13 @@
 """A GPU whose memory is the host's: what would need CUDA runs here, too, on torch's own code for CUDA.
 
-runtime.cpp   loaded before CUDA's own runtime: memory, streams, events, copies, and a detector of races between them
-kernels.cpp   the CPU's kernels, over the memory of the device, instead of CUDA's
-build.py      compiles both
-device.py     has a process use them
+- `runtime.cpp` is loaded before CUDA's own runtime: memory, streams, events, copies, and a detector of races;
+- `kernels.cpp` has the CPU's kernels, over the memory of the device, instead of CUDA's;
+- `build.py` compiles both, with two headers in `include` that CUDA's compiler would bring;
+- `device.py` has a process use them;
+- `two_devices.py` trains on two of them.
 
+`tests/test_second_device.py` runs the tests of `tests/gpu` on it, in a process of their own. It computes at once, and
+so tells nothing about time; it has no kernels that exist for CUDA alone.
 """
 
 import os
