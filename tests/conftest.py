@@ -47,6 +47,11 @@ ALLOWED_VARIABLES = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first, so that of several processes none is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a device where there is none."""
     if item.get_closest_marker("gpu") and not torch.accelerator.is_available():

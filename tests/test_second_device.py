@@ -71,22 +71,22 @@ pipe.detach()
 @pytest.mark.parametrize(
     "breaking",
     [
+        "",
         "AcceleratorBackend.wait = lambda self, ticket: None",  # computing does not wait for a copy to the device
         "AcceleratorBackend.upload = lambda self, to, frm, after=None: self._copy(self._up, to, frm)",  # nor it
         "AcceleratorBackend.download = lambda self, to, frm: self._copy(self._down, to, frm)",  # nor one to the host
     ],
-    ids=["wait", "upload", "download"],
+    ids=["nothing", "wait", "upload", "download"],
 )
 def test_a_race_is_seen(breaking: str, environment: dict[str, str]) -> None:
     """Each order that the engine keeps on the device is needed, and its absence does not go unseen."""
-    assert run(environment, "-c", UNORDERED.format(breaking="")).returncode == 0
     ended = run(environment, "-c", UNORDERED.format(breaking=breaking))
-    assert ended.returncode != 0
-    assert "RACE" in ended.stderr, ended.stderr[-2_000:]
+    assert ("RACE" in ended.stderr) == bool(breaking), ended.stderr[-2_000:]
+    assert (ended.returncode != 0) == bool(breaking)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_two_devices_do_what_one_does(precision: str, environment: dict[str, str], tmp_path: Path) -> None:
     """Each process has a device of its own; gradients are averaged as one device adds up those of two batches."""
     weights = {}

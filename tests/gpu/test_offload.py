@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
+from ..second_device import IN_USE
 from .test_streams import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, train
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,7 @@ def test_peak_memory(device: torch.device) -> None:
     api = torch.get_device_module(device)
 
     def peak(activations: str) -> int:
-        x = torch.randn(128 * ROWS, WIDTH, device=device)
+        x = torch.randn((32 if IN_USE else 128) * ROWS, WIDTH, device=device)
         with on_device(big_chain(), device, k=2, activations=activations) as pipe:
             micro_step(pipe, x[:ROWS])  # buffers that stay are made
             api.synchronize()
