@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -56,12 +57,7 @@ class Steps:
             inputs: What it is called with.
             run: Calls it.
         """
-
-        def in_step() -> Any:
-            with self._pipeline.step():
-                return run()
-
-        return self._retry.training_step(inputs, in_step)
+        return self._retry.training_step(inputs, partial(self._in_step, run))
 
     def evaluation_step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Run a step of validation, of a test, or of a prediction, again if it fails for want of memory.
@@ -70,12 +66,11 @@ class Steps:
             inputs: What it is called with.
             run: Calls it.
         """
+        return self._evaluation_retry.evaluation_step(inputs, partial(self._in_step, run))
 
-        def in_step() -> Any:
-            with self._pipeline.step():
-                return run()
-
-        return self._evaluation_retry.evaluation_step(inputs, in_step)
+    def _in_step(self, run: Callable[[], Any]) -> Any:
+        with self._pipeline.step():
+            return run()
 
     def backward(self, run: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of a training step.

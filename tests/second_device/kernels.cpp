@@ -168,6 +168,25 @@ bool may_mix(const std::string& name) {
   return names.count(name) > 0;
 }
 
+// An argument, or what is returned, with other tensors in it.
+template <typename Change>
+c10::IValue change_tensors(const c10::IValue& value, Change change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> changed;
+    for (const at::Tensor& tensor : value.toTensorVector()) changed.push_back(change(tensor));
+    return changed;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> changed;
+    for (const auto& tensor : value.toOptionalTensorVector()) {
+      changed.push_back(tensor.has_value() ? std::optional<at::Tensor>(change(*tensor)) : std::nullopt);
+    }
+    return changed;
+  }
+  return value;
+}
+
 void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto inputs = schema.arguments().size();
@@ -183,15 +202,11 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
     const auto& value = (*stack)[begin + number];
     const auto* alias = schema.arguments()[number].alias_info();
     bool writes = alias != nullptr && alias->isWrite();
-    if (value.isTensor()) {
-      see(value.toTensor(), writes);
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) see(tensor, writes);
-    } else if (value.isOptionalTensorList()) {
-      for (const auto& tensor : value.toOptionalTensorVector()) {
-        if (tensor.has_value()) see(*tensor, writes);
-      }
-    } else if (value.isDevice()) {
+    change_tensors(value, [&](const at::Tensor& tensor) {
+      see(tensor, writes);
+      return tensor;
+    });
+    if (value.isDevice()) {
       device = value.toDevice();
     }
   }
@@ -211,19 +226,8 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
   Call call;
   for (size_t number = 0; number < inputs; ++number) {
     auto& value = (*stack)[begin + number];
-    if (value.isTensor()) {
-      value = call.to_host(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> taken;
-      for (const at::Tensor& tensor : value.toTensorVector()) taken.push_back(call.to_host(tensor));
-      value = taken;
-    } else if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> taken;
-      for (const auto& tensor : value.toOptionalTensorVector()) {
-        taken.push_back(tensor.has_value() ? std::optional<at::Tensor>(call.to_host(*tensor)) : std::nullopt);
-      }
-      value = taken;
-    } else if (value.isDevice() && value.toDevice().type() == kType) {
+    value = change_tensors(value, [&](const at::Tensor& tensor) { return call.to_host(tensor); });
+    if (value.isDevice() && value.toDevice().type() == kType) {
       value = c10::Device(c10::DeviceType::CPU);
     } else if (schema.arguments()[number].type()->str() == "Generator?") {
       value = host_generator(value.isNone() ? std::nullopt : std::optional<at::Generator>(value.toGenerator()));
@@ -233,13 +237,7 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
   call.adopt_sizes();
   for (size_t position = stack->size() - schema.returns().size(); position < stack->size(); ++position) {
     auto& value = (*stack)[position];
-    if (value.isTensor()) {
-      value = call.to_device(value.toTensor(), launch);
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> returned;
-      for (const at::Tensor& tensor : value.toTensorVector()) returned.push_back(call.to_device(tensor, launch));
-      value = returned;
-    }
+    value = change_tensors(value, [&](const at::Tensor& tensor) { return call.to_device(tensor, launch); });
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();  // an error that an earlier call has left
 }
