@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ class Called(nn.Module):
 
     def __init__(self, order: list[int]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH, HIDDEN) for _ in order)
+        self.blocks = nn.ModuleList(Block(WIDTH, HIDDEN) for _ in set(order))
         self.order = order
 
     def forward(self, x: Tensor) -> Tensor:
@@ -217,6 +218,25 @@ def test_places_follow_the_order_of_calls(order: list[int], k: int) -> None:
         assert pipe.stats.heals == 0
         assert pipe.stats.misses == 0
         assert pipe.stats.arrangements == 0
+
+
+REPEATED = [[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], [0, 1, 2, 3, 4, 5] * 2, [0, 1, 1, 2, 3, 3, 4, 5] * 2]
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("order", REPEATED, ids=["in a row", "in rounds", "both"])
+def test_units_that_are_called_several_times_are_foreseen(order: list[int], k: int) -> None:
+    """No load is late, and what is called again at once stays where it is."""
+    torch.manual_seed(0)
+    runs = [number for number, _ in groupby(order)]
+    with streaming(Called(order), k, warm_up=3) as (pipe, optimizer):
+        for _ in range(3):
+            forward_backward(pipe)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert pipe.stats.loads == 3 * (2 * len(runs) - k)
+        assert pipe.stats.heals == 0
+        assert pipe.stats.misses == 0
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=["last first", "every other", "backwards"])

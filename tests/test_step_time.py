@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -61,13 +61,19 @@ class Measured:
 
 
 def train(
-    machine: Machine, k: int, k_prime: int = 1, overlap: bool = True, in_backward: bool = True, steps: int = 3
+    machine: Machine,
+    k: int,
+    k_prime: int = 1,
+    overlap: bool = True,
+    in_backward: bool = True,
+    steps: int = 3,
+    chain: type[Chain] = Chain,
 ) -> Measured:
     """Train on the simulated device; milliseconds are its seconds."""
     backend = SimulatedBackend(
         UNIT_BYTES / machine.up, UNIT_BYTES / machine.down, STEP_BYTES / machine.step, overlap=overlap
     )
-    model = Chain(TimedBlock(WIDTH, backend, machine.forward, machine.backward) for _ in range(UNITS))
+    model = chain(TimedBlock(WIDTH, backend, machine.forward, machine.backward) for _ in range(UNITS))
     pipe = Pipeline(model, "cpu", options=PipelineOptions(k, k_prime, units=[TimedBlock]), backend=backend)
     optimizer = SGD(model.parameters(), lr=1e-3)
     for step in range(2 + steps):
@@ -90,6 +96,25 @@ MACHINES = {
     "gradients are the slowest": Machine(forward=0.1, backward=0.9, up=0.1, down=2.0, step=0.5),
     "the optimizer is the slowest": Machine(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0),
 }
+
+
+class CalledInARow(Chain):
+    """Each block is called three times before the next one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(block(block(x)))
+        return x
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_unit_that_is_called_several_times_in_a_row_travels_once(name):
+    """A step takes as long as one with a single call of each unit that computes for as long."""
+    machine = MACHINES[name]
+    thrice = replace(machine, forward=machine.forward / 3, backward=machine.backward / 3)
+    expected, measured = train(machine, k=2), train(thrice, k=2, chain=CalledInARow)
+    assert measured.time == pytest.approx(expected.time)
+    assert measured.busy == pytest.approx(expected.busy)
 
 
 @pytest.mark.parametrize(("k", "k_prime"), [(2, 1), (4, 2)])

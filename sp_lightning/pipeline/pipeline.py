@@ -313,6 +313,7 @@ class Pipeline:
             self._backend.trace.begin_step()
             self._activations.begin_step()
             self._lasting.meter.begin_step()
+            self._assembly.schedule.begin_step()
             if torch.is_grad_enabled():
                 self._assembly.returns.reserve()
         self._offloader.begin()

@@ -1,9 +1,12 @@
 """The order in which units are used: recorded as it happens, used to fetch ahead, never trusted.
 
-What followed what is remembered per pair of uses ("after 3, then 4, came 5"), separately for forwards that build a
-graph, backwards, and forwards without a graph. So a model whose path depends on its data, or that is used in
-another order by validation, is relearned where it differs and nowhere else. A wrong guess costs a wait, never a
-wrong number: whoever needs a unit makes sure that it is there.
+[Note: how the next use is predicted]
+The uses of the last step are recorded in order. As long as a step repeats the last one that began in the same way, its
+record says what comes next, however often units are called. Once a step takes another path, and beyond its end, the
+two most recent uses decide ("after 3, then 4, came 5"). So a model whose path depends on its data is relearned where it
+differs and nowhere else. Forwards that build a graph, backwards and forwards without a graph are told apart, so
+validation in another order does not disturb training. A wrong prediction costs a wait, never a wrong number: whoever
+needs a unit makes sure that it is there.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
+_RECORDED_PER_MEMBER = 16  # uses of a step, so that generating a long text does not fill memory with its record
+
 
 class Pass(enum.IntEnum):
-    """In which of the three orders a unit is used."""
+    """The kind of pass that uses a unit; each has an order of its own."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -23,77 +28,117 @@ class Pass(enum.IntEnum):
 
 
 class Schedule:
-    """Remembers and predicts which member (module that is called, of some unit) is used next.
+    """Remembers and predicts which member (a module of some unit, which is called) is used next.
 
-    Uses are numbered. An expected use has the number that it will have if all before it come as expected; the first one
-    that does not takes a number that none of them had. So what somebody has found out about expected uses, by their
-    numbers, holds for as long as these numbers lie ahead, and need not be found out again at each use.
+    Uses are numbered. A predicted use has the number that it will have if all before it come as predicted; the first
+    one that does not takes a number that none of them had. So whatever was found out about predicted uses, by number,
+    stays true while these numbers lie ahead, and need not be found out again at each use.
 
     Args:
-        members: How many members there are; before anything is known they are expected to be used in their order.
+        members: The number of members. Until more is known they are expected to be used in order.
 
     Attributes:
-        now: The number of the use that was noted last.
+        now: The number of the most recent use.
+        horizon: How many uses ahead are worth a look: a whole step, as a group may be used only once in it.
     """
 
     def __init__(self, members: int) -> None:
         self.now = 0
+        self.horizon = 2 * members
         self._members = members
-        self._next: dict[tuple[int, int], int] = {}
-        self._previous = -1
-        self._current = -1
-        self._expected: deque[int] = deque()
-        self._last_two = -1, -1  # of all uses, expected ones included
+        self._recorded_at_most = _RECORDED_PER_MEMBER * members
+        self._previous = self._current = -1
+        self._after_two: dict[tuple[int, int], int] = {}
+        self._records: dict[int, list[int]] = {}  # by the kind of pass that a step begins with
+        self._record: list[int] = []  # this step's uses up to `_position`, the recorded step's beyond it
+        self._position = -1
+        self._repeats = False  # whether this step has equalled the recorded one so far
+        self._predicted: deque[int] = deque()
+        self._last_two = -1, -1  # uses, predicted ones included
+        self._followed: list[int] = []  # the record that predictions are taken from ...
+        self._last_position: int | None = None  # ... and where in it the last one is; None if pairs predict
+
+    def begin_step(self) -> None:
+        """Note that the next use is the first one of a step."""
+        del self._record[self._position + 1 :]
+        self.horizon = max(self.horizon, len(self._record))
+        self._record, self._position = [], -1
 
     def visit(self, member: int, direction: Pass) -> None:
         """Note that `member` is used now."""
         use = direction * self._members + member
-        if use == self._current:
-            return
+        if use == self._current and direction is Pass.BACKWARD:
+            return  # backward announces itself more than once for one call
         if self._current >= 0:
-            self._next[self._previous, self._current] = use
-        if self._expected and self._expected[0] == use:
-            self._expected.popleft()
+            self._after_two[self._previous, self._current] = use
+        self._compare_with_record(use, direction)
+        knows_better = self._position == 0 and self._repeats and self._last_position is None
+        if self._predicted and self._predicted[0] == use and not knows_better:
+            self._predicted.popleft()
             self.now += 1
             self._previous, self._current = self._current, use
         else:
             self._turn_to(self._current, use)
 
     def expected(self, number: int) -> int:
-        """The member that is expected to be used then.
+        """Return the member that is expected to be used then.
 
         Args:
-            number: Of the use; it is to come.
+            number: The number of a use that is still to come.
         """
-        while len(self._expected) < number - self.now:
-            self._expect_another()
-        return self._expected[number - self.now - 1] % self._members
+        while len(self._predicted) < number - self.now:
+            self._predict_another()
+        return self._predicted[number - self.now - 1] % self._members
 
     def upcoming_before_the_turn(self) -> Iterator[int]:
-        """Members in the order in which they are expected before another kind of pass begins; endless in a loop."""
+        """Yield members in expected order until another kind of pass begins; without an end in a loop."""
         for ahead in count() if self._members else ():
-            if ahead == len(self._expected):
-                self._expect_another()
-            direction, member = divmod(self._expected[ahead], self._members)
+            if ahead == len(self._predicted):
+                self._predict_another()
+            direction, member = divmod(self._predicted[ahead], self._members)
             if direction != self._current // self._members:
                 return
             yield member
 
     def forget_position(self) -> None:
         """After an exception: what comes next does not follow from what came last."""
+        self._record, self._position, self._repeats = [], -1, False
         self._turn_to(-1, -1)
 
-    def _turn_to(self, previous: int, current: int) -> None:
-        self.now += len(self._expected) + 1
-        self._expected.clear()
-        self._last_two = self._previous, self._current = previous, current
+    def _compare_with_record(self, use: int, direction: Pass) -> None:
+        if self._position < 0:
+            self._record, self._repeats = self._records.setdefault(direction, []), True
+        self._position += 1
+        recorded = self._position < len(self._record)
+        self._repeats = self._repeats and recorded and self._record[self._position] == use
+        if recorded:
+            self._record[self._position] = use
+        elif self._position < self._recorded_at_most:
+            self._record.append(use)
 
-    def _expect_another(self) -> None:
-        last = self._last_two[1]
-        use = self._next.get(self._last_two)
-        use = self._expected_after(last) if use is None else use
-        self._last_two = last, use
-        self._expected.append(use)
+    def _turn_to(self, previous: int, current: int) -> None:
+        self.now += len(self._predicted) + 1
+        self._predicted.clear()
+        self._last_two = self._previous, self._current = previous, current
+        self._followed = self._record
+        self._last_position = self._position if self._repeats else None
+
+    def _predict_another(self) -> None:
+        record, position = self._followed, self._last_position
+        if position is not None and position + 1 == len(record) < self._recorded_at_most:
+            position = -1  # the step ends here, and another one like it begins
+        if position is not None and position + 1 < len(record):
+            self._last_position = position + 1
+            use = record[position + 1]
+        else:
+            self._last_position = None
+            use = self._expected_after_two()
+        self._last_two = self._last_two[1], use
+        self._predicted.append(use)
+
+    def _expected_after_two(self) -> int:
+        use = self._after_two.get(self._last_two)
+        return self._expected_after(self._last_two[1]) if use is None else use
 
     def _expected_after(self, use: int) -> int:
         if use < 0:

@@ -1,14 +1,14 @@
-"""The window of groups that are on the device: what is brought, what goes, what is fetched ahead.
+"""The window: which groups are on the device. It loads, evicts and prefetches them.
 
 [Note: when a group may be evicted]
-A place is given to another group when no call is inside of the group that has it, and, for a prefetch, when that
-group is not expected to be used before the one that wants the place. In backward, "no call is inside" means that
-backward has reached another unit: autograd runs nodes in the reverse order of their making, so a later unit's nodes
-have run by then. What that does not cover is healed by the handles in `saved.py`.
+A group gives up its place when no call is inside of it, and, for a prefetch, only if it is not expected to be used
+before the group that wants the place. In backward, "no call is inside" means that backward has reached another unit:
+autograd runs nodes in the reverse order of their creation, so by then the nodes of later units have run. The handles in
+`saved.py` heal the exceptions.
 
 [Note: while masters are being stepped]
-An optimizer's step may still be at work on a group's masters when the group is wanted again. Its copy to the device
-is then started all the same, to run after that work, and nothing looks at the masters before it is done.
+The optimizer may still be stepping a group's masters when the group is needed again. Its H2D copy is then queued behind
+that step, and nothing reads the masters before the step is done.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _NONE: frozenset[Group] = frozenset()
 
 
 class Window:
-    """Brings groups to the device and evicts others.
+    """Brings groups to the device and evicts others to make room.
 
     Args:
         groups: All groups, resident ones included.
         group_of_member: The group of each streamed member, by its index in the schedule.
-        schedule: Tells what comes next.
-        backend: Copies.
-        stats: Counters.
-        on_evict: Called with a group before its place is given away.
+        schedule: Predicts what is used next.
+        backend: Makes the copies.
+        stats: Counts them.
+        on_evict: Called with a group before its place is given to another one.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Window:
         self._on_evict = on_evict
         self._step = 0
         self._conflicts = {group: frozenset(group.conflicts) for group in groups if group.conflicts}
-        self._last_in_place: set[Group] = set()  # those whose place has not been given to another group since
+        self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         self._ahead = Lookahead(schedule, group_of_member)
 
     def begin_step(self) -> None:
-        """Start copies of what the step needs first: resident weights, and what the schedule expects."""
+        """Start copying what the step needs first: resident weights, and the groups that the schedule expects."""
         self._step += 1
         for group in [group for group in self.groups if group.resident]:
             self._verify(group)
@@ -67,29 +67,29 @@ class Window:
         self.prefetch()
 
     def suspect_all(self) -> None:
-        """Masters may have changed: every group is looked at before it is used again."""
-        self._ahead.begin_anew()
+        """Check every group for changed masters before it is used again."""
+        self._ahead.forget()
         for group in self.groups:
             group.suspect = True
 
     def suspect(self, group: Group) -> None:
-        """A group's masters may be written to now."""
+        """Check this group's masters before it is used again: someone may be about to write to them."""
         group.suspect, group.state = True, None
         self._ahead.lose(group)
 
     def forget(self) -> None:
-        """After an exception: nothing on the device counts, and no call is inside of any group."""
-        self._ahead.begin_anew()
+        """After an exception: treat every group as absent, with no call inside."""
+        self._ahead.forget()
         for group in self.groups:
             group.users, group.suspect = 0, True
             group.residency, group.ticket = Residency.ABSENT, None
 
     def is_blocked(self, group: Group) -> bool:
-        """Whether the group is absent and a call is inside of a group that has its place."""
+        """Tell whether the group is absent and cannot be loaded, because a call is inside of a group in its place."""
         return not group.loaded and any(other.users for other in self._in_the_way_of(group))
 
     def bring(self, group: Group) -> None:
-        """Make what is computed from now on see the group's weights."""
+        """Make the group's weights readable for everything that is launched on the device from now on."""
         self._verify(group)
         if not group.loaded:
             self._stats.misses += 1
@@ -100,39 +100,39 @@ class Window:
             group.residency = Residency.READABLE
 
     def prefetch(self, in_use: Sequence[Group] = ()) -> None:
-        """Start copies for what comes next, as far as places are free.
+        """Start copies for upcoming uses, as far as there is room.
 
         Args:
-            in_use: Groups that backward reads now, although no call is inside of them.
+            in_use: Groups that backward is reading, although no call is inside of them.
         """
-        for number, group in self._ahead.unseen(in_use):
+        for number, group in self._ahead.uncovered(in_use):
             if group not in in_use:
                 self._verify(group)
             if not group.loaded and group not in in_use:
                 other = self._needed_before(number, group, in_use)
                 if other is not None:
-                    self._ahead.hold_up(number, group, other)
+                    self._ahead.block(number, group, other)
                     return
                 self._load(group)
-            self._ahead.see(number, group, group.loaded and not (group.suspect and group in in_use))
+            self._ahead.cover(number, group, group.loaded and not (group.suspect and group in in_use))
 
     def _needed_before(self, number: int, group: Group, in_use: Sequence[Group]) -> Group | None:
-        """Who has a group's place, and is in use or will be used before that use of the group; None if nobody is."""
+        """Return a group that cannot be evicted for this use: it is in use, or will be used sooner."""
         for other in self._in_the_way_of(group):
             if other.users or other in in_use or self._ahead.next_use(other) < number:
                 return other
         return None
 
     def outdate(self, group: Group) -> None:
-        """An optimizer is going to step the group's masters: what is on the device is worthless."""
+        """Discard the group's copy on the device: an optimizer is about to step its masters."""
         group.suspect, group.state, group.last_load = False, None, None
         self._lose(group)
 
     def finish_step(self, group: Group) -> None:
-        """Make sure that an optimizer is done with the group's masters.
+        """Wait until the optimizer is done with the group's masters.
 
         Raises:
-            Exception: Whatever went wrong in the optimizer.
+            Exception: Whatever the optimizer's step raised.
         """
         if group.being_stepped is not None:
             work, group.being_stepped = group.being_stepped, None
@@ -145,12 +145,12 @@ class Window:
         return group.being_stepped is not None
 
     def _verify(self, group: Group) -> None:
-        """If masters may have changed since the last look, look again; if they have, what was copied is worthless."""
+        """If the group's masters may have changed since they were last checked, check; discard an outdated copy."""
         if not group.suspect or self._is_being_stepped(group):
             return
         group.suspect = False
         if not (group.loaded or group.host.keeps_lowered_copies):
-            group.host.readopt()  # our memory is sent next as it is; that an older state is kept costs at most one load
+            group.host.readopt()  # nothing to discard; keeping an older state costs at most one load too many
             return
         if group.state is None or group.host.has_changed(group.state):
             group.state = None
@@ -161,7 +161,7 @@ class Window:
         self._ahead.lose(group)
 
     def _in_the_way_of(self, group: Group) -> list[Group]:
-        """Groups on the device that have its place, or a part of it."""
+        """Return the groups on the device that occupy its place, or part of it."""
         return [other for other in self._conflicts.get(group, _NONE) & self._last_in_place if other.loaded]
 
     def _load(self, group: Group) -> None:
@@ -200,5 +200,5 @@ class Window:
         was_readable = group.readable
         self._lose(group)
         self._on_evict(group)
-        if was_readable:  # else the device may still be copying to it, which only the next copy is sure to come after
+        if was_readable:  # otherwise a copy into the place may still run, and only another copy is ordered after that
             self._backend.invalidate(group.place)

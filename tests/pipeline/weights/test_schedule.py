@@ -106,11 +106,87 @@ def test_inference_does_not_disturb_training() -> None:
     assert ahead(schedule, 3) == [2, 0, 0]
 
 
-def test_the_same_use_again_is_one_use() -> None:
-    """A unit with several members in a row, or a repeated sign of backward, does not count as a loop."""
+def test_backward_may_announce_itself_again() -> None:
+    """A repeated sign of backward is no other use."""
     schedule = Schedule(3)
-    run(schedule, [(0, I), (0, I), (2, I)] * 2 + [(0, I)])
-    assert ahead(schedule, 3) == [2, 0, 2]
+    run(schedule, [(0, F), (2, F), (2, B), (2, B), (0, B), (0, B)] * 2 + [(0, F), (2, F), (2, B)])
+    assert ahead(schedule, 3) == [0, 0, 2]
+
+
+def steps(schedule: Schedule, *uses: list[Use]) -> None:
+    """Whole steps, one after the other."""
+    for step in uses:
+        schedule.begin_step()
+        run(schedule, step)
+
+
+def backwards(forward: list[int]) -> list[Use]:
+    """A training step with that forward."""
+    return [*((member, F) for member in forward), *((member, B) for member in reversed(forward))]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [[0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 2, 0, 1, 2, 0, 1, 2], [0, 1, 1, 0, 1, 2, 0, 1, 1, 1], [1, 1, 1, 1]],
+    ids=str,
+)
+def test_a_step_like_the_last_one_is_expected_however_often_units_are_called(forward: list[int]) -> None:
+    """From each of its uses on, past its end: two uses alone cannot tell the second round from the first."""
+    schedule = Schedule(3)
+    step = backwards(forward)
+    uses = [use for number, use in enumerate(step) if use[1] is F or use != step[number - 1]]
+    steps(schedule, step, step)
+    schedule.begin_step()
+    for number, (member, direction) in enumerate(uses):
+        schedule.visit(member, direction)
+        coming = [member for member, _ in (*uses[number + 1 :], *uses)]
+        assert ahead(schedule, len(coming)) == coming
+
+
+def test_what_a_step_is_like_is_told_by_how_it_begins() -> None:
+    """Validation in between, with other rounds, changes nothing in what training expects."""
+    schedule = Schedule(2)
+    train = backwards([0, 1, 0, 1])
+    steps(schedule, train, [(0, I), (1, I), (0, I)], [(0, I), (1, I), (0, I)])
+    assert ahead(schedule, 4) == [0, 1, 0, 0]
+    steps(schedule, train[:3])
+    assert ahead(schedule, 6) == [1, 1, 0, 1, 0, 0]
+
+
+def test_a_step_unlike_the_last_one_is_foreseen_by_its_last_two_uses() -> None:
+    """A branch that data decides on: after it what followed the last time is expected, not what was recorded there."""
+    schedule = Schedule(4)
+    steps(schedule, backwards([0, 1, 3]), backwards([0, 2, 3]), backwards([0, 1, 3]))
+    steps(schedule, [(0, F), (2, F)])
+    assert ahead(schedule, 2) == [3, 3]
+    steps(schedule, [(0, F)])
+    assert ahead(schedule, 1) == [2], "the path of the most recent step"
+
+
+def test_a_step_that_ends_early_is_recorded_as_it_was() -> None:
+    schedule = Schedule(3)
+    long, short = [(0, I), (1, I), (2, I), (0, I), (1, I)], [(0, I), (1, I)]
+    steps(schedule, long, long, short, short)
+    assert ahead(schedule, 4) == [0, 1, 0, 1]
+
+
+def test_the_record_of_a_step_has_a_limit() -> None:
+    """Generating a long text is one step; beyond the limit the last two uses decide."""
+    schedule = Schedule(2)
+    text = [(0, I), (1, I)] * 1000
+    steps(schedule, text, text)
+    assert schedule.horizon < 100
+    assert ahead(schedule, 4) == [0, 1, 0, 1]
+    steps(schedule, text[:1001])
+    assert ahead(schedule, 4) == [1, 0, 1, 0]
+
+
+def test_a_look_ahead_covers_a_whole_step() -> None:
+    schedule = Schedule(3)
+    assert schedule.horizon == 6
+    step = [*((member, F) for member in [0, 1, 2] * 3), (2, B), (1, B), (0, B)]
+    steps(schedule, step, [])
+    assert schedule.horizon == len(step)
 
 
 def test_after_an_exception_nothing_follows_from_what_came_last() -> None:
@@ -132,7 +208,7 @@ def test_a_use_that_comes_as_expected_keeps_its_number() -> None:
     """And so do those after it: what was found out about them holds."""
     schedule = Schedule(3)
     expected = {number: schedule.expected(number) for number in range(schedule.now + 1, schedule.now + 9)}
-    run(schedule, [(0, F), (1, F), (1, F), (2, F)])
+    run(schedule, [(0, F), (1, F), (2, F), (2, B), (2, B)])
     assert schedule.now + 1 in expected
     assert {number: schedule.expected(number) for number in expected if number > schedule.now} == {
         number: member for number, member in expected.items() if number > schedule.now

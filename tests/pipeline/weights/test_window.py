@@ -414,7 +414,7 @@ class Afresh(Window):
     @override
     def prefetch(self, in_use: Sequence[Group] = ()) -> None:
         soon, now = set(in_use), self.schedule.now
-        for number in range(now + 1, now + 1 + 2 * len(self.groups)):
+        for number in range(now + 1, now + 1 + self.schedule.horizon):
             group = self.groups[self.schedule.expected(number)]
             if group in soon:
                 continue
@@ -442,6 +442,7 @@ class Twice:
         self.inside: list[int] = []
         self.steps: dict[int, list[PendingTicket]] = {}
         self.position, self.forward = 0, True
+        self.calls = self.random.choice([1, 1, 3])  # of each unit, in a row
 
     def both(self, action: Callable[[Scene], Any]) -> None:
         for scene in self.scenes:
@@ -473,8 +474,11 @@ class Twice:
 
     def go_on(self) -> None:
         """The next unit of a training step."""
-        self.leave()
-        self.use(self.position, Pass.FORWARD if self.forward else Pass.BACKWARD)
+        if self.position == 0 and self.forward:
+            self.both(lambda scene: scene.schedule.begin_step())
+        for _ in range(self.calls):
+            self.leave()
+            self.use(self.position, Pass.FORWARD if self.forward else Pass.BACKWARD)
         self.position += 1 if self.forward else -1
         if not 0 <= self.position < self.count:
             self.position, self.forward = self.position - (1 if self.forward else -1), not self.forward
