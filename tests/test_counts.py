@@ -239,6 +239,23 @@ def test_units_that_are_called_several_times_are_foreseen(order: list[int], k: i
         assert pipe.stats.misses == 0
 
 
+@pytest.mark.parametrize("k", [2, 3])
+def test_the_gradient_of_a_gradient_is_foreseen(k: int) -> None:
+    """Its nodes announce no unit, and still no load is late: backward shows itself by the weights that it unpacks."""
+    with streaming(blocks(), k) as (pipe, optimizer):
+        for step in range(4):
+            if step == 2:
+                pipe.stats.clear()
+            with pipe.step():
+                x = torch.randn(5, WIDTH, requires_grad=True)
+                (gradient,) = torch.autograd.grad(pipe.module(x).square().mean(), x, create_graph=True)
+                gradient.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert pipe.stats.heals == 0
+        assert pipe.stats.misses == 0
+
+
 @pytest.mark.parametrize("order", ORDERS, ids=["last first", "every other", "backwards"])
 def test_laying_units_out_anew_changes_no_number(order: list[int]) -> None:
     def train(model: nn.Module) -> list[Tensor]:

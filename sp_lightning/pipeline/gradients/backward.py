@@ -129,13 +129,20 @@ class BackwardPass:
 
     def require(self, twin: Twin) -> None:
         """Backward unpacks a weight."""
-        if self.running and twin.group.readable and not twin.group.suspect:
+        group = twin.group
+        is_expected = group.kept or group in self.in_use
+        if self.running and is_expected and group.readable and not group.suspect:
             return
         with self._at_work:
             self.note()
-            if not twin.group.loaded:
-                self._stats.heals += 1
-            self._window.bring(twin.group)
+            self._stats.heals += not group.loaded
+            follows = self.running and not is_expected
+            if follows:  # nodes that no unit announces: the gradient of a gradient
+                self._schedule.visit(twin.weight.unit.members[0].index, Pass.BACKWARD)
+            self._window.bring(group)
+            if follows:
+                self.in_use = [group]
+                self._window.prefetch(self.in_use)
 
     def is_nested(self) -> bool:
         """Whether autograd is in a backward inside of the one that was noticed first, as reentrant checkpoints are."""
