@@ -2,11 +2,11 @@
 
 [Note: how the next use is predicted]
 The uses of the last step are recorded in order. As long as a step repeats the last one that began in the same way, its
-record says what comes next, however often units are called. Once a step takes another path, and beyond its end, the
-two most recent uses decide ("after 3, then 4, came 5"). So a model whose path depends on its data is relearned where it
-differs and nowhere else. Forwards that build a graph, backwards and forwards without a graph are told apart, so
-validation in another order does not disturb training. A wrong prediction costs a wait, never a wrong number: whoever
-needs a unit makes sure that it is there.
+record says what comes next, however often units are called. Once a step takes another path, the two most recent uses
+decide ("after 3, then 4, comes 5"). So a model whose path depends on its data is relearned where it differs and nowhere
+else; one exception (a layer that was dropped) is not enough for that, two in a row are. Forwards that build a graph,
+backwards and forwards without a graph are told apart, so validation in another order does not disturb training. A wrong
+prediction costs a wait, never a wrong number: whoever needs a unit makes sure that it is there.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Schedule:
         self._recorded_at_most = _RECORDED_PER_MEMBER * members
         self._previous = self._current = -1
         self._after_two: dict[tuple[int, int], int] = {}
+        self._doubted: set[tuple[int, int]] = set()  # pairs that something else came after the last time
         self._records: dict[int, list[int]] = {}  # by the kind of pass that a step begins with
         self._record: list[int] = []  # this step's uses up to `_position`, the recorded step's beyond it
         self._position = -1
@@ -70,7 +71,7 @@ class Schedule:
         if use == self._current and direction is Pass.BACKWARD:
             return  # backward announces itself more than once for one call
         if self._current >= 0:
-            self._after_two[self._previous, self._current] = use
+            self._learn((self._previous, self._current), use)
         self._compare_with_record(use, direction)
         knows_better = self._position == 0 and self._repeats and self._last_position is None
         if self._predicted and self._predicted[0] == use and not knows_better:
@@ -104,6 +105,15 @@ class Schedule:
         """After an exception: what comes next does not follow from what came last."""
         self._record, self._position, self._repeats = [], -1, False
         self._turn_to(-1, -1)
+
+    def _learn(self, two: tuple[int, int], use: int) -> None:
+        known = self._after_two.setdefault(two, use)
+        if known == use:
+            self._doubted.discard(two)
+        elif two in self._doubted:
+            self._after_two[two] = use
+        else:
+            self._doubted.add(two)
 
     def _compare_with_record(self, use: int, direction: Pass) -> None:
         if self._position < 0:

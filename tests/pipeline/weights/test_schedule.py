@@ -97,6 +97,17 @@ def test_a_changed_order_is_relearned_where_it_differs() -> None:
     assert ahead(schedule, 4) == [2, 1, 3, 0]
 
 
+def test_one_exception_is_not_learned() -> None:
+    """A layer is dropped at random: the next step that comes to that point is expected to go the usual way."""
+    schedule = Schedule(4)
+    usual, dropped = [(member, I) for member in range(4)], [(0, I), (1, I), (3, I)]
+    run(schedule, usual * 2 + dropped + [(0, I), (1, I)])
+    assert ahead(schedule, 2) == [2, 3]
+    schedule = Schedule(4)
+    run(schedule, usual * 2 + dropped * 2 + [(0, I), (1, I)])
+    assert ahead(schedule, 2) == [3, 0]
+
+
 def test_inference_does_not_disturb_training() -> None:
     """Validation in another order leaves what is known of training alone."""
     schedule = Schedule(3)
