@@ -1,4 +1,4 @@
-"""Where a module tree is divided: at blocks that its structure shows (rules 1 and 2 of finder.py), or as a user says."""
+"""Where a module tree is divided: at blocks that its structure shows (rules 1 and 2 of finder.py), or as users say."""
 
 from __future__ import annotations
 
