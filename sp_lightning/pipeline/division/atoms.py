@@ -13,8 +13,8 @@ from sp_lightning.pipeline.options import UnitPolicy
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _READS_ITS_CHILDREN = (nn.MultiheadAttention,)  # uses `out_proj.weight` without calling `out_proj`
-TYPICAL_UNIT_COUNT = 12  # outside of lists, modules of up to one in so many of the model's bytes stay whole
-_SMALL_LEAF_DIVISOR = 50  # leaves of less than one in so many are not worth streaming on their own,
+TYPICAL_UNIT_COUNT = 12  # outside of lists, modules up to 1/12 of the model stay whole
+_SMALL_LEAF_DIVISOR = 50  # leaves below 1/50 of the model are not worth streaming on their own,
 _SMALL_LEAF_BYTES = 256 << 20  # unless they are larger than this: a large model's embedding would fill a small device
 
 

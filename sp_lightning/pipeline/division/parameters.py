@@ -81,7 +81,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor's memory begins and ends; of one with holes, the whole storage."""
+    """Return where a tensor's memory begins and ends, or its whole storage if the tensor has holes."""
     if is_dense(tensor):
         return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     storage = tensor.untyped_storage()

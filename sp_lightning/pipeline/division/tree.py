@@ -122,8 +122,8 @@ def is_called(module: nn.Module) -> bool:
 
 
 def forward_of_class(module: nn.Module) -> Any:
-    """Return a module's `forward` as its class defines it; a scripted class would compute the attribute.
+    """Return a module's `forward` as it stands in its class; `getattr` would run the descriptor of a scripted module.
 
-    `inspect.getattr_static` would do, but `torch.compile` would trace it when it meets the engine in a model.
+    Not by `inspect.getattr_static`, which `torch.compile` would trace when it meets the engine in a model.
     """
     return next(vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))

@@ -1,4 +1,4 @@
-"""How units share the device: which travel together, which have a place of their own, and how much memory it takes."""
+"""How units share the device: which travel together, which have their own place, and how much memory that takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sp_lightning.pipeline.weights.units import Division, Unit
 
 _DEFAULT_SLOTS = 2  # one computes, one arrives
 _LARGEST_UNIT_BYTES = 4 << 30
-_UNITS_PER_DEVICE = 6  # no unit takes more than one part in so many of the device
+_UNITS_PER_DEVICE = 6  # blocks above 1/6 of the device are divided
 
 
 class DeviceLayout:

@@ -29,7 +29,7 @@ class Learned:
         assumed: Masters assumed to be lowered, because of their type of layer, until the layer has been watched.
         observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
         short_of_memory: Whether the window has to be as small as possible.
-        buffers: Host memory of the last arrangement, by the identities of the masters in it.
+        buffers: Host memory that masters lie in, by the identities of these masters.
         plan: The planner's choice for the window.
         touched_outside: Weights that were used outside of their unit since the arrangement was made.
         fresh_starts: How often memory did not suffice for what had been chosen, so that less was to be chosen anew.
@@ -98,7 +98,7 @@ class Learned:
         self.outdated |= to_lower or any(weight.lowered for weight in used_as_is)
 
     def assume_lowered(self, weights: Iterable[Weight]) -> None:
-        """Assume that autocast lowers these weights, which are of such layers, until they have been watched."""
+        """Assume that autocast lowers these weights, until their layers have been watched."""
         masters = {id(weight.master) for weight in weights}
         self.lowered |= masters
         self.assumed |= masters

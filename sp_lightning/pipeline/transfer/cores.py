@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 
 _SYSTEM = Path("/sys")
-_ONE_LEFT_FREE_IN = 4  # one core in so many, and at least one, is left to the training loop and data loaders
+_ONE_LEFT_FREE_IN = 4  # one core in four, and at least one, is left to the training loop and data loaders
 _BOUND_BY_USER = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 

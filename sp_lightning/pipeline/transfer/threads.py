@@ -265,5 +265,5 @@ def _do_nothing() -> None:
 
 
 def copy_memory(target: Tensor, source: Tensor) -> None:
-    """Copy host memory, not by `Tensor.copy_`, which would start another pool of OpenMP threads in another thread."""
+    """Copy host memory; `Tensor.copy_` would start a second pool of OpenMP threads in a second thread."""
     ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)

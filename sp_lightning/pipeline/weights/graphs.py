@@ -45,7 +45,7 @@ class Graphs:
         self.current = Graph(self.current.number + 1)
 
     def number_call(self) -> int:
-        """Return the number of a call that begins."""
+        """Count a call that begins, and return its number."""
         self.calls += 1
         return self.calls
 

@@ -92,7 +92,7 @@ class Twin:
         return self.weight.master._version + self.parameter._version - self._write_backs + self._replacements
 
     def refuse_gradients(self) -> None:
-        """Raise for any gradient that still arrives: units were arranged anew, and it would be lost."""
+        """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
         name = self.weight.name
 
         def refuse(_: Tensor) -> None:
