@@ -1,4 +1,4 @@
-"""Where a module tree is divided: at the blocks that its structure shows (rules 1 and 2 of finder.py), or as told."""
+"""Where a module tree is divided: at blocks that its structure shows (rules 1 and 2 of finder.py), or as users say."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sp_lightning.pipeline.options import UnitPolicy
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _READS_ITS_CHILDREN = (nn.MultiheadAttention,)  # uses `out_proj.weight` without calling `out_proj`
-TYPICAL_COUNT = 12  # outside of lists, modules up to this fraction of the model stay whole
-_SMALL_LEAF = 50  # leaves below this fraction of the model are not worth streaming on their own,
-_SMALL_BYTES = 256 << 20  # unless they are larger than this: a large model's embedding would fill a small device
+TYPICAL_UNIT_COUNT = 12  # outside of lists, modules up to 1/12 of the model stay whole
+_SMALL_LEAF_DIVISOR = 50  # leaves below 1/50 of the model are not worth streaming on their own,
+_SMALL_LEAF_BYTES = 256 << 20  # unless they are larger than this: a large model's embedding would fill a small device
 
 
 def atoms_by_structure(tree: Tree, largest: int | None) -> list[Atom]:
-    """Modules that are not divided further, in the order of the tree.
+    """Find the modules that are not divided further, in the order of the tree.
 
     Args:
         tree: The module tree.
         largest: Modules with more bytes are divided where they can be.
     """
-    atoms = _Descent(tree, largest, small=min(tree.total // _SMALL_LEAF, _SMALL_BYTES)).atoms()
+    atoms = _Descent(tree, largest, small=min(tree.total // _SMALL_LEAF_DIVISOR, _SMALL_LEAF_BYTES)).atoms()
     streamed = {id(p): p.nbytes for atom in atoms for p in atom.module.parameters()}
     if sum(streamed.values()) < 0.9 * tree.total:  # many small leaves add up: stream them too
         atoms = _Descent(tree, largest, small=0).atoms()
@@ -33,10 +33,10 @@ def atoms_by_structure(tree: Tree, largest: int | None) -> list[Atom]:
 
 
 def atoms_by_policy(tree: Tree, policy: UnitPolicy) -> list[Atom]:
-    """Modules that the user's policy names, in the order of the tree.
+    """Find the modules that the user's policy selects, in the order of the tree.
 
     Raises:
-        ValueError: If it names nothing that could stream.
+        ValueError: If it selects nothing that could stream.
     """
     matches = _as_predicate(policy)
     atoms: list[Atom] = []
@@ -51,7 +51,7 @@ def atoms_by_policy(tree: Tree, policy: UnitPolicy) -> list[Atom]:
         if tree.may_be_member(module):
             if tree.bytes_of(module):
                 atoms.append(Atom(name, module))
-            matched = matched or _could_move(tree, module)
+            matched = matched or _could_stream(tree, module)
     if not matched and tree.total:
         classes = Counter(type(module).__name__ for module in tree.root.modules())
         common = ", ".join(name for name, _ in classes.most_common(8))
@@ -63,7 +63,7 @@ def atoms_by_policy(tree: Tree, policy: UnitPolicy) -> list[Atom]:
 
 
 class _Descent:
-    """One walk down a tree.
+    """A walk down a tree that collects atoms.
 
     Args:
         tree: The module tree.
@@ -78,24 +78,24 @@ class _Descent:
         self._seen: set[int] = set()
 
     def atoms(self) -> list[Atom]:
-        return self._at_and_below(Atom("", self._tree.root), is_block=False)
+        return self._divide(Atom("", self._tree.root), is_block=False)
 
-    def _at_and_below(self, here: Atom, is_block: bool) -> list[Atom]:
+    def _divide(self, here: Atom, is_block: bool) -> list[Atom]:
         module, inner = here.module, without_compile(here.module)
         nbytes = self._tree.bytes_of(module)
         if nbytes == 0 or id(module) in self._tree.resident_modules or id(inner) in self._seen:
             return []
         self._seen.add(id(inner))
-        parts = self._tree.parts(module)
-        if not parts:
+        children = self._tree.streamable_children(module)
+        if not children:
             return [here] if self._tree.may_be_member(module) and (is_block or nbytes >= max(self._small, 1)) else []
         if self._stays_whole(module, is_block):
             return [here]
-        children_are_blocks = isinstance(inner, _LISTS) and len(parts) > 1
+        children_are_blocks = isinstance(inner, _LISTS) and len(children) > 1
         atoms: list[Atom] = []
-        for name, child in parts:
+        for name, child in children:
             full_name = f"{here.name}.{name}" if here.name else name
-            atoms += self._at_and_below(Atom(full_name, child), children_are_blocks)
+            atoms += self._divide(Atom(full_name, child), children_are_blocks)
         return atoms
 
     def _stays_whole(self, module: nn.Module, is_block: bool) -> bool:
@@ -110,21 +110,22 @@ class _Descent:
             return True
         if is_block:
             return 4 * nbytes <= tree.total or not self._has_blocks(module)
-        return nbytes * TYPICAL_COUNT <= tree.total
+        return nbytes * TYPICAL_UNIT_COUNT <= tree.total
 
     def _has_blocks(self, module: nn.Module) -> bool:
-        """Whether it is a list, or has a list of blocks inside; a list of leaves inside (an MLP) is not one."""
+        """Tell whether it is a list, or has a list of blocks inside; a list of leaves (an MLP) inside is not one."""
+        children_of = self._tree.streamable_children
         return any(
             isinstance(inner, _LISTS)
-            and len(parts) > 1
-            and (inner is without_compile(module) or any(self._tree.parts(part) for _, part in parts))
+            and len(children) > 1
+            and (inner is without_compile(module) or any(children_of(child) for _, child in children))
             for inner in module.modules()
-            for parts in [self._tree.parts(inner)]
+            for children in [children_of(inner)]
         )
 
 
-def _could_move(tree: Tree, module: nn.Module) -> bool:
-    """Whether it has weights that no resident module holds: single ones may have become resident in a step."""
+def _could_stream(tree: Tree, module: nn.Module) -> bool:
+    """Tell whether it has weights that no resident module holds; single ones may have become resident in a step."""
     held = {id(p) for part in tree.root.modules() if id(part) in tree.resident_modules for p in part.parameters()}
     return any(id(p) in tree.weights and id(p) not in held for p in module.parameters())
 

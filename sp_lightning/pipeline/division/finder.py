@@ -1,15 +1,17 @@
-"""From a module tree to units: which modules stream, which weights stay on the device.
+"""From a module tree to units: which modules stream, and which weights stay on the device.
 
 Units are found in any tree:
 
-1. children of lists (`ModuleList`, `Sequential`, `ModuleDict`) are blocks; a block too large is descended into,
+1. children of lists (`ModuleList`, `Sequential`, `ModuleDict`) are blocks; a block that is too large is descended into,
 2. outside of lists, small modules stay whole and large ones are descended into, down to leaves (embeddings, heads),
-3. neighbours are joined while the sum stays below the size of a typical unit, so sizes are balanced (VGG, ResNet),
+3. neighbours are joined while the sum stays below the size of a typical unit, which balances sizes (VGG, ResNet),
 4. what is left (small leaves, parameters that a module with units in it owns itself) is resident.
 
-What `torch.compile(module)` returns is looked through, and is the member in place of its module: it is what is called.
+The search looks through the wrapper that `torch.compile(module)` returns, but it is the wrapper that becomes the
+member, because it is what is called.
 
-Parameters that several modules share are found by identity and belong to one place.
+Parameters that several modules share are recognised by identity: leaves that share one form a unit, and what blocks
+share is resident.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from sp_lightning.pipeline.division.atoms import TYPICAL_COUNT, atoms_by_policy, atoms_by_structure
-from sp_lightning.pipeline.division.members import add_remaining_members, make_member, note_second_lists
-from sp_lightning.pipeline.division.sharing import put_together
+from sp_lightning.pipeline.division.atoms import TYPICAL_UNIT_COUNT, atoms_by_policy, atoms_by_structure
+from sp_lightning.pipeline.division.members import add_remaining_members, make_member, note_special_cases
+from sp_lightning.pipeline.division.sharing import join_sharing
 from sp_lightning.pipeline.division.tree import Atom, Tree
 from sp_lightning.pipeline.options import UnitPolicy
 from sp_lightning.pipeline.weights.units import Division, Unit
@@ -39,44 +41,44 @@ def find_units(
 
     Args:
         root: The module.
-        policy: The user's idea of a unit; `None` finds units by the rules at the top of this file.
+        policy: The user's definition of a unit; None finds units by the rules at the top of this file.
         resident: Names of modules and parameters that stay on the device.
         max_unit_bytes: Blocks above this size are descended into.
-        split: Modules that turned out not to be called themselves, to be descended into.
-        whole: Modules that turned out to be called several times, not to be descended into.
-        on_meta: Whether parameters may be on the meta device, because nobody is going to compute with them.
+        split: Modules that turned out not to be called themselves; they are descended into.
+        whole: Modules that turned out to be called several times in a forward; they are not descended into.
+        on_meta: Whether parameters may be on the meta device, because nothing will be computed with them.
 
     Raises:
         ValueError: If there is nothing to stream, a name or policy matches nothing, or a parameter is not on the CPU.
     """
     tree = Tree(root, resident, split, whole, on_meta)
     atoms = atoms_by_structure(tree, max_unit_bytes) if policy is None else atoms_by_policy(tree, policy)
-    parts, shared = put_together(tree, atoms)
-    stays = tree.resident_weights | shared
+    parts, shared = join_sharing(tree, atoms)
+    resident_weights = tree.resident_weights | shared
     if policy is None:
-        parts = _join(tree, parts, max_unit_bytes)
-    made = [_make_unit(tree, part, stays) for part in parts]
+        parts = _join_neighbours(tree, parts, max_unit_bytes)
+    made = [_make_unit(tree, part, resident_weights) for part in parts]
     units = [unit for unit in made if unit.weights]
     streamed = {id(weight) for unit in units for weight in unit.weights}
     rest = Unit("resident", resident=True)
     rest.weights = [weight for weight in tree.weights.values() if id(weight) not in streamed]
     for member in [member for unit in made if not unit.weights for member in unit.members]:
-        member.unit = rest  # all that it has is shared and resident, but its calls must be noticed
+        member.unit = rest  # all of its weights are shared and resident, but its calls must be noticed
         rest.members.append(member)
     callers = add_remaining_members(tree, units, rest)
     for unit in [*units, rest]:
         for weight in unit.weights:
             weight.unit = unit
-    note_second_lists([member for unit in [*units, rest] for member in unit.members], callers)
+    note_special_cases([member for unit in [*units, rest] for member in unit.members], callers)
     division = Division(units, rest, callers, tree.unmanaged)
     division.put_in_order([unit.name for unit in units])
     return division
 
 
-def _join(tree: Tree, parts: Sequence[list[Atom]], largest: int | None) -> list[list[Atom]]:
+def _join_neighbours(tree: Tree, parts: Sequence[list[Atom]], largest: int | None) -> list[list[Atom]]:
     """Join neighbours while the sum stays below the size of a typical unit."""
     sizes = [max(tree.bytes_of(atom.module) for atom in part) for part in parts]
-    target = min(tree.total // TYPICAL_COUNT, _weighted_median(sizes))
+    target = min(tree.total // TYPICAL_UNIT_COUNT, _weighted_median(sizes))
     if largest is not None:
         target = min(target, largest)
     joined: list[list[Atom]] = []
@@ -91,16 +93,16 @@ def _join(tree: Tree, parts: Sequence[list[Atom]], largest: int | None) -> list[
     return joined
 
 
-def _make_unit(tree: Tree, part: Sequence[Atom], stays: set[int]) -> Unit:
+def _make_unit(tree: Tree, part: Sequence[Atom], resident_weights: set[int]) -> Unit:
     unit = Unit(part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}")
     unit.members = [make_member(tree, atom.name, atom.module, unit) for atom in part]
     weights = {id(place.weight): place.weight for member in unit.members for place in member.places}
-    unit.weights = [weight for weight in weights.values() if id(weight.master) not in stays]
+    unit.weights = [weight for weight in weights.values() if id(weight.master) not in resident_weights]
     return unit
 
 
 def _weighted_median(sizes: Sequence[int]) -> int:
-    """The size below and above which half of all bytes lie."""
+    """Return the size such that half of all bytes belong to smaller pieces and half to larger ones."""
     half, seen = sum(sizes) / 2, 0
     for size in sorted(sizes):
         seen += size

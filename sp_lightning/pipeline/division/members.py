@@ -1,4 +1,4 @@
-"""Gates: which modules' calls enter a unit, and which only open a step."""
+"""Members: the modules whose calls enter a unit, and those whose calls only open a step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sp_lightning.pipeline.weights.units import Member, Place, Unit
 def make_member(
     tree: Tree, name: str, module: nn.Module, unit: Unit, inner: Iterable[nn.Module] | None = None
 ) -> Member:
-    """A member with the places in which its call may find weights.
+    """Make a member, with the places in which its call may find weights.
 
     Args:
         tree: The module tree.
-        name: The module's name in it.
+        name: The module's name in the tree.
         module: The module that is called.
-        unit: What its call enters.
-        inner: Modules whose weights the call may use; by default it and everything below it.
+        unit: The unit that its call enters.
+        inner: Modules whose weights the call may use; by default the module and everything below it.
     """
     member = Member(name, module, unit)
     for owner in module.modules() if inner is None else inner:
@@ -33,21 +33,21 @@ def make_member(
 
 
 def add_remaining_members(tree: Tree, units: Sequence[Unit], resident: Unit) -> list[Member]:
-    """Give what is outside of units its gates: as large as possible below, one by one around units.
+    """Make members of what is outside of units: of whole subtrees without units, and of each module around units.
 
     Returns:
-        Members without a unit: modules around units, whose call opens a step.
+        Members without a unit: modules around units, whose calls open a step.
     """
     walk = _Walk(tree, units, resident)
     walk.visit("", tree.root)
     return walk.callers
 
 
-def note_second_lists(members: Iterable[Member], callers: Iterable[Member]) -> None:
-    """Note where torch's modules look for weights besides `_parameters`.
+def note_special_cases(members: Iterable[Member], callers: Iterable[Member]) -> None:
+    """Note which modules of torch look for weights elsewhere than in `_parameters`.
 
-    RNNs compute with `_flat_weights`, a list of their own. `nn.TransformerEncoder` asks its first layer's weights
-    whether a fast path will do.
+    RNNs compute with `_flat_weights`, a list of their own. `nn.TransformerEncoder` inspects its first layer's weights
+    to choose a fast path.
     """
     by_module = {}
     for member in members:
@@ -63,7 +63,7 @@ def note_second_lists(members: Iterable[Member], callers: Iterable[Member]) -> N
 
 
 class _Walk:
-    """One walk down a tree, past the members of units."""
+    """A walk down a tree that makes members of what is outside of units."""
 
     def __init__(self, tree: Tree, units: Sequence[Unit], resident: Unit) -> None:
         members = [member for unit in [*units, resident] for member in unit.members]
@@ -95,7 +95,7 @@ class _Walk:
             self.visit(f"{name}.{child_name}" if name else child_name, child)
 
     def _add_inside_of_unit(self, name: str, module: nn.Module, unit: Unit | None) -> None:
-        """Part of a unit, and reached from outside of it: called from there, too."""
+        """Add a member for a part of a unit that is reached from outside of it, and so may be called from there."""
         if id(module) not in self._have_gates and unit is not None and is_called(module):
             self._have_gates.add(id(module))
             unit.members.append(make_member(self._tree, name, module, unit))

@@ -1,6 +1,6 @@
-"""Parameters as they are found in a module tree: which of them the engine may manage, and which it refuses.
+"""Parameters of a module tree: which of them the engine can manage, and which it refuses.
 
-To manage one is to point it into memory of the engine's own, which has to be possible without anybody noticing.
+To manage a parameter is to point it to memory of the engine's own, which must be possible without anybody noticing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sp_lightning.pipeline.weights.host import is_dense
 
 
 def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Every place of every parameter: full name, owner, key, parameter (shared ones once per place)."""
+    """Yield full name, owner, key and parameter for every place of every parameter (shared ones once per place)."""
     for module_name, module in root.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -27,10 +27,10 @@ def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
     Args:
         name: Its full name.
         parameter: The parameter.
-        on_meta: Whether it may be on the meta device, because nobody is going to compute with it.
+        on_meta: Whether it may be on the meta device, because nothing will be computed with it.
 
     Raises:
-        ValueError: If it has no shape yet, no values, or is on another device.
+        ValueError: If it has no shape yet, has no values, or is on another device.
     """
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(
@@ -52,7 +52,7 @@ def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
 
 
 def is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether the engine may re-point a parameter: plain, dense, and not inside of a scripted module."""
+    """Tell whether the engine can point a parameter to other memory: plain, dense, and not of a scripted module."""
     return (
         type(parameter) is nn.Parameter
         and type(parameter.data) is torch.Tensor
@@ -63,7 +63,7 @@ def is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
 
 
 def tied_by_memory(root: nn.Module) -> set[int]:
-    """Parameters that share memory with others, or with buffers: what `b.weight.data = a.weight.data` makes of both."""
+    """Find parameters that share memory with others or with buffers, as after `b.weight.data = a.weight.data`."""
     tensors = {id(tensor): tensor for tensor in [*root.parameters(), *root.buffers()] if _has_memory(tensor)}
     tied: set[int] = set()
     furthest, reached = 0, 0
@@ -81,7 +81,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends; all of its storage where it has holes."""
+    """Return where a tensor's memory begins and ends, or its whole storage if the tensor has holes."""
     if is_dense(tensor):
         return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     storage = tensor.untyped_storage()

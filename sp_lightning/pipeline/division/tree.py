@@ -1,4 +1,4 @@
-"""A module tree as the search for units sees it: weights, their bytes, and which of them stay on the device."""
+"""A module tree as the search for units sees it: its weights, their bytes, and which of them stay on the device."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Tree:
     Args:
         root: The module.
         resident: Names of modules and parameters that stay on the device.
-        split: Modules that are not called themselves, only their children are.
+        split: Modules that are not called themselves; only their children are.
         whole: Modules that are not to be divided.
         on_meta: Whether parameters may be on the meta device.
 
     Attributes:
-        root: See above.
-        weights: What the engine can manage, by the identity of the parameter.
-        unmanaged: Parameters that it cannot.
+        root: The module.
+        weights: Weights that the engine can manage, by the identity of the parameter.
+        unmanaged: Parameters that it cannot manage, by name.
         resident_modules: Modules that stay on the device, by identity.
-        resident_weights: Weights that do, by the identity of the parameter.
-        total: The bytes of all that may stream.
+        resident_weights: Weights that stay on the device, by the identity of the parameter.
+        total: The bytes of all weights that may stream.
         whole: Modules that are not to be divided, by identity.
 
     Raises:
@@ -68,17 +68,17 @@ class Tree:
         self.total = self.bytes_of(root)
 
     def bytes_of(self, module: nn.Module) -> int:
-        """The bytes of all weights at and below a module that may stream."""
+        """Return the bytes of all weights at and below a module that may stream."""
         return self._bytes[id(module)]
 
-    def parts(self, module: nn.Module) -> list[Atom]:
-        """Children that have something to stream."""
+    def streamable_children(self, module: nn.Module) -> list[Atom]:
+        """Return the children that have something to stream."""
         inner = without_compile(module)
         prefix = "" if inner is module else "_orig_mod."
         return [Atom(prefix + name, child) for name, child in inner.named_children() if self.bytes_of(child)]
 
     def may_be_member(self, module: nn.Module) -> bool:
-        """Whether calls of a module can be counted on: it has a forward, and that is not passed by."""
+        """Tell whether calls of a module can be relied on: it has a forward, and its parent does not bypass it."""
         return is_called(module) and id(module) not in self._split
 
     def _collect_weights(self, on_meta: bool) -> None:
@@ -107,7 +107,9 @@ class Tree:
                 self.resident_weights.add(id(parameters[name]))
             else:
                 known = ", ".join(child for child, _ in self.root.named_children())
-                raise ValueError(f"`resident` names {name!r}, which is no module or parameter. Top level: {known}.")
+                raise ValueError(
+                    f"`resident` names {name!r}, which is neither a module nor a parameter. Top-level modules: {known}."
+                )
 
     def _subtree_bytes(self, module: nn.Module) -> int:
         own = {id(p): p.nbytes for p in module.parameters() if id(p) in self.weights}
@@ -115,12 +117,12 @@ class Tree:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward at all; containers without one are only reached into by their parents."""
+    """Tell whether a module has a forward at all; parents can only reach into containers without one."""
     return forward_of_class(module) is not nn.Module.forward or "forward" in vars(module)
 
 
 def forward_of_class(module: nn.Module) -> Any:
-    """A module's `forward` as it stands in its class: a scripted one would compute what it gives.
+    """Return a module's `forward` as it stands in its class; `getattr` would run the descriptor of a scripted module.
 
     Not by `inspect.getattr_static`, which `torch.compile` would trace when it meets the engine in a model.
     """

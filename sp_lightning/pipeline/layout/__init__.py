@@ -1,1 +1,1 @@
-"""An arrangement: where units lie on host and device, as the user, the memory and what was learned would have it."""
+"""Arrangements: where units lie on host and device, given the user's options, the memory, and what was learned."""

@@ -1,7 +1,7 @@
 """An arrangement: units, host memory, places on the device and twins, made from a module tree at one moment.
 
-A pipeline makes one when it attaches, and another one when it has learned something (a weight used outside of its
-unit, a weight that autocast lowers) or when the module tree has changed. Masters keep their identity and values.
+A pipeline makes one when it attaches, and another whenever it has learned something (a weight is used outside of its
+unit, autocast lowers a weight) or the module tree has changed. Masters keep their identity and values.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
 class Arrangement:
-    """Lays a module's weights out on host and device. Nothing is changed before everything has been checked.
+    """The layout of a module's weights on host and device. Nothing is changed before everything has been checked.
 
     Args:
         module: The module.
         options: The user's choices.
-        learned: What earlier steps have shown.
-        backend: Allocates and pins.
-        autocast: The dtype that autocast lowers to in the steps to come, if it is on.
-        progress: Told how many bytes of weights have been laid out, and of how many: it may take minutes.
+        learned: The findings of earlier steps.
+        backend: Allocates and pins memory.
+        autocast: The dtype to which autocast lowers in the steps to come, if it is on.
+        progress: Called with the bytes of weights laid out so far and in all: it may take minutes.
         replicas: Other processes that train the same model, if there are any.
 
     Attributes:
@@ -50,16 +50,16 @@ class Arrangement:
         members: Every module that gets a gate.
         weights: All weights.
         weights_by_master: All weights, by the identity of their masters.
-        weights_by_memory: The same, by the identity of the masters' memory.
+        weights_by_memory: All weights, by the identity of their masters' memory.
         groups: All groups, resident ones included.
         on_device: Parameters of units that live on the device.
         twins: All twins, by the identity of their memory.
-        host_share: What it takes of the host's memory.
-        budget: The user's `memory_budget` in bytes; None if there is none, or if it is a share of what nobody knows.
-        plan: What a planner has chosen, if it is in force.
-        k: Units on the device at once, kept ones not counted.
+        host_share: Its share of the host's memory.
+        budget: The user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size.
+        plan: The planner's choice, if it is in force.
+        k: Units on the device at once, not counting kept ones.
         k_prime: Units that travel together.
-        untouched: Whether nothing of it has been used in this step.
+        untouched: Whether nothing of it has been used yet in this step.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
@@ -139,9 +139,9 @@ class Arrangement:
         return weight.twin
 
     def give_up_memory(self) -> None:
-        """Let go of the device's memory, so that who comes next has room; not while a graph holds weights.
+        """Release the device memory, to make room for what comes next, unless a graph holds weights.
 
-        Else it would be there until Python's collector comes to the reference cycles that this is part of.
+        Otherwise it would stay until the garbage collector gets to the reference cycles that this object is part of.
         """
         if any(group.handles for group in self.groups):
             return
@@ -151,33 +151,33 @@ class Arrangement:
         with torch.inference_mode(False):
             for twin in self.twins.values():
                 twin.data = twin.parameter.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
-        self.twins.clear()  # twins are known by their memory, which is anybody's now
+        self.twins.clear()  # twins are known by their memory, which others may get now
 
     @property
     def is_pinned(self) -> bool:
-        """Whether all host memory that is sent is page-locked; units that live on the device have none."""
+        """Whether all host memory that is sent is pinned; units that live on the device have none."""
         return all(group.host.source.pinned for group in self.groups if group.nbytes)
 
     def device_bytes(self) -> int:
-        """Device memory for weights, and for all that units which live there have."""
+        """Return the device memory for weights, and for all state of units that live on the device."""
         kept = sum(group.nbytes for group in self.groups if group.kept)
         return self._arena_bytes + kept + self._layout.on_device_bytes
 
     def streaming_bytes(self) -> int:
-        """Device memory for weights, and for gradients on their way to the host."""
+        """Return the device memory for weights, and for gradients on their way to the host."""
         return self.device_bytes() + self._layout.bytes_of_gradients_on_their_way()
 
     # ------------------------------------------------------------------------------------------------------ memory
 
     def _lay_out(self, learned: Learned, progress: Callable[[int, int], None]) -> None:
-        before, learned.buffers = learned.buffers, {}
+        old_buffers, learned.buffers = learned.buffers, {}
         try:
-            self._make_groups(before, learned.buffers, progress)
-            self._give_places()
+            self._make_groups(old_buffers, learned.buffers, progress)
+            self._assign_places()
         except BaseException:
-            learned.buffers = {**before, **learned.buffers}  # somebody has to release them
+            learned.buffers = {**old_buffers, **learned.buffers}  # somebody has to release them
             raise
-        for key, buffer in before.items():
+        for key, buffer in old_buffers.items():
             if key not in learned.buffers:
                 buffer.release()
         self._make_twins()
@@ -195,29 +195,29 @@ class Arrangement:
 
     def _make_groups(
         self,
-        before: dict[tuple[int, ...], HostBuffer],
-        now: dict[tuple[int, ...], HostBuffer],
+        old_buffers: dict[tuple[int, ...], HostBuffer],
+        buffers: dict[tuple[int, ...], HostBuffer],
         progress: Callable[[int, int], None],
     ) -> None:
         total = sum(map(sent_bytes, self._layout.parts))
         progress(0, total)
         for index, part in enumerate(self._layout.parts):
-            self.groups.append(self._make_group(index, part, before, now))
+            self.groups.append(self._make_group(index, part, old_buffers, buffers))
             progress(sum(group.nbytes for group in self.groups), total)
         if self.resident.weights:
-            self.groups.append(self._make_group(len(self.groups), [self.resident], before, now))
+            self.groups.append(self._make_group(len(self.groups), [self.resident], old_buffers, buffers))
 
     def _make_group(
         self,
         index: int,
         units: Sequence[Unit],
-        before: dict[tuple[int, ...], HostBuffer],
-        now: dict[tuple[int, ...], HostBuffer],
+        old_buffers: dict[tuple[int, ...], HostBuffer],
+        buffers: dict[tuple[int, ...], HostBuffer],
     ) -> Group:
         weights = [weight for unit in units for weight in unit.weights]
         key = tuple(id(weight.master) for weight in weights)
-        host = GroupHost(weights, self._backend, self.host_share.pin, before.get(key))
-        now[key] = host.masters
+        host = GroupHost(weights, self._backend, self.host_share.pin, old_buffers.get(key))
+        buffers[key] = host.masters
         name = ", ".join(unit.name for unit in units)
         kept = units[0] in self._layout.kept
         group = Group(index, len(units), host, resident=units[0].resident, kept=kept, name=name)
@@ -225,7 +225,7 @@ class Arrangement:
             unit.group = group
         return group
 
-    def _give_places(self) -> None:
+    def _assign_places(self) -> None:
         streamed = [group for group in self.groups if not group.kept]
         sizes = [group.nbytes for group in streamed]
         offsets, self._arena_bytes = place_in_arena(sizes, self._layout.slots)
@@ -246,7 +246,7 @@ class Arrangement:
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:
-    """Move buffers: they live on the device, because BatchNorm saves and changes the very objects."""
+    """Move buffers: they live on the device, because BatchNorm saves and changes these very tensors."""
     moved: dict[int, Tensor] = {}
     for module in root.modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -259,7 +259,7 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
 
 
 def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move parameters that cannot stream (tensor subclasses, scripted modules): they live on the device."""
+    """Move parameters that cannot stream (tensor subclasses, those of scripted modules): they live on the device."""
     for parameter in parameters:
         if parameter.device != device:
             parameter.data = parameter.data.to(device)

@@ -1,4 +1,4 @@
-"""How units share the device: which travel together, which have a place of their own, and what that takes."""
+"""How units share the device: which travel together, which have their own place, and how much memory that takes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sp_lightning.pipeline.weights.host import lay_out
 from sp_lightning.pipeline.weights.units import Division, Unit
 
 _DEFAULT_SLOTS = 2  # one computes, one arrives
-_LARGEST_UNIT = 4 << 30  # see `largest_unit_bytes`
-_SHARE_OF_DEVICE = 6
+_LARGEST_UNIT_BYTES = 4 << 30
+_UNITS_PER_DEVICE = 6  # blocks above 1/6 of the device are divided
 
 
 class DeviceLayout:
@@ -22,19 +22,19 @@ class DeviceLayout:
 
     Args:
         division: The units.
-        k: Units on the device at once, those with a place of their own not counted.
+        k: Units on the device at once, not counting those with a place of their own.
         k_prime: Units that travel together.
-        plan: What a planner has chosen, if this is it.
+        plan: The planner's choice, if this is it.
         averaged: Whether gradients are averaged with other processes on their way to the host.
 
     Attributes:
-        k: See above.
-        k_prime: See above.
-        plan: See above.
-        parts: Units that travel together, or that have a place of their own.
+        k: Units on the device at once, not counting those with a place of their own.
+        k_prime: Units that travel together.
+        plan: The planner's choice, if this is it.
+        parts: Lists of units that travel together, or of one that has a place of its own.
         slots: How many parts are on the device at once.
         kept: Units that have a place of their own.
-        on_device: Those of them that live there, with their gradients and optimizer state.
+        on_device: Kept units that live on the device, with their gradients and optimizer state.
     """
 
     def __init__(
@@ -52,25 +52,25 @@ class DeviceLayout:
         self.parts = [[units[number] for number in part] for part in numbers]
         self._resident = division.resident
         self._streamed = [unit for unit in division.all_units() if unit not in self.on_device]
-        self._pieces = PIECES + averaged  # one more, for sums of micro-batches that are averaged with the last one
+        self._gradient_pieces = PIECES + averaged  # one more, for sums of micro-batches averaged with the last one
 
     @property
     def on_device_bytes(self) -> int:
-        """What units take that live on the device."""
+        """Device memory for units that live on the device."""
         return 0 if self.plan is None else self.plan.on_device_bytes
 
     def slot_bytes(self) -> int:
-        """Device memory for weights, without the resident ones."""
+        """Return the device memory for weights, without the resident ones."""
         sizes = [sent_bytes(part) for part in self.parts if part[0] not in self.kept]
         kept = sum(sent_bytes([unit]) for unit in self.kept if unit not in self.on_device)
         return place_in_arena(sizes, self.slots)[1] + kept + self.on_device_bytes
 
     def bytes_of_gradients_on_their_way(self) -> int:
-        """Device memory for gradients on their way to the host."""
-        return self._pieces * max(map(gradient_bytes, self._streamed), default=0)
+        """Return the device memory for gradients on their way to the host."""
+        return self._gradient_pieces * max(map(gradient_bytes, self._streamed), default=0)
 
     def needed_bytes(self) -> int:
-        """Device memory for weights, and for gradients on their way."""
+        """Return the device memory for weights, and for gradients on their way to the host."""
         return self.slot_bytes() + sent_bytes([self._resident]) + self.bytes_of_gradients_on_their_way()
 
 
@@ -83,14 +83,14 @@ def choose_device_layout(
     short_of_memory: bool,
     averaged: bool,
 ) -> DeviceLayout:
-    """The layout that a planner wants, if it fits; else the usual small one; else the smallest.
+    """Choose the layout that a planner wants, if it fits; else the usual small one; else the smallest.
 
     Args:
         division: The units.
         options: The user's choices.
-        plan: What a planner has chosen.
+        plan: The planner's choice.
         budget: Device memory for all of it; None if no limit is known.
-        short_of_memory: Whether it has to be as small as it can be.
+        short_of_memory: Whether it has to be as small as possible.
         averaged: Whether gradients are averaged with other processes on their way to the host.
 
     Raises:
@@ -124,14 +124,14 @@ def choose_device_layout(
 
 
 def largest_unit_bytes(device_bytes: int | None) -> int:
-    """Blocks above this many bytes are divided where their structure allows it.
+    """Return the size above which blocks are divided where their structure allows it.
 
     Args:
-        device_bytes: What there is for a step on the device, if that is known.
+        device_bytes: The device memory for a step, if that is known.
     """
-    return _LARGEST_UNIT if device_bytes is None else min(_LARGEST_UNIT, device_bytes // _SHARE_OF_DEVICE)
+    return _LARGEST_UNIT_BYTES if device_bytes is None else min(_LARGEST_UNIT_BYTES, device_bytes // _UNITS_PER_DEVICE)
 
 
 def sent_bytes(units: Sequence[Unit]) -> int:
-    """Bytes of the weights of units, as they are sent to the device and lie there."""
+    """Return the bytes of the weights of units, as they are sent to the device and lie there."""
     return lay_out([weight.compute_bytes for unit in units for weight in unit.weights])[1]

@@ -1,4 +1,4 @@
-"""What a pipeline finds out while it runs: each finding makes the next arrangement better.
+"""Findings that a pipeline makes while it runs, each of which improves the next arrangement.
 
 The step in which something is found is right without it; the parts that find it see to that.
 """
@@ -16,25 +16,25 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class Learned:
-    """What a pipeline finds out while it runs, for the next arrangement.
+    """Findings that a pipeline makes while it runs, for the next arrangement.
 
     Attributes:
         resident: Names of weights that are used outside of their unit.
         order: Names of units in the order in which the first step called them; None before that.
-        called: The same, while the first step is not over.
-        split: Modules that are not called themselves, only their children are.
+        called: Names of units called so far, in their order, until the first step is over.
+        split: Modules that are not called themselves; only their children are.
         whole: Modules that are not divided, because they are called several times in a forward.
         lowered: Masters that autocast lowers, by identity.
         used_as_is: Masters that are used in their own dtype, by identity.
-        assumed: Masters taken for lowered because of the layer they are in, until that layer has been watched.
+        assumed: Masters assumed to be lowered, because of their type of layer, until the layer has been watched.
         observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
-        short_of_memory: Whether the window has to be as small as it can be.
-        buffers: Host memory of earlier arrangements, by the identities of the masters in it.
-        plan: What a planner has chosen for the window.
+        short_of_memory: Whether the window has to be as small as possible.
+        buffers: Host memory that masters lie in, by the identities of these masters.
+        plan: The planner's choice for the window.
         touched_outside: Weights that were used outside of their unit since the arrangement was made.
-        fresh_starts: How often memory did not suffice for what had been chosen, and less of it was to be chosen anew.
+        fresh_starts: How often memory did not suffice for what had been chosen, so that less was to be chosen anew.
         trained: Parameters that have required a gradient in some step, by identity.
-        outdated: Whether something was learned that asks for another arrangement.
+        outdated: Whether something was learned that calls for another arrangement.
     """
 
     def __init__(self) -> None:
@@ -56,28 +56,31 @@ class Learned:
         self.outdated = False
 
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A step with gradients begins. If more are trained than ever (a user unfreezes layers), units take more."""
+        """Note, as a step with gradients begins, which parameters it trains.
+
+        If there are new ones (a user unfreezes layers), units take more memory than the arrangement was made for.
+        """
         trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
         self.outdated |= bool(self.trained) and not trained <= self.trained
         self.trained |= trained
 
     def note_call(self, unit: str) -> None:
-        """A unit is called: in the first step, that tells the order."""
+        """Note that a unit is called; the first step shows the order."""
         if self.order is None:
             self.called.setdefault(unit)
 
     def release_buffers(self) -> None:
-        """The pipeline ends."""
+        """Release all host buffers, at the end of the pipeline."""
         for buffer in self.buffers.values():
             buffer.release()
 
     def leave_memory_of(self, weight: Weight) -> None:
-        """The next arrangement makes other memory for a weight, and for those that travel with it."""
+        """Have the next arrangement make new memory for a weight, and for those that travel with it."""
         for key in [key for key in self.buffers if id(weight.master) in key]:
             self.buffers.pop(key).release()
 
     def forget_all_but(self, alive: set[int]) -> None:
-        """Forget what is not among these parameters and modules, by identity: others may come to have that."""
+        """Forget all but these parameters and modules, given by identity: new objects may reuse the others' ids."""
         self.lowered &= alive
         self.used_as_is &= alive
         self.assumed &= alive
@@ -85,7 +88,7 @@ class Learned:
         self.observed = {key: seen for key, seen in self.observed.items() if alive.issuperset(key)}
 
     def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> None:
-        """Note what was seen of weights under autocast; it may be that they should be sent in another dtype."""
+        """Note how watched weights were used under autocast; some may have to be sent in another dtype from now on."""
         self.assumed -= {id(weight.master) for weight in watched}
         self.lowered |= {id(weight.master) for weight in lowered}
         self.used_as_is |= {id(weight.master) for weight in used_as_is}
@@ -95,21 +98,21 @@ class Learned:
         self.outdated |= to_lower or any(weight.lowered for weight in used_as_is)
 
     def assume_lowered(self, weights: Iterable[Weight]) -> None:
-        """Autocast casts the weights of such layers, as far as is known before one has been watched."""
+        """Assume that autocast lowers these weights, until their layers have been watched."""
         masters = {id(weight.master) for weight in weights}
         self.lowered |= masters
         self.assumed |= masters
 
     def conclude(self, units: Sequence[Unit]) -> bool:
-        """Between steps: what follows from all this for the next arrangement.
+        """Draw the conclusions for the next arrangement; called between steps.
 
         Args:
-            units: The streamed units of the present one, in the order in which they are expected.
+            units: The streamed units of the present arrangement, in the expected order.
 
         Returns:
             Whether another arrangement is called for.
         """
-        self._look_at_the_order(units)
+        self._check_order(units)
         if not self.outdated:
             return False
         self.outdated = False
@@ -117,7 +120,7 @@ class Learned:
         for weight in self.touched_outside:
             users = [member for member in members if any(place.weight is weight for place in member.places)]
             never_called = [m.module for m in users if m.entered == 0 and any(m.module.children())]
-            if never_called:  # a mere container: its children are called by its parent
+            if never_called:  # a mere container: its parent calls its children
                 self.split += never_called
             else:
                 self.resident.append(weight.name)
@@ -125,10 +128,10 @@ class Learned:
         self.plan = None  # it was made for other units
         return True
 
-    def _look_at_the_order(self, units: Sequence[Unit]) -> None:
-        """Ask for units to be laid out anew if the first step did not call them in the order of the modules.
+    def _check_order(self, units: Sequence[Unit]) -> None:
+        """Ask for another arrangement if the first step did not call units in the order of the modules.
 
-        Units that follow each other must not share a place, or the later one cannot be fetched ahead.
+        Consecutive units must not share a place, or the later one cannot be fetched ahead.
         """
         if self.order is None and self.called:
             self.order = list(self.called)

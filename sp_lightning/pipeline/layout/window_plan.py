@@ -1,4 +1,4 @@
-"""What a planner chooses for the window."""
+"""A planner's choice for the window."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from sp_lightning.pipeline.activations.choice import Policy
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """What was chosen, and why.
+    """The choice, and what it is expected to cost.
 
     Attributes:
-        k: Units on the device at once, resident ones and those that live there not counted.
-        k_prime: Units moved together.
-        resident: Names of units that have a place of their own: they are sent when their weights have changed.
+        k: Units on the device at once, not counting those in `resident` and `on_device`.
+        k_prime: Units that travel together.
+        resident: Names of units that have a place of their own: they are sent only when their weights have changed.
         on_device: Names of units that live on the device, with their gradients and optimizer state.
-        on_device_bytes: What these take.
-        step_seconds: How long a step is expected to take.
-        bottleneck: Which lane has most to do: "compute", "to device", "to host" or "host".
-        device_bytes: Device memory that weights, gradients on their way and activations are expected to take.
-        activation_bytes: What activations take of it.
-        policies: What happens to the activations of each unit, by its name, if that was left to choose.
+        on_device_bytes: Device memory that `on_device` units take.
+        step_seconds: Expected duration of a step.
+        bottleneck: The lane that has most to do: "compute", "to device", "to host" or "host".
+        device_bytes: Expected device memory for weights, gradients on their way to the host and activations.
+        activation_bytes: The part of it that activations take.
+        policies: What becomes of each unit's activations, by the unit's name, if that was left to the planner.
     """
 
     k: int

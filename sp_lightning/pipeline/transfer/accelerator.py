@@ -1,4 +1,4 @@
-"""Real devices: copies on streams of their own, ordered by events."""
+"""Accelerators: copies run on streams of their own, ordered by events."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CHUNK_BYTES = 32 << 20
 
 
 class _StreamTicket(Ticket):
-    """Done when an event on a copy stream has happened.
+    """A copy that is done once an event on a copy stream has completed.
 
     Args:
-        event: The event.
-        begin: When the copy begins, if that is to be known.
-        started: Still to come for a copy that a thread makes.
+        event: Recorded on the stream after the copy.
+        begin: Recorded before it, if the copy is timed; else None.
+        started: For a copy that a thread issues, done once the thread has recorded the event; else None.
     """
 
     def __init__(self, event: Any, begin: Any, started: Ticket | None = None) -> None:
@@ -53,12 +53,12 @@ class _StreamTicket(Ticket):
 
 
 class AcceleratorBackend(Backend):
-    """CUDA and whatever else torch gives streams and events to.
+    """CUDA, and any other type of device for which torch has streams and events.
 
     Args:
-        device: The device.
-        poison: Fill memory that holds nothing with NaN.
-        cores: Where work on host memory runs, and near which host memory is page-locked.
+        device: The device that forward and backward run on.
+        poison: Fill unused memory with NaN.
+        cores: The cores on which work on host memory runs, and near which host memory is pinned.
     """
 
     def __init__(self, device: torch.device, poison: bool = False, cores: HostCores = ANYWHERE) -> None:
@@ -75,7 +75,10 @@ class AcceleratorBackend(Backend):
         self._host = Worker("superpipeline-host", self._begin_work)
 
     def select_device(self) -> None:
-        """Called in new threads: they are on the first device, and to wait for an event would make a context there."""
+        """Make this device current in a new thread.
+
+        Threads begin on device 0, and waiting for an event there would create a context on it.
+        """
         self._api.set_device(self.device)
 
     def _begin_work(self) -> None:
@@ -84,7 +87,7 @@ class AcceleratorBackend(Backend):
 
     @override
     def gather_free_memory(self) -> None:
-        # torch keeps what was freed, and would take a part of a piece that large activations need as a whole again
+        # The caching allocator would cut long-lived memory from a free block that large activations need whole again.
         if hasattr(self._api, "empty_cache"):
             self._api.empty_cache()
 
@@ -93,7 +96,7 @@ class AcceleratorBackend(Backend):
         self._up.wait_stream(self._api.current_stream(self.device))
         waits = () if after is None or after.done else (after,)
         pinned = source.is_pinned()
-        if pinned and not waits and not self._upload_staging.lane.busy:  # else it would overtake a copy before it
+        if pinned and not waits and not self._upload_staging.lane.busy:  # else it would overtake copies before it
             return self._copy(self._up, target, source)
         return self._copy_later(self._upload_staging, self._up, target, source, pinned, waits)
 
@@ -115,7 +118,7 @@ class AcceleratorBackend(Backend):
         return _StreamTicket(event, begin)
 
     def _events(self) -> tuple[Any, Any]:
-        """For the beginning of a copy, if that is to be known, and for its end."""
+        """Make events for a copy's beginning (None unless copies are timed) and its end."""
         if self.timed:
             return self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
         return None, self._api.Event()
@@ -129,7 +132,7 @@ class AcceleratorBackend(Backend):
         pinned: bool,
         after: Sequence[Ticket] = (),
     ) -> _StreamTicket:
-        """A copy that a thread starts: it goes through page-locked chunks, or has to wait for work on the host."""
+        """Have a thread issue a copy that goes through pinned chunks, or has to wait for work on the host."""
         begin, event = self._events()
 
         def job() -> None:
@@ -158,7 +161,7 @@ class AcceleratorBackend(Backend):
     @override
     def wait(self, ticket: Ticket) -> None:
         assert isinstance(ticket, _StreamTicket)
-        if ticket.started is not None:  # an event that was not recorded yet would not be waited for
+        if ticket.started is not None:  # waiting for an event that was never recorded does nothing
             ticket.started.join()
         self._api.current_stream(self.device).wait_event(ticket.event)
 
@@ -175,7 +178,7 @@ class AcceleratorBackend(Backend):
 
     @override
     def origin(self) -> Origin:
-        self._api.synchronize(self.device)  # so that the event happens now, and not when the device comes to it
+        self._api.synchronize(self.device)  # so that the event completes now, not when the device gets to it
         return super().origin()
 
     @property
@@ -185,7 +188,7 @@ class AcceleratorBackend(Backend):
 
     @override
     def pin(self, memory: Tensor) -> bool:
-        # torch's own pinned allocator rounds up to powers of two, up to twice the memory (pytorch#150517)
+        # torch's allocator of pinned memory rounds up to a power of two: up to twice the memory (pytorch#150517)
         if not self.can_pin or memory.nbytes == 0:
             return False
         with self._api.device(self.device), self._cores.nearby():
@@ -195,7 +198,7 @@ class AcceleratorBackend(Backend):
         return done
 
     def _clear_error(self) -> None:
-        """A call that failed leaves an error behind, which the next kernel launch would raise."""
+        """Consume the error that a failed call leaves behind, or the next kernel launch would raise it."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
@@ -208,7 +211,7 @@ class AcceleratorBackend(Backend):
     def total_memory(self) -> int | None:
         if not hasattr(self._api, "mem_get_info"):
             return None
-        # what the user has left to this process: `torch.cuda.set_per_process_memory_fraction`
+        # the user may have limited the process with `torch.cuda.set_per_process_memory_fraction`
         allowed = getattr(self._api, "get_per_process_memory_fraction", lambda device: 1.0)
         return int(allowed(self.device) * self._api.mem_get_info(self.device)[1])
 
@@ -256,9 +259,9 @@ class AcceleratorBackend(Backend):
 
 
 class _Staging:
-    """Two small page-locked chunks, through which a thread copies host memory that is not page-locked itself.
+    """Two small pinned chunks, through which a thread copies host memory that is not pinned itself.
 
-    Without them the device's driver would copy such memory in small steps and make the host wait for each.
+    Without them the driver would copy such memory in small steps and block the host for each.
     """
 
     def __init__(self, backend: AcceleratorBackend, name: str) -> None:
@@ -268,7 +271,7 @@ class _Staging:
         self._pinned: list[Tensor] = []
 
     def copy(self, target: Tensor, source: Tensor, copy_chunk: Callable[[Tensor, Tensor], Ticket]) -> None:
-        """Copy piece by piece: while one chunk is on its way, the other is filled or emptied."""
+        """Copy chunk by chunk: while one is in flight, the other is filled or emptied."""
         self._allocate()
         to_device = source.device.type == "cpu"
         under_way: list[tuple[Ticket, Tensor, Tensor] | None] = [None, None]

@@ -1,23 +1,25 @@
-"""Copies between host and device: what the engine asks of a kind of device (accelerator.py, emulated.py).
+"""The interface to a kind of device: copies between it and the host, and work on host memory.
 
-Nothing here knows what is copied or when: the pipeline decides, the backend keeps the order right.
+accelerator.py and emulated.py implement it. Nothing here knows what is copied or when: the pipeline decides that, and
+the backend keeps the order right.
 
 [Note: ordering of copies]
-A copy to the device starts after all work that was given to the device before it (the slot's last reader is among
-it), and computing waits for the copy's ticket before it reads the slot. A copy to the host starts after all work
-given before it (the gradients are among it). Both orders are kept on the device, so `upload` and `download` never make
-the host wait, and `wait` only until a copy that follows work on the host has been given to the device. `synchronize`
-waits for the device; whoever calls it counts it.
+A host-to-device copy starts after all work that was given to the device before it, the slot's last reader included,
+and computing waits for the copy's ticket before it reads the slot. A device-to-host copy starts after all work given
+before it, the kernels that produce the gradients included. Both orders are kept on the device, so `upload` and
+`download` never block the host, and `wait` blocks it only until a copy that follows work on the host has been issued.
+`synchronize` blocks the host until the copy is done; callers count it.
 
-Computing is one queue: what has waited for a copy once need not do so again. On several streams of a device at a time
-a model cannot compute, as a slot is free to be written to when the stream that asks for it is past its last reader.
+Computing is a single queue: once it has waited for a copy, it need not wait again. A model cannot compute on several
+streams of a device at once, because a slot may be overwritten as soon as the stream that asks for it is past the
+slot's last reader.
 
-Work on host memory (adding gradients up, stepping the optimizer) is done by one thread, what is needed soonest first,
-each piece after the copies that it needs. A copy to the device can be told to start after such work: so the thread
-that computes waits for neither.
+Work on host memory (accumulating gradients, stepping the optimizer) runs on one thread, most urgent first, each job
+after the copies that it needs. A host-to-device copy can be told to start after such a job, so the thread that
+computes waits for neither.
 
-The emulated device keeps the same two orders with threads, so that a missing wait or a slot given away too early
-shows as a wrong number on a laptop, not only on a GPU.
+The emulated device keeps the same orders with threads, so that a missing wait, or a slot given away too early, shows
+as a wrong number on a laptop, not only on a GPU.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -
 
 
 class Backend(Lanes):
-    """What the engine asks of a kind of device.
+    """A device, as the engine sees it.
 
     Args:
-        device: The device to compute on.
-        poison: Fill memory that holds nothing with NaN, so that a read of it cannot go unseen.
+        device: The device that forward and backward run on.
+        poison: Fill unused memory with NaN, so that no read of it goes unnoticed.
 
     Attributes:
-        trace: Writes down what was asked for, while somebody wants to know.
+        trace: Records what the backend is asked to do, and for what.
     """
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
@@ -52,8 +54,8 @@ class Backend(Lanes):
         self.trace = Trace(self)
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Device memory as bytes."""
-        # the sanity check comes first, in inference mode, and memory made there is of no use to training
+        """Allocate device memory, as bytes."""
+        # Lightning's sanity check comes first, in inference mode, and training cannot use tensors made there.
         with torch.inference_mode(False):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             if self.poison:
@@ -62,7 +64,7 @@ class Backend(Lanes):
 
     @abstractmethod
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
-        """Copy bytes to the device, after everything computed so far, and after some work on the host."""
+        """Copy bytes to the device, after everything computed so far and, if given, after a job on the host."""
 
     @abstractmethod
     def download(self, target: Tensor, source: Tensor) -> Ticket:
@@ -77,31 +79,31 @@ class Backend(Lanes):
         cleanup: Callable[[], None] | None = None,
         rank: int = 0,
     ) -> Ticket:
-        """Run a job on the thread for work on host memory, after these tickets.
+        """Run a job on the thread for work on host memory.
 
         Args:
-            job: What to do.
-            after: What has to be done before.
-            nbytes: Bytes of host memory that it reads and writes; a device whose time is simulated asks for it.
-            cleanup: What to do then in any case, also if something before it has failed.
-            rank: Of jobs that can be done, those of a lower rank come first, and of the same rank those given first.
+            job: The work.
+            after: Tickets that have to be done before it starts. If one of them failed, the job fails with it.
+            nbytes: Bytes of host memory that it reads and writes; only devices with simulated time use this.
+            cleanup: Called afterwards in any case, even if the job or one of the tickets has failed.
+            rank: Of the jobs that are ready, the lowest rank runs first, and among equals the one submitted first.
         """
 
     def gather_free_memory(self) -> None:
-        """Before memory is allocated that stays: what is free becomes as few and as large pieces as it can."""
+        """Merge free memory into as few and as large blocks as possible, before long-lived memory is allocated."""
 
     def invalidate(self, memory: Tensor) -> None:
-        """Memory that nobody may read any more; poisoned when debugging."""
+        """Declare that nobody may read this memory any more: it is poisoned when debugging."""
         if self.poison:
             memory.fill_(_POISON)
 
     @property
     def can_pin(self) -> bool:
-        """Whether page-locked host memory makes copies faster."""
+        """Whether pinned (page-locked) host memory makes copies faster."""
         return False
 
     def pin(self, memory: Tensor) -> bool:
-        """Page-lock host memory in place; False if that is not possible or not needed."""
+        """Pin host memory in place; return False if that is impossible or pointless."""
         return False
 
     def unpin(self, memory: Tensor) -> None:
@@ -109,26 +111,26 @@ class Backend(Lanes):
         raise NotImplementedError(f"{type(self).__name__} pins nothing.")
 
     def total_memory(self) -> int | None:
-        """Bytes of device memory, if that is known."""
+        """Return the bytes of device memory, or None if unknown."""
         return None
 
     @property
     def runs_out(self) -> bool:
-        """Whether an operation may fail for want of device memory, whatever is known of it."""
+        """Whether operations can run out of device memory, even where its size is unknown."""
         return False
 
     def free_memory(self) -> int | None:
-        """Bytes of device memory that can be had now, if that is known."""
+        """Return the bytes of device memory that can be allocated now, or None if unknown."""
         return None
 
     def memory_in_use(self) -> int | None:
-        """Bytes of device memory that are allocated, where that is known; the most is counted from now on."""
+        """Return the bytes of device memory that are allocated, or None if unknown, and reset their peak."""
         return None
 
     def most_memory_in_use(self) -> int | None:
-        """The most bytes of device memory that were allocated since `memory_in_use` was asked."""
+        """Return the peak of allocated bytes since the last call of `memory_in_use`, or None if unknown."""
         return None
 
     def close(self) -> None:
-        """Give back threads and streams."""
+        """Finish all work, and release what the backend holds."""
         self.drain()

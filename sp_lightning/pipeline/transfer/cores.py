@@ -1,8 +1,8 @@
-"""The cores that work on host memory: how many, and which.
+"""How many cores work on host memory, and which.
 
-One thread adds gradients up and steps optimizers, while another one gives work to the device and further processes
-load data. It has a number of threads of its own, so that it neither takes every core nor is left with the one that a
-launcher grants, and on machines with several NUMA nodes it works near the device, where page-locked memory is, too.
+One thread accumulates gradients and steps optimizers, while another one launches kernels and other processes load
+data. Its operations have a thread count of their own, so that they neither take every core nor are left with the one
+that a launcher grants. On machines with several NUMA nodes they run near the device, where pinned memory is, too.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from typing import Literal, NamedTuple
 import torch
 
 _SYSTEM = Path("/sys")
-_LEFT_SHARE = 4  # one core of so many, and at least one, is left to the training loop and to loaders of data
+_ONE_LEFT_FREE_IN = 4  # one core in four, and at least one, is left to the training loop and data loaders
 _BOUND_BY_USER = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 class HostCores(NamedTuple):
-    """Where work on host memory runs.
+    """The cores on which work on host memory runs.
 
     Attributes:
         threads: How many threads share an operation; None for as many as torch uses elsewhere.
-        near: The cores near the device; empty if all are equally near, or nobody knows.
+        near: The cores near the device; empty if all are equally near, or if that is unknown.
     """
 
     threads: int | None = None
     near: frozenset[int] = frozenset()
 
     def occupy(self) -> None:
-        """Have the calling thread, and the threads that it starts, work on these cores from now on."""
+        """Bind the calling thread, and the threads that it starts, to these cores from now on."""
         if self.near:
             os.sched_setaffinity(0, self.near)
         if self.threads is not None:
             usual = torch.get_num_threads()
             torch.set_num_threads(self.threads)
-            # It has set the number of this thread, and the one that all later threads begin with: that is put back.
+            # This sets the count of this thread, and the default of later ones, which another thread restores.
             other = threading.Thread(target=torch.set_num_threads, args=(usual,))
             other.start()
             other.join()
 
     @contextmanager
     def nearby(self) -> Iterator[None]:
-        """The calling thread runs near the device: memory that it is the first to touch will be there."""
+        """Run the calling thread near the device, so that memory which it is the first to touch is placed there."""
         if not self.near:
             yield
             return
@@ -62,10 +62,11 @@ ANYWHERE = HostCores()
 
 
 def choose_cores(device: torch.device, threads: int | Literal["auto"], processes: int = 1) -> HostCores:
-    """The cores for work on host memory beside a device.
+    """Choose the cores for work on host memory beside a device.
 
     Args:
-        device: The device. If it is the CPU, torch's own number of threads is the default: the same sums as elsewhere.
+        device: The device. If it is the CPU, the default is torch's own thread count, so that sums are those of plain
+            training.
         threads: The user's choice.
         processes: How many processes like this one share the machine.
     """
@@ -77,23 +78,23 @@ def choose_cores(device: torch.device, threads: int | Literal["auto"], processes
         near = frozenset()
     if threads == "auto":
         cores = max(1, _physical(near or allowed) // processes)
-        free = max(1, cores - max(1, cores // _LEFT_SHARE))
+        free = max(1, cores - max(1, cores // _ONE_LEFT_FREE_IN))
         threads = torch.get_num_threads() if user_chose_threads() else free
     return HostCores(threads, near)
 
 
 def use_all_cores(processes: int = 1) -> int | None:
-    """Give torch this process's share of the cores, if a launcher left it with one thread.
+    """Let torch use this process's share of the cores, if a launcher left it with one thread.
 
-    `torchrun` sets `OMP_NUM_THREADS=1` to spare the cores for its other processes. The optimizer steps on the host
-    here: on one thread it would take as many times longer as there are cores. A user's own `OMP_NUM_THREADS=1` outside
-    of `torchrun` is a choice, and kept.
+    `torchrun` sets `OMP_NUM_THREADS=1` to spare the cores for its other processes. But here the optimizer steps on the
+    host, where one thread would take as many times longer as there are cores. `OMP_NUM_THREADS=1` outside of `torchrun`
+    is the user's choice, and stands.
 
     Args:
         processes: How many processes like this one share the machine.
 
     Returns:
-        The number of threads that torch had, to be restored later, or `None` if nothing was changed.
+        The thread count that torch had, to be restored later, or None if nothing was changed.
     """
     cores, threads = len(allowed_cores()) // processes, torch.get_num_threads()
     if threads > 1 or cores <= 1 or user_chose_threads():
@@ -103,26 +104,26 @@ def use_all_cores(processes: int = 1) -> int | None:
 
 
 def user_chose_threads() -> bool:
-    """Whether torch's number of threads is the user's choice: `torchrun` sets it, too, to spare the other processes."""
+    """Tell whether the user chose torch's thread count; `torchrun` sets it, too, to spare its other processes."""
     return "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def allowed_cores() -> frozenset[int]:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def _node_of(device: torch.device) -> int | None:
-    """The NUMA node that a device is attached to, where torch and the system tell."""
+    """Return the NUMA node that a device is attached to, or None if torch or the system does not tell."""
     properties = torch.get_device_module(device).get_device_properties(device)
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         node = int((_SYSTEM / "bus/pci/devices" / address / "numa_node").read_text())
     except (AttributeError, OSError, ValueError):
         return None
-    return node if node >= 0 else None  # -1 on machines with a single one
+    return node if node >= 0 else None  # -1 on machines with a single node
 
 
 def _cores_of_node(node: int | None) -> frozenset[int]:
@@ -132,7 +133,7 @@ def _cores_of_node(node: int | None) -> frozenset[int]:
 
 
 def _physical(cores: frozenset[int]) -> int:
-    """How many cores these are, if those that are two to the system and one in silicon count once."""
+    """Count the physical cores among these: hyperthreads of one core count once."""
     siblings = {
         _read_cores(_SYSTEM / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list") & cores
         or frozenset({core})
@@ -142,7 +143,7 @@ def _physical(cores: frozenset[int]) -> int:
 
 
 def _read_cores(path: Path) -> frozenset[int]:
-    """A list of cores as Linux writes it: "0-3,8"; empty if there is none."""
+    """Parse a file with a list of cores as Linux writes it ("0-3,8"); empty if there is no such file."""
     try:
         ranges = [part.split("-") for part in path.read_text().strip().split(",") if part]
     except OSError:

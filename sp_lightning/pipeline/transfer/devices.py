@@ -1,4 +1,4 @@
-"""Which device to compute on, and what copies to and from it."""
+"""The device to compute on, and the backend for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sp_lightning.pipeline.transfer.emulated import HostBackend
 
 
 def _best_device() -> torch.device:
-    """The current accelerator, if torch has streams for it."""
+    """Return the current accelerator if torch has streams for it, or else the CPU."""
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
         if device is not None and hasattr(torch.get_device_module(device), "Stream"):
@@ -21,7 +21,7 @@ def _best_device() -> torch.device:
 
 
 def full_device(device: torch.device | str | None) -> torch.device:
-    """The device that is meant, with its index; by default the current accelerator, or else the CPU."""
+    """Return the device with its index; by default the current accelerator, or else the CPU."""
     device = _best_device() if device is None else torch.device(device)
     if device.type != "cpu" and ":" not in str(device):  # no index given
         device = torch.device(device.type, torch.get_device_module(device).current_device())
@@ -29,10 +29,10 @@ def full_device(device: torch.device | str | None) -> torch.device:
 
 
 def make_backend(device: torch.device, options: PipelineOptions, processes: int = 1) -> Backend:
-    """The backend for a device; `debug` adds poison, and delays where copies run on threads.
+    """Make the backend for a device; `debug` poisons unused memory, and delays copies on the emulated device.
 
     Args:
-        device: The device.
+        device: The device that forward and backward run on.
         options: The user's choices.
         processes: How many processes like this one share the machine.
     """

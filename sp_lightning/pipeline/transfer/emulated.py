@@ -1,4 +1,4 @@
-"""The CPU as a device, and the emulated device of the tests."""
+"""The CPU as a device, which is also the emulated device of the tests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class HostBackend(Backend):
     """The CPU as the device: "device" memory is other host memory, and copies run on threads.
 
     Training with `accelerator="cpu"` uses it as it is. With `max_delay` and `poison` it is the emulated device that
-    the tests use as a race detector: copies take a random time, and memory that holds nothing is full of NaN.
+    the tests use as a race detector: copies take a random time, and unused memory is full of NaN.
 
     Args:
         device: The CPU.
-        poison: Fill memory that holds nothing with NaN.
-        max_delay: Longest random delay before a copy or work on the host, in seconds.
+        poison: Fill unused memory with NaN.
+        max_delay: Longest random delay before a copy or a job on the host, in seconds.
         seed: Seed of the delays.
-        cores: Where work on host memory runs.
+        cores: The cores on which work on host memory runs.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HostBackend(Backend):
 
     @override
     def wait(self, ticket: Ticket) -> None:
-        # this thread *is* the device's compute queue, so the order on the device is kept by waiting here
+        # this thread *is* the device's compute stream, so blocking it keeps the order on the device
         ticket.join()
 
     @override

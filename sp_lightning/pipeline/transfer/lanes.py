@@ -1,4 +1,4 @@
-"""What is on its way to and from a device, and on the host: tickets to wait for it, and moments to time it by."""
+"""Tickets for copies and for work on the host that are under way, and moments to time them by."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 
 class Origin(NamedTuple):
-    """When a recording began: as the device and as the host tell it."""
+    """The moment at which a recording began, on the device's clock and on the host's."""
 
     device: Any
     host: float
 
 
 class Ticket(ABC):
-    """One copy on its way, or one piece of work on the host."""
+    """A handle to a copy in flight, or to a job on the host."""
 
     @abstractmethod
     def join(self) -> None:
-        """Block the calling thread until it is done; raises what went wrong in it."""
+        """Block the calling thread until the copy or job is done; raise its exception if it failed."""
 
     @property
     @abstractmethod
@@ -27,15 +27,15 @@ class Ticket(ABC):
         """Whether `join` would return at once."""
 
     def interval(self, origin: Origin) -> tuple[float, float] | None:
-        """When it began and ended, in seconds since then; None if nobody knows (see `Lanes.timed`)."""
+        """Return when it began and ended, in seconds since the origin; None if it was not timed (`Lanes.timed`)."""
         return None
 
 
 class Lanes(ABC):
-    """Computing, copying and working on the host, side by side.
+    """Computing, copies in both directions and work on the host, which run side by side.
 
     Attributes:
-        timed: Whether tickets have to know when they began and ended.
+        timed: Whether new tickets have to know when they began and ended.
     """
 
     def __init__(self) -> None:
@@ -43,24 +43,24 @@ class Lanes(ABC):
 
     @abstractmethod
     def wait(self, ticket: Ticket) -> None:
-        """Make what is computed from now on wait for the copy; the host goes on."""
+        """Make everything computed from now on wait for the copy; the host goes on."""
 
     def synchronize(self, ticket: Ticket) -> None:
-        """Make the host wait for the copy."""
+        """Block the host until the copy is done."""
         ticket.join()
 
     def mark(self) -> Any:
-        """This moment on the device: when what was given to it so far has been computed."""
+        """Mark the moment at which the device will have computed all that was given to it so far."""
         return perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """The time between two moments; the host waits for the second."""
+        """Return the time between two marks; blocks the host until the second is reached."""
         return float(end - begin)
 
     def origin(self) -> Origin:
-        """This moment, from which a recording counts."""
+        """Take the present moment as the origin of a recording."""
         return Origin(self.mark(), perf_counter())
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until no copy is on its way and no work is left."""
+        """Block until no copy is in flight and no work is left."""

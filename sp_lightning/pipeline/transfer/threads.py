@@ -1,4 +1,4 @@
-"""Threads that copy, and that work on host memory."""
+"""Threads that copy, and one that works on host memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from sp_lightning.pipeline.transfer.lanes import Origin, Ticket
 
 
 class ThreadTicket(Ticket):
-    """Done when a thread says so."""
+    """A job of a thread, done when the thread says so."""
 
     def __init__(self) -> None:
         self._is_done = False
-        self._under_way = threading.Lock()  # held until then; an `Event` is made of several objects
+        self._under_way = threading.Lock()  # held until the job is done; an `Event` would be several objects
         self._under_way.acquire()
         self.error: BaseException | None = None
         self._began = self._ended = 0.0
@@ -47,8 +47,8 @@ class ThreadTicket(Ticket):
         return self._began - origin.host, self._ended - origin.host
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Around what the thread does."""
+    def timed(self) -> Iterator[None]:
+        """Time the job, which runs in this scope."""
         self._began = perf_counter()
         try:
             yield
@@ -56,22 +56,22 @@ class ThreadTicket(Ticket):
             self._ended = perf_counter()
 
     def finish(self) -> None:
-        """The thread is done with it."""
+        """Mark the job as done, and wake whoever waits for it."""
         self._is_done = True
         self._under_way.release()
 
 
 @dataclass(eq=False)
 class _Job:
-    """What a thread was asked to do.
+    """A job for a thread.
 
     Attributes:
-        action: What to do.
-        after: What has to be done before.
-        ticket: Tells when it is done.
-        cleanup: What to do then in any case.
-        rank: How urgent it is; lower is more urgent.
-        number: Which of all jobs of its thread it is.
+        action: The work.
+        after: Tickets that have to be done before it starts.
+        ticket: Done when the job is.
+        cleanup: Called afterwards in any case.
+        rank: Urgency; the lowest runs first.
+        number: Its position in the order of submission.
     """
 
     action: Callable[[], None]
@@ -82,22 +82,22 @@ class _Job:
     number: int = 0
 
     @property
-    def can_be_done(self) -> bool:
-        """Whether nothing has to be waited for."""
+    def is_ready(self) -> bool:
+        """Whether all that has to be done before it is."""
         return all(ticket.done for ticket in self.after)
 
 
 class _JobThread(ABC):
-    """A thread that does jobs. The first one starts it.
+    """A thread that runs jobs. The first job starts it.
 
     Args:
-        name: Of the thread.
-        on_start: What the thread does first.
+        name: The thread's name.
+        on_start: Called in the thread before its first job.
     """
 
     def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
         self._name = name
-        self._on_start = on_start or _nothing
+        self._on_start = on_start or _do_nothing
         self._thread: threading.Thread | None = None
 
     def _start(self) -> None:
@@ -107,20 +107,20 @@ class _JobThread(ABC):
 
     @abstractmethod
     def _next(self) -> _Job | None:
-        """Wait for the next job; None if the thread is to end."""
+        """Wait for the next job, and return it; None if the thread is to end."""
 
     def _run(self) -> None:
         self._on_start()
         while (job := self._next()) is not None:
             ticket = job.ticket
-            _do(job)
-            del job  # who waits for the ticket finds free what the job held on to
+            _run_job(job)
+            del job  # so that what it held is free by the time its ticket is done
             ticket.finish()
             del ticket
 
 
 class CopyThread(_JobThread):
-    """A thread that does what it was asked to, in that order: one copy engine."""
+    """A thread that runs jobs in the order of submission, like a copy engine."""
 
     def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
         super().__init__(name, on_start)
@@ -134,24 +134,24 @@ class CopyThread(_JobThread):
         return self._last is not None and not self._last.done
 
     def submit(self, action: Callable[[], None], after: Sequence[Ticket] = ()) -> ThreadTicket:
-        """Do something after what was submitted before it, and after these tickets; if one of them failed, so does it.
+        """Submit a job, which runs after all that were submitted before it.
 
         Args:
-            action: What to do.
-            after: What has to be done before.
+            action: The work.
+            after: Tickets that have to be done before it starts. If one of them failed, the job fails with it.
         """
         self._start()
         ticket = self._last = ThreadTicket()
-        self._jobs.put(_Job(action, after, ticket, _nothing))
+        self._jobs.put(_Job(action, after, ticket, _do_nothing))
         return ticket
 
     def drain(self) -> None:
         """Block until every job is done."""
         if self._thread is not None:
-            self.submit(_nothing).join()
+            self.submit(_do_nothing).join()
 
     def close(self) -> None:
-        """Do what is left and end the thread."""
+        """Finish all jobs, and end the thread."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -163,18 +163,18 @@ class CopyThread(_JobThread):
 
 
 class Worker(_JobThread):
-    """A thread that does what is most urgent among what can be done.
+    """A thread that runs the most urgent of the jobs that are ready.
 
-    Of several jobs whose predecessors are done, the one with the lowest rank comes first, and of equal ranks the one
-    that was given first. If none can be done yet, the predecessors of the one that was given first are waited for:
-    copies end in the order in which they begin, and a job that waits for another one was given after that.
+    A job is ready when all tickets in its `after` are done. Of the ready ones, the lowest rank runs first, and among
+    equals the one submitted first. If none is ready, the thread waits for the tickets of the one submitted first:
+    copies end in the order in which they begin, and a job is always submitted after the jobs that it waits for.
     """
 
     def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
         super().__init__(name, on_start)
         self._changed = threading.Condition()
         self._waiting: list[_Job] = []
-        self._given = 0
+        self._submitted = 0
         self._is_working = False
         self._closing = False
 
@@ -185,33 +185,33 @@ class Worker(_JobThread):
         cleanup: Callable[[], None] | None = None,
         rank: int = 0,
     ) -> ThreadTicket:
-        """Do something after these tickets; if one of them failed, so does it.
+        """Submit a job.
 
         Args:
-            action: What to do.
-            after: What has to be done before.
-            cleanup: What to do then in any case.
-            rank: How urgent it is; lower is more urgent.
+            action: The work.
+            after: Tickets that have to be done before it starts. If one of them failed, the job fails with it.
+            cleanup: Called afterwards in any case.
+            rank: Urgency; the lowest runs first.
         """
         self._start()
         ticket = ThreadTicket()
         with self._changed:
-            self._given += 1
-            job = _Job(action, after, ticket, cleanup or _nothing, rank, self._given)
+            self._submitted += 1
+            job = _Job(action, after, ticket, cleanup or _do_nothing, rank, self._submitted)
             insort(self._waiting, job, key=lambda waiting: (waiting.rank, waiting.number))
             self._changed.notify_all()
         return ticket
 
     def drain(self) -> None:
         """Block until every job is done."""
-        if threading.current_thread() is self._thread:  # a job that compiles: it cannot wait for itself
+        if threading.current_thread() is self._thread:  # called by a job, one that compiles: it cannot wait for itself
             return
         with self._changed:
             while self._waiting or self._is_working:
                 self._changed.wait()
 
     def close(self) -> None:
-        """Do what is left and end the thread."""
+        """Finish all jobs, and end the thread."""
         if self._thread is not None:
             with self._changed:
                 self._closing = True
@@ -231,16 +231,16 @@ class Worker(_JobThread):
             chosen = self._most_urgent()
             if chosen is not None:
                 return self._take(chosen)
-            given_first = min(self._waiting, key=lambda waiting: waiting.number)
-        for ticket in given_first.after:
-            with contextlib.suppress(BaseException):  # the job fails with it, and tells who waits for that
+            oldest = min(self._waiting, key=lambda waiting: waiting.number)
+        for ticket in oldest.after:
+            with contextlib.suppress(BaseException):  # the job will fail with it, and tell whoever waits for the job
                 ticket.join()
         with self._changed:
-            return self._take(self._most_urgent() or given_first)
+            return self._take(self._most_urgent() or oldest)
 
     def _most_urgent(self) -> _Job | None:
-        """Of those that can be done; None if there is none."""
-        return next((waiting for waiting in self._waiting if waiting.can_be_done), None)
+        """Return the most urgent job that is ready; None if none is."""
+        return next((waiting for waiting in self._waiting if waiting.is_ready), None)
 
     def _take(self, chosen: _Job) -> _Job:
         self._waiting.remove(chosen)
@@ -248,22 +248,22 @@ class Worker(_JobThread):
         return chosen
 
 
-def _do(job: _Job) -> None:
+def _run_job(job: _Job) -> None:
     try:
         for earlier in job.after:
             earlier.join()
-        with job.ticket.at_work():
+        with job.ticket.timed():
             job.action()
     except BaseException as error:
         job.ticket.error = error
     job.cleanup()
-    del job  # the traceback of an error keeps this frame
+    del job  # an error's traceback keeps this frame alive
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 def copy_memory(target: Tensor, source: Tensor) -> None:
-    """Copy host memory; not `target.copy_`, which in a second thread would start a second pool of OpenMP threads."""
+    """Copy host memory; `Tensor.copy_` would start a second pool of OpenMP threads in a second thread."""
     ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)

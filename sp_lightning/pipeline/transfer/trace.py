@@ -1,12 +1,12 @@
-"""What the lanes of a step were busy with, from when to when; written down only while somebody asks for it.
+"""A record of what each lane was busy with, and when; written only on request.
 
-    compute     forwards and backwards of units, and stalls: computing had to wait for a copy
+    compute     forward and backward of units, and stalls, in which computing waits for a copy
     to device   weights, and activations that come back; with several processes, sums of gradients to be averaged
     to host     gradients, and activations that leave
-    host        units being stepped, gradients being added up
+    host        optimizer steps of units, and accumulation of gradients
 
-Every backend has a `Trace`. The parts of the engine tell it what a copy or a piece of work is for; when that began and
-ended is asked of its ticket, after the recording. Timeline, planner and callback read the result.
+Every backend has a `Trace`. The engine tells it what a copy or a job is for; its ticket is asked after the recording
+when it began and ended. Timeline, planner and callback read the result.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 from sp_lightning.pipeline.transfer.lanes import Lanes, Origin, Ticket
 
-_NO_STALL = 20e-6  # seconds that asking takes when there is nothing to wait for
+_LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
 
 
 class Lane(enum.Enum):
-    """What works beside the others."""
+    """One of the resources that work side by side."""
 
     COMPUTE = "compute"
     TO_DEVICE = "to device"
@@ -32,7 +32,7 @@ class Lane(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """What a span of time was spent on."""
+    """The purpose that a span of time was spent on."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -47,7 +47,7 @@ class Kind(enum.Enum):
 
     @property
     def lane(self) -> Lane:
-        """Where it happens."""
+        """The lane that it occupies."""
         return _LANES[self]
 
 
@@ -66,14 +66,14 @@ _LANES = {
 
 
 class Span(NamedTuple):
-    """One piece of work.
+    """One piece of work on a lane.
 
     Attributes:
-        lane: Where it ran.
-        kind: What it was.
-        name: The unit that it was for; of a stall, what computing waited for.
-        begin: When it began, in seconds since the recording did.
-        end: When it ended.
+        lane: The lane it occupied.
+        kind: Its purpose.
+        name: The unit that it was for; for a stall, what computing waited for.
+        begin: When it began, in seconds since the start of the recording.
+        end: When it ended, in seconds since the start of the recording.
         nbytes: Bytes that it moved.
     """
 
@@ -87,11 +87,11 @@ class Span(NamedTuple):
 
 @dataclass
 class Recording:
-    """What happened in some steps; complete when the scope of `Pipeline.record` is left.
+    """The course of a few steps; complete once the scope of `Pipeline.record` is left.
 
     Attributes:
-        spans: All pieces of work, by when they began. Stalls lie inside of forwards and backwards, or between them.
-        steps: When each step began and ended. The work of one may end in the next: it overlaps.
+        spans: All pieces of work, sorted by when they began. Stalls lie within forwards and backwards, or between them.
+        steps: When each step began and ended. A step's work may end in the next step: they overlap.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -108,10 +108,10 @@ class _Entry(NamedTuple):
 
 
 class Trace:
-    """Writes down what a backend is asked to do, and for what. While nothing is recorded, a call costs next to nothing.
+    """A log of what a backend is asked to do, and for what. While nothing is recorded, a call costs next to nothing.
 
     Args:
-        lanes: Those of the backend.
+        lanes: The backend.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -122,12 +122,12 @@ class Trace:
         self._open: _Entry | None = None
 
     def moved(self, kind: Kind, name: str, nbytes: int, ticket: Ticket) -> None:
-        """A copy, or work on the host, has been given to the backend."""
+        """Note a copy, or a job on the host, that has been given to the backend."""
         if self._entries is not None:
             self._entries.append(_Entry(kind, name, nbytes, ticket))
 
     def wait(self, ticket: Ticket, what: str) -> None:
-        """Make computing wait for a ticket, and note for how long it did."""
+        """Make computing wait for a ticket, and note how long it does."""
         if self._entries is None:
             self._lanes.wait(ticket)
             return
@@ -136,27 +136,27 @@ class Trace:
         self._entries.append(_Entry(Kind.STALL, what, 0, None, begin, self._lanes.mark()))
 
     def begin(self, kind: Kind, name: str) -> None:
-        """A unit begins to compute; whichever did so before is done."""
+        """Note that a unit begins to compute, and that the one before it is done."""
         if self._entries is not None:
             self.end()
             self._open = _Entry(kind, name, 0, None, self._lanes.mark())
 
     def end(self) -> None:
-        """The unit that computed last is done."""
+        """Note that the unit that was computing is done."""
         if self._entries is not None and self._open is not None:
             self._entries.append(self._open._replace(end=self._lanes.mark()))
             self._open = None
 
     def begin_step(self) -> None:
-        """A new step begins."""
+        """Note that a step begins."""
         if self._entries is not None:
             self._steps.append(self._lanes.mark())
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
-        """Write down what happens in this scope; at its end the host waits for the device once.
+        """Record what happens in this scope; at its end the host waits for the device once.
 
-        Several may be under way at once: a planner's and a timeline's do not know of each other.
+        Recordings may overlap: a planner's and a timeline's do not know of each other.
         """
         if self._entries is None:
             self._entries, self._steps = [], []
@@ -187,6 +187,6 @@ class Trace:
         else:
             begin = self._lanes.seconds(origin.device, entry.begin)
             end = self._lanes.seconds(origin.device, entry.end)
-            if entry.kind is Kind.STALL and end - begin < _NO_STALL:
+            if entry.kind is Kind.STALL and end - begin < _LEAST_STALL:
                 return None
         return Span(entry.kind.lane, entry.kind, entry.name, begin, end, entry.nbytes)

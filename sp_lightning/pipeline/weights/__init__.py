@@ -1,1 +1,1 @@
-"""Weights: which travel together, where they lie on host and device, and which of them are there."""
+"""Weights: which of them travel together, where they lie on host and device, and which are on the device now."""

@@ -1,13 +1,13 @@
-"""Device memory: one arena that streamed groups share, and memory of their own for resident ones.
+"""Device memory: one arena that streamed groups share, and separate memory for resident ones.
 
 [Note: places in the arena]
 A group has the same place for as long as the arrangement lives, so raw aliases of its weights (a tensor stashed on an
-autograd `ctx`, one held by a checkpoint) are right from its load to the end of its backward. Places are chosen so
-that any `window` groups that follow each other do not overlap; with equal sizes this is "group g has slot g mod k",
-with unequal sizes a large embedding does not inflate every slot. Groups whose places overlap cannot be on the
-device at once: to load one is to evict the others. Evicting moves nothing, because the host has the truth.
+autograd `ctx`, one held by a checkpoint) are valid from its load to the end of its backward. Places are chosen so
+that any `window` consecutive groups do not overlap: with equal sizes, "group g has slot g mod k"; with unequal sizes,
+a large embedding does not inflate every slot. Groups whose places overlap cannot be on the device at once: loading
+one evicts the others. Evicting moves nothing, because the host has the truth.
 
-A unit that is kept (`WindowPlan.resident`) travels alone to a place of its own outside of the arena. It is loaded when
+A unit that is kept (`WindowPlan.resident`) travels alone, to a place of its own outside of the arena. It is loaded when
 its weights have changed, in the order of use like all others, and never evicted.
 
     12 blocks, k = 3      slot 0   slot 1   slot 2
@@ -35,30 +35,30 @@ class Residency(enum.Enum):
     ABSENT = enum.auto()
     """Its place holds nothing, or another group's bytes."""
     COMING = enum.auto()
-    """The copy to the device has been started; computing must wait for its ticket."""
+    """The copy to the device has been started; computing has yet to wait for its ticket."""
     READABLE = enum.auto()
-    """Computing waits for the copy, so that what is computed from now on sees the bytes."""
+    """Computing waits for the copy, so everything computed from now on sees the bytes."""
 
 
 class Group:
-    """Units that travel together (`k_prime` of them), or resident weights, which travel and then stay.
+    """Units that travel together (up to `k_prime`), or resident weights, which stay once they are on the device.
 
     Attributes:
-        index: Number of the group among the streamed ones, in expected order.
-        host: Where the bytes come from.
-        place: Where they go.
-        resident: Whether the place is never given away.
-        name: What to call it: the names of its units.
-        kept: Whether the place is its own, so that it is only loaded when its masters have changed.
-        conflicts: Groups whose place overlaps this one's.
-        users: Forward calls that are inside one of its units now; above zero it may not be evicted.
+        index: Its number among the streamed groups, in expected order.
+        host: The host memory that it is copied from.
+        place: The device memory that it is copied to.
+        resident: Whether it holds resident weights.
+        name: The names of its units, for recordings.
+        kept: Whether it has a place of its own, so that it is loaded only when its masters have changed.
+        conflicts: Groups whose places overlap its own.
+        users: Forward calls that are inside one of its units now; while there are any, it may not be evicted.
         residency: Whether its bytes are on the device.
-        ticket: The last copy to the device.
-        suspect: Whether the masters may have changed since the load.
-        last_load: In which step it was loaded last, and the masters' versions then.
-        handles: How many nodes of graphs hold one of its weights for their backward.
-        being_stepped: The work of an optimizer on its masters; None if there is none, or it has been seen to be done.
-        state: The masters as they were last looked at; None if they may have changed since.
+        ticket: Its last copy to the device.
+        suspect: Whether its masters may have changed since they were last checked.
+        last_load: The step in which it was last loaded, and the masters' versions then.
+        handles: How many saved tensors of live graphs are its weights, or views of them.
+        being_stepped: An optimizer's work on its masters; None if there is none, or once it is known to be done.
+        state: The masters' state when last checked; None if they may have changed since.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Group:
 
     @property
     def readable(self) -> bool:
-        """Whether what is computed from now on sees its bytes."""
+        """Whether everything computed from now on sees its bytes."""
         return self.residency is Residency.READABLE
 
     @property
@@ -98,12 +98,12 @@ class Group:
 
 
 def travel_together(units: int, k_prime: int, alone: Collection[int] = ()) -> list[list[int]]:
-    """Which units travel together: up to `k_prime` neighbours, whose gradients come one after the other.
+    """Divide units into lists that travel together: up to `k_prime` neighbours, whose gradients arrive in succession.
 
     Args:
         units: How many units there are.
         k_prime: How many travel together.
-        alone: Numbers of units that do not travel with others.
+        alone: Numbers of units that travel alone.
     """
     parts: list[list[int]] = []
     for unit in range(units):
@@ -115,14 +115,14 @@ def travel_together(units: int, k_prime: int, alone: Collection[int] = ()) -> li
 
 
 def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
-    """Offsets such that any `window` consecutive pieces do not overlap, and the bytes in all.
+    """Choose offsets such that any `window` consecutive pieces do not overlap.
 
     Args:
         sizes: Bytes of the pieces, in the order in which they are used.
-        window: How many neighbours must fit together, the piece itself included.
+        window: How many consecutive pieces must fit side by side.
 
     Returns:
-        Offsets, and the size of the arena: never more than `window` times the largest piece.
+        The offsets, and the size of the arena: never more than `window` times the largest piece.
     """
     offsets: list[int] = []
     for index, size in enumerate(sizes):
@@ -142,7 +142,7 @@ def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
 
 
 def overlaps(offsets: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """For each piece of an arena the numbers of the others that have a part of its place."""
+    """Return, for each piece of an arena, the numbers of the other pieces that overlap it."""
     places = [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
     return [
         [other for other, (begin, end) in enumerate(places) if other != number and begin < last and first < end]

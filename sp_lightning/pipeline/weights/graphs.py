@@ -1,23 +1,23 @@
-"""Graphs of autograd that may still need weights where they were when the graphs were built."""
+"""Autograd graphs that may still need weights where these lay when the graphs were built."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 
-_LONG = 100  # steps: longer than anybody accumulates losses before one backward
+_STALE_AFTER = 100  # steps; nobody accumulates losses for longer before one backward
 
 
 class Graph:
-    """Lives as long as autograd holds the nodes of one step.
+    """Stands for the graph of one step, and lives for as long as autograd holds nodes of it.
 
     Args:
         number: The number of the step.
 
     Attributes:
-        number: See above.
+        number: The number of the step.
         done: Whether a backward has run through it.
-        uncompiled: Members whose calls in it are not compiled, which goes for a checkpoint's recomputation, too.
+        uncompiled: Members whose calls in it run uncompiled; a checkpoint's recomputation of them has to, too.
     """
 
     def __init__(self, number: int) -> None:
@@ -27,10 +27,10 @@ class Graph:
 
 
 class Graphs:
-    """The graphs that may still need the weights where they were when the graphs were built.
+    """The graphs that may still need weights where these lay when the graphs were built.
 
     Attributes:
-        current: The one that is being built.
+        current: The graph that is being built.
         calls: How many calls of units have begun.
     """
 
@@ -41,27 +41,28 @@ class Graphs:
         self._has_warned = False
 
     def begin(self) -> None:
-        """A new step builds a new graph."""
+        """Begin the graph of a new step."""
         self.current = Graph(self.current.number + 1)
 
     def number_call(self) -> int:
-        """A call begins, which gets the next number."""
+        """Count a call that begins, and return its number."""
         self.calls += 1
         return self.calls
 
     def watch_current(self) -> Graph:
-        """The current graph, from now on among those that may be waiting."""
+        """Return the current graph, which from now on counts as waiting for a backward."""
         self._alive.add(self.current)
         return self.current
 
     def waiting(self) -> bool:
-        """Whether some graph has not been through a backward."""
+        """Tell whether a graph still waits for its backward."""
         waiting = [graph.number for graph in self._alive if not graph.done]
-        if waiting and self.current.number - min(waiting) > _LONG and not self._has_warned:
+        if waiting and self.current.number - min(waiting) > _STALE_AFTER and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"What a step computed has been kept for {_LONG} steps with its graph, and no backward has run through "
-                "it. As long as it lives, the window stays as it is, and steps are not counted. Keep `loss.detach()`.",
+                f"The output of a step has been kept for {_STALE_AFTER} steps with its graph, and no backward has run "
+                "through it. While the graph lives, the window cannot change, and steps are not counted. "
+                "Keep `loss.detach()` instead.",
                 stacklevel=2,
             )
         return bool(waiting)

@@ -1,8 +1,8 @@
-"""Host memory: one exact, contiguous buffer per group of units, with the masters as tensors inside it.
+"""Host memory: one contiguous buffer of exact size per group, with the masters as tensors inside it.
 
-A group is copied to the device with one copy, so everything it sends must lie together. Where a weight is sent in
-the dtype it is kept in, the masters themselves are what is sent; where autocast would lower it, a second buffer
-holds the lowered copy, written once per change of the masters.
+A group goes to the device in one copy, so everything that it sends must lie together. Where weights are sent in the
+dtype in which they are kept, the masters themselves are sent; where autocast would lower one of them, a second buffer
+holds copies in the dtypes that are sent, written once per change of the masters.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.weight import Weight
 
-ALIGNMENT = 256  # bytes; what the strictest kernels and quantised formats ask of a tensor's address
+ALIGNMENT = 256  # bytes; the strictest that kernels and quantised formats require of a tensor's address
 _WORD = 4  # bytes compared at once
-_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # Linux's numbers, which Python has no names for
-_LEAST_SAMPLES, _MOST_SAMPLES = 64, 1 << 17  # of one weight
+_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # Linux's MADV_WIPEONFORK and MADV_KEEPONFORK, for which Python has no names
+_LEAST_SAMPLES, _MOST_SAMPLES = 64, 1 << 17  # per weight
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Aligned offsets for pieces of these many bytes, and the bytes in all."""
+    """Return aligned offsets for pieces of these sizes, and the bytes in all."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -35,10 +35,10 @@ def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def tensor_in(memory: Tensor, offset: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of the shape and strides of `like` over bytes of `memory`, with a storage of its own.
+    """Make a tensor with the shape and strides of `like` over bytes of `memory`, with a storage of its own.
 
-    A storage of its own, because a view of the buffer would drag the whole buffer into `torch.save`, would make
-    safetensors think that all weights are tied, and would share one version counter with everything else in it.
+    A view of the buffer would drag the whole buffer into `torch.save`, would make safetensors think that all weights
+    are tied, and would share one version counter with everything else in the buffer.
     """
     start = memory.storage_offset() + offset
     storage = memory.untyped_storage()[start : start + like.numel() * dtype.itemsize]
@@ -47,7 +47,7 @@ def tensor_in(memory: Tensor, offset: int, like: Tensor, dtype: torch.dtype) -> 
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills its bytes exactly once (in any order of dimensions, so channels_last is dense)."""
+    """Tell whether a tensor fills its memory exactly once (in any order of dimensions, so channels_last is dense)."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size == 1:
@@ -59,29 +59,29 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _map_pages(nbytes: int) -> mmap.mmap:
-    if hasattr(mmap, "MAP_PRIVATE"):  # Python's default is shared: forked workers would write into our weights
+    if hasattr(mmap, "MAP_PRIVATE"):  # Python's default is MAP_SHARED: forked workers would write into our weights
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return mmap.mmap(-1, nbytes)
 
 
 def _advise(pages: mmap.mmap, advice: int) -> None:
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a kernel that is older than the advice
+        with contextlib.suppress(OSError):  # a kernel older than the advice
             pages.madvise(advice)
 
 
 class HostBuffer:
-    """Page-aligned host memory of exactly the bytes asked for, page-locked where asked for and possible.
+    """Page-aligned host memory of exactly the bytes asked for, pinned (page-locked) where asked for and possible.
 
-    Beside an accelerator it is not there for forked processes, a loader's workers, until it is released. Else a page is
-    copied when it is written to after a fork: memory is taken twice, and the device may go on with the old page. What
-    lies on the device in plain training cannot be used by them either.
+    Beside an accelerator, forked processes such as a loader's workers find zeros in it until it is released. Otherwise
+    the first write to a page after a fork would copy the page: memory would be taken twice, and the device might go on
+    reading the old one. In plain training, workers cannot use weights either, as these lie on the device.
 
     Attributes:
         bytes: The memory.
-        pinned: Whether it is page-locked.
-        tensors: What the weights in it are held by: the same tensors in all arrangements, so that others can be told
-            by how many there are.
+        pinned: Whether it is pinned.
+        tensors: The tensors through which `Weight.host` holds the weights in it. They are the same in all arrangements,
+            so that a count of a storage's users tells whether somebody else holds one, too.
     """
 
     def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | None = None) -> None:
@@ -101,12 +101,12 @@ class HostBuffer:
             self.pin()
 
     def pin(self) -> None:
-        """Page-lock the memory, if that is possible."""
+        """Pin the memory, if that is possible."""
         if not self.pinned and self.bytes.nbytes:
             self.pinned = self._backend.pin(self.bytes)
 
     def release(self) -> None:
-        """Undo the page-lock; the memory itself lives as long as a tensor lies in it."""
+        """Unpin the memory, and share it with forked processes again. It lives as long as a tensor lies in it."""
         if self.pinned:
             self._backend.unpin(self.bytes)
             self.pinned = False
@@ -116,7 +116,7 @@ class HostBuffer:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor as bytes."""
+    """Return a dense tensor's memory as a tensor of bytes."""
     with torch.inference_mode(False):
         empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         start = tensor.storage_offset() * tensor.element_size()
@@ -124,9 +124,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class MasterState(NamedTuple):
-    """Version counters of masters, and a sample of their bytes.
+    """The version counters of masters, and a sample of their bytes.
 
-    `.data.copy_` (EMA, weight averaging, pruning) does not move the version counter, hence the sample.
+    `.data.copy_` (EMA, weight averaging, pruning) does not bump the version counter, hence the sample.
     """
 
     versions: tuple[int, ...]
@@ -134,13 +134,13 @@ class MasterState(NamedTuple):
 
 
 class GroupHost:
-    """The host side of the weights that travel together.
+    """The host side of a group.
 
     Args:
-        weights: The weights, in the order in which they lie.
+        weights: The weights, in the order in which they lie in memory.
         backend: Pins the memory.
-        pin: Whether to page-lock what is sent.
-        masters: The buffer that the masters already lie in, if an earlier pipeline of the same weights left one.
+        pin: Whether to pin the memory that is sent.
+        masters: The buffer that the masters already lie in, if an earlier arrangement has made it.
     """
 
     def __init__(
@@ -164,25 +164,25 @@ class GroupHost:
         with torch.inference_mode(False):
             self._words = masters.bytes[: masters.bytes.nbytes // _WORD * _WORD].view(torch.int32)
         self._sample_index = self._sampled_words()
-        self._lowered: list[Tensor] = []
+        self._lowered_copies: list[Tensor] = []
         if lowered:
             self.source_offsets, nbytes = lay_out([weight.compute_bytes for weight in self.weights])
             self.source = HostBuffer(nbytes, backend, pin)
-            self._lowered = [
+            self._lowered_copies = [
                 tensor_in(self.source.bytes, offset, weight.master, weight.compute_dtype)
                 for weight, offset in zip(self.weights, self.source_offsets, strict=True)
             ]
         else:
             self.source_offsets, self.source = self._offsets, masters
-        self._sent: MasterState | None = None
+        self._copied_state: MasterState | None = None  # of the masters when lowered copies were made of them
 
     def state(self) -> MasterState:
-        """What tells whether masters have changed."""
+        """Return the masters' present state."""
         with torch.inference_mode(False):
             return MasterState(self._versions(), self._words[self._sample_index])
 
     def has_changed(self, since: MasterState) -> bool:
-        """Whether masters have been written to since then."""
+        """Tell whether masters have been written to since they were in this state."""
         if self._versions() != since.versions:
             return True
         with torch.inference_mode(False):
@@ -190,42 +190,48 @@ class GroupHost:
 
     @property
     def keeps_lowered_copies(self) -> bool:
-        """Whether what is sent is not the masters themselves."""
-        return bool(self._lowered)
+        """Whether lowered copies are sent instead of the masters themselves."""
+        return bool(self._lowered_copies)
 
     def prepare(self, state: MasterState) -> Tensor:
-        """The bytes to send, brought up to date with the masters, whose state this is."""
-        if self._lowered and self._sent is not state:
-            for weight, target in zip(self.weights, self._lowered, strict=True):
+        """Return the bytes to send, with lowered copies brought up to date.
+
+        Args:
+            state: The masters' present state.
+        """
+        if self._lowered_copies and self._copied_state is not state:
+            for weight, target in zip(self.weights, self._lowered_copies, strict=True):
                 target.copy_(weight.host)
-            self._sent = state
+            self._copied_state = state
         return self.source.bytes
 
     def copies(self) -> Sequence[Tensor | None]:
-        """For each weight the lowered copy that is sent, as a tensor to write; None where the master itself is sent."""
-        return self._lowered or [None] * len(self.weights)
+        """Return, for each weight, the lowered copy that is sent, to write to; None where the master itself is sent."""
+        return self._lowered_copies or [None] * len(self.weights)
 
     def copies_are_those_of(self, state: MasterState | None) -> bool:
-        """Whether the lowered copies are of masters that were in this state, and still are."""
-        return bool(self._lowered) and state is not None and self._sent is state and not self.has_changed(state)
+        """Tell whether the lowered copies were made of masters in this state, and the masters still are in it."""
+        if not self._lowered_copies or state is None:
+            return False
+        return self._copied_state is state and not self.has_changed(state)
 
     def stepped(self, copied: Collection[Weight]) -> MasterState:
-        """Masters were stepped.
+        """Bring the lowered copies up to date after an optimizer has stepped the masters.
 
         Args:
-            copied: Weights whose lowered copies are right.
+            copied: Weights whose lowered copies are up to date already.
 
         Returns:
-            What the masters are now.
+            The masters' new state.
         """
-        for weight, target in zip(self.weights, self._lowered, strict=False):
+        for weight, target in zip(self.weights, self._lowered_copies, strict=False):
             if weight not in copied:
                 target.copy_(weight.host)
-        self._sent = self.state()
-        return self._sent
+        self._copied_state = self.state()
+        return self._copied_state
 
     def readopt(self) -> None:
-        """Masters may have been given other memory (`p.data = ...`): take its values back into ours."""
+        """Take the values of masters that were given other memory (`p.data = ...`) back into ours."""
         for weight in self.weights:
             weight.readopt()
 
@@ -234,22 +240,26 @@ class GroupHost:
         return tuple(weight.master._version for weight in self.weights)
 
     def memory_of(self, weight: Weight) -> Tensor:
-        """The bytes of one of the masters, with the padding after them."""
+        """Return the bytes of one of the masters, with the padding after them."""
         index = self.weights.index(weight)
         end = self._offsets[index + 1] if index + 1 < len(self._offsets) else self.master_bytes
         return self.masters.bytes[self._offsets[index] : end]
 
     def host_bytes(self) -> int:
-        """Bytes of host memory held for these weights, without gradients."""
+        """Return the bytes of host memory held for these weights, without gradients."""
         return self.masters.bytes.nbytes + (self.source.bytes.nbytes if self.source is not self.masters else 0)
 
     def release_copies(self) -> None:
-        """Undo the page-lock of lowered copies; the masters' memory serves the next arrangement, too."""
+        """Unpin the lowered copies; the masters' memory serves the next arrangement, too."""
         if self.source is not self.masters:
             self.source.release()
 
     def _sampled_words(self) -> Tensor:
-        """Indices of words of every weight: at random places, one in every row, so that no row changes unseen."""
+        """Choose the words that a `MasterState` samples, by index.
+
+        Each row of a weight has one at a random place, so that a change of any one row is seen. Of a weight with more
+        than `_MOST_SAMPLES` rows, that many have one, evenly spread.
+        """
         generator = torch.Generator().manual_seed(0)
         chosen = [torch.empty(0, dtype=torch.long)]
         with torch.inference_mode(False):
@@ -271,12 +281,12 @@ class GroupHost:
 
 
 def available_host_memory() -> int | None:
-    """Bytes of host memory that are free now, where the system tells."""
+    """Return the bytes of host memory that are free now, or None if the system does not tell."""
     return _from_meminfo("MemAvailable")
 
 
 def total_host_memory() -> int | None:
-    """Bytes of host memory, where the system tells."""
+    """Return the bytes of host memory, or None if the system does not tell."""
     return _from_meminfo("MemTotal")
 
 

@@ -1,6 +1,6 @@
-"""Units: what streams together, whose calls need it, and where modules keep it.
+"""Units: weights that stream together, the modules whose calls need them, and where these modules keep them.
 
-A *unit* is what enters and leaves the device as one: a layer, a block, or several small layers. Its *members* are the
+A *unit* enters and leaves the device as a whole: a layer, a block, or several small layers. Its *members* are the
 modules whose calls enter it. `finder.py` finds them in a module tree.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Place:
-    """Where a module keeps a weight."""
+    """An entry of a module's `_parameters` that is a weight."""
 
     parameters: dict[str, nn.Parameter | None]
     key: str
@@ -32,15 +32,16 @@ class Member:
 
     Attributes:
         index: Its number among the members of streamed units; -1 for others.
-        places: All weights that its call may use.
-        recurrent: RNN modules below it, which keep a second list of their weights.
+        places: Every place that holds a weight which its call may use.
+        recurrent: RNN modules at or below it, with the weights in their own list (`_flat_weights`).
         groups: Groups that have to be on the device for its call.
         twins: All twins of the arrangement, by the identity of their memory.
-        running: How many calls are inside of it.
-        entered: How many times it was called since it was attached.
-        observed: Whether its forward has been watched under autocast: without a graph (False), with one (True).
-        compiled: What compiles its call, if it is not the user who did.
-        looks_into: A member whose weights its forward looks at to choose a fast path (`nn.TransformerEncoder`).
+        running: How many of its calls are under way.
+        entered: How many times it has been called since it was attached.
+        observed: The modes in which its forward has been watched under autocast: without a graph (False), with one
+            (True).
+        compiled: The compiled function that runs its forward; None if `compile=True` does not apply to it.
+        looks_into: A member whose weights its forward inspects to choose a fast path (`nn.TransformerEncoder`).
         on_device: Parameters that its call may use and that live on the device.
     """
 
@@ -62,26 +63,26 @@ class Member:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether its unit is one that streams."""
+        """Whether its unit streams."""
         return self.index >= 0
 
     @property
     def unit_name(self) -> str:
-        """The name of what it belongs to: its unit, or itself if its weights do not travel."""
+        """The name of its unit, or its own if it has none that streams."""
         return self.name if self.unit is None or self.unit.resident else self.unit.name
 
     def find_groups(self) -> None:
-        """Note which groups have to be on the device for its call."""
+        """Determine which groups have to be on the device for its call."""
         self.groups = list({id(place.weight.twin.group): place.weight.twin.group for place in self.places}.values())
 
 
 @dataclass(eq=False)
 class Unit:
-    """Weights that stream together, or all the resident ones.
+    """Weights that stream together, or all resident weights.
 
     Attributes:
-        weights: What the engine manages.
-        on_device: Instead, of a unit that lives on the device (see on_device.py): all of its weights.
+        weights: The weights that the engine manages.
+        on_device: All weights of a unit that lives on the device (see on_device.py), whose `weights` is empty.
     """
 
     name: str
@@ -93,20 +94,20 @@ class Unit:
 
     @property
     def every_weight(self) -> list[Weight]:
-        """All of its weights, wherever they are."""
+        """All of its weights, wherever they live."""
         return [*self.weights, *self.on_device]
 
 
 @dataclass
 class Division:
-    """How a module is divided into units: what `find_units` found.
+    """A module divided into units, as returned by `find_units`.
 
     Attributes:
         units: Streamed units in expected order.
-        resident: Resident weights as one unit (its members are modules that own some).
-        callers: Members without a unit: modules around units, whose call opens a step.
-        unmanaged: Parameters that cannot be re-pointed (tensor subclasses, scripted modules, those that share memory
-            with others): moved to the device.
+        resident: All resident weights as one unit; its members are modules that own some.
+        callers: Members without a unit: modules around units, whose calls open a step.
+        unmanaged: Parameters that cannot be pointed to other memory (tensor subclasses, those of scripted modules,
+            those that share memory with others); they are moved to the device.
     """
 
     units: list[Unit]
@@ -115,14 +116,14 @@ class Division:
     unmanaged: dict[str, nn.Parameter]
 
     def put_in_order(self, names: Sequence[str]) -> None:
-        """Expect units in the order of these names, and those without a name here after them."""
+        """Expect units in the order of these names, and units that are not named after them."""
         number = {name: number for number, name in enumerate(names)}
         self.units.sort(key=lambda unit: number.get(unit.name, len(number)))
         for index, member in enumerate(member for unit in self.units for member in unit.members):
             member.index = index
 
     def leave_on_device(self, units: Collection[Unit]) -> None:
-        """Manage the weights of these units no longer, only their calls."""
+        """Stop managing the weights of these units, and manage only their calls."""
         left = {id(weight) for unit in units for weight in unit.weights}
         for unit in units:
             unit.on_device, unit.weights = unit.weights, []
@@ -134,5 +135,5 @@ class Division:
             ]
 
     def all_units(self) -> list[Unit]:
-        """Streamed units, then the resident one if it holds anything."""
+        """Return the streamed units, and then the resident one if it holds anything."""
         return [*self.units, *([self.resident] if self.resident.weights else [])]

@@ -2,7 +2,7 @@
 
 The *master* is the `nn.Parameter` that the user's module was built with. It stays on the host for good; optimizers,
 clipping, EMA and checkpoints see nothing else. The *twin* is a Parameter over device memory; while a unit computes,
-twins stand in the module tree in place of the masters, so the graph is built on the device.
+twins take the masters' places in the module tree, so the graph is built on the device.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 CAN_SAY_OTHER_DTYPE = torch.__version__ >= "2.11"  # compared as versions
-"""Whether torch compiles units that have `LoweredParameter` as others; 2.6 made three times the graphs of them."""
+"""Whether torch compiles units with a `LoweredParameter` like others; 2.6 made three times as many graphs of them."""
 
 _OWN_USERS = 2  # of a twin's memory: its data and its parameter
 
 
 def built_before(name: str) -> RuntimeError:
-    """What is raised where backward comes to a weight that lies elsewhere by now."""
+    """Make the error for a backward that needs a weight which lies elsewhere by now."""
     return RuntimeError(
         f"backward needs weight {name!r} of a graph that was built before superpipeline arranged its memory anew "
         "(after a first step, in `rebuild()` or in `detach()`). Call backward in the step of its forward."
@@ -39,15 +39,15 @@ def built_before(name: str) -> RuntimeError:
 
 
 class LoweredParameter(nn.Parameter):
-    """A weight that was lowered on the host, as autocast would lower it for its one use, and nobody should notice.
+    """A weight that was lowered on the host, as autocast would lower it for its one use, and hides it from models.
 
-    Models ask for the dtype before that use: `x.to(self.weight.dtype)`, and then dropout. Torch's own code is told the
-    truth: a checkpoint compares what was saved with a copy that is no Parameter.
+    Models ask for the dtype before that use: `x.to(self.weight.dtype)`, and then dropout. torch's own code gets the
+    true dtype: a checkpoint compares what was saved with a copy that is no Parameter.
     """
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The master's, for models."""
+        """The master's dtype for models, the true one for torch."""
         if not torch.compiler.is_compiling() and sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             return super().dtype
         return torch.float32
@@ -57,10 +57,10 @@ class Twin:
     """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away.
 
     Attributes:
-        weight: Whose twin it is.
-        group: What has to be on the device for the bytes to be right.
-        data: The bytes as a tensor without autograd.
-        parameter: The leaf that the graph is built on.
+        weight: The weight it is the twin of.
+        group: The group that has to be on the device for its values to be valid.
+        data: Its values as a tensor outside of autograd.
+        parameter: The leaf that graphs are built on.
     """
 
     def __init__(self, weight: Weight, group: Group, data: Tensor) -> None:
@@ -70,7 +70,7 @@ class Twin:
         with torch.inference_mode(False):
             kind = LoweredParameter if weight.lowered and CAN_SAY_OTHER_DTYPE else nn.Parameter
             self.parameter = kind(data, requires_grad=False)
-        self.parameter.__dict__["twin_of"] = weight.name  # it may be kept by somebody for longer than this is here
+        self.parameter.__dict__["twin_of"] = weight.name  # the parameter may outlive this object
         self.key = storage_key(data)
         self.gradient_hook: RemovableHandle | None = None
         self._seen_version = self.parameter._version
@@ -78,61 +78,61 @@ class Twin:
         self._replacements = 0
 
     def moved_to(self, group: Group, data: Tensor) -> Twin:
-        """The same leaf over other memory: a graph that has the leaf already goes on adding up its gradient there."""
+        """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
         moved = copy(self)
         moved.group, moved.data, moved.key = group, data, storage_key(data)
         self.parameter.data = data
         return moved
 
     def version(self) -> int:
-        """Grows with every in-place change that autograd would count on a plain parameter.
+        """Return a version that grows with every in-place change that autograd would count on a plain parameter.
 
-        Saved-tensor hooks switch autograd's own check off, so saved weights are checked against this.
+        Saved-tensor hooks switch off autograd's own check, so saved weights are checked against this.
         """
         return self.weight.master._version + self.parameter._version - self._write_backs + self._replacements
 
     def refuse_gradients(self) -> None:
-        """Units were arranged anew: a gradient that came here would be lost."""
+        """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
         name = self.weight.name
 
         def refuse(_: Tensor) -> None:
             raise built_before(name)
 
         if self.parameter.requires_grad:
-            self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # before the gradient is added, which would say that shapes differ
+            self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # runs before the accumulation, which would complain of shapes
 
     @property
     def changed_in_place(self) -> bool:
-        """Whether a forward wrote into the twin (`nn.Embedding(max_norm=...)` does) since it was last written back."""
+        """Whether a forward has written into the twin (`nn.Embedding(max_norm=...)` does) since the last write-back."""
         return self.parameter._version != self._seen_version
 
     @property
     def is_aliased(self) -> bool:
-        """Whether others hold its memory, without a handle: a checkpoint does that until backward has read it."""
+        """Whether others hold its memory without a handle, as a checkpoint does until backward has read it."""
         return users_of_storage(self.data) > _OWN_USERS
 
     @property
     def is_replaced(self) -> bool:
-        """Whether a forward gave the leaf other memory (`weight.data = ...`)."""
+        """Whether a forward has given the leaf other memory (`weight.data = ...`)."""
         return self.parameter.data_ptr() != self.data.data_ptr()
 
     def take_back(self) -> None:
-        """Put the values that a forward gave the leaf where the weight lies.
+        """Copy the values that a forward has given the leaf to the twin's own memory.
 
         Raises:
-            RuntimeError: They are of another shape.
+            RuntimeError: If they have another shape.
         """
         given, self.parameter.data = self.parameter.data, self.data
         if given.shape != self.data.shape:
             raise RuntimeError(
                 f"A forward gave weight {self.weight.name!r} a `.data` of shape {tuple(given.shape)} in place of "
-                f"{tuple(self.data.shape)}. Change the shape of a weight before the training."
+                f"{tuple(self.data.shape)}. Change the shape of a weight before training."
             )
-        self.data.data.copy_(given)  # what was saved since then has memory of its own: no change of version for it
+        self.data.data.copy_(given)  # bumps no version: what was saved since then has other memory
         self._replacements += 1
 
     def written_back(self) -> None:
-        """The master got the change, by one in-place write, which must not count twice."""
+        """Note that the master got the change by an in-place write, which must not count a second time."""
         self._seen_version = self.parameter._version
         self._write_backs += 1
 
@@ -148,8 +148,8 @@ class Weight:
         host: The master's memory as a plain tensor.
         compute_dtype: The dtype in which it is sent: the master's, or the one that autocast lowers it to.
         averaged: Whether its gradient is averaged over several processes.
-        unit: The unit it belongs to.
-        used_for: The graph that it was last used for, where that matters (autocast without its cache).
+        unit: The unit that it belongs to.
+        used_for: The graph that last used it, where that matters (autocast without its cache).
         twin: Its current twin.
     """
 
@@ -166,17 +166,17 @@ class Weight:
 
     @property
     def lowered(self) -> bool:
-        """Whether it is sent in another dtype than the master's."""
+        """Whether it is sent in a dtype other than the master's."""
         return self.compute_dtype != self.master.dtype
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of the weight as it is sent."""
+        """The bytes of the weight as it is sent."""
         return self.master.numel() * self.compute_dtype.itemsize
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype in which its gradient leaves the device; averages are taken in the master's."""
+        """The dtype in which its gradient leaves the device: the master's if it is averaged over processes."""
         return self.master.dtype if self.averaged else self.compute_dtype
 
     def adopt(self, host: Tensor) -> None:
@@ -187,22 +187,23 @@ class Weight:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether someone gave the master memory that ours cannot stand for.
+        """Whether the master was given other memory whose values cannot simply be moved back into ours.
 
-        They keep ours, as an EMA does that puts the weights back, or theirs is of another kind (`module.double()`).
+        Either somebody keeps our memory, as an EMA does that swaps the weights back later, or dtype or shape differ
+        (`module.double()`).
         """
         return self.master.data_ptr() != self.host.data_ptr() and (
-            self._is_of_another_kind or users_of_storage(self.host) > 1
+            self._is_converted or users_of_storage(self.host) > 1
         )
 
     @property
-    def _is_of_another_kind(self) -> bool:
+    def _is_converted(self) -> bool:
         return self.master.dtype != self.host.dtype or self.master.shape != self.host.shape
 
     def readopt(self) -> None:
-        """If someone gave the master other memory (`p.data = ...`), take its values back into ours."""
+        """If the master was given other memory (`p.data = ...`), move its values back into ours."""
         if self.master.data_ptr() != self.host.data_ptr():
-            if self._is_of_another_kind:
+            if self._is_converted:
                 raise RuntimeError(
                     f"Weight {self.name!r} was {self.host.dtype} of shape {list(self.host.shape)} and is "
                     f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "

@@ -401,7 +401,7 @@ def test_a_tied_weight_is_resident_under_either_name() -> None:
 
 def test_an_unknown_resident_name() -> None:
     """The message has the name, and what there is at the top."""
-    with pytest.raises(ValueError, match=r"`resident` names 'blocks.9'.*Top level: blocks"):
+    with pytest.raises(ValueError, match=r"`resident` names 'blocks.9'.*Top-level modules: blocks"):
         find_units(chain(3), None, ["blocks.9"])
 
 

@@ -429,8 +429,8 @@ def test_page_locks_take_no_more_than_their_share(
     monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.total_host_memory", lambda: 5000)
     pipe, _ = attach(chain(), pin_memory=pin_memory)
     assert pipe.summary().pinned is pinned
-    assert [str(warning.message)[:8] for warning in recwarn if "page-locked ring" in str(warning.message)] == (
-        [] if pinned else ["4.2 KiB "]
+    assert [str(warning.message)[:16] for warning in recwarn if "page-locked ring" in str(warning.message)] == (
+        [] if pinned else ["Pinning 4.2 KiB "]
     )
     pipe.detach()
     assert not runtime.registered
