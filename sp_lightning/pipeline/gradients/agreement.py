@@ -29,7 +29,7 @@ class Message(NamedTuple):
         steps_taken: Number of optimizer steps that the process has taken.
         goes_on: Whether its backward pass is still running, and may bring more gradients.
         ready: Numbers of the weights that it has gradients of, in ascending order.
-        deferred: Numbers of all else that it has to average, when backward is over in all processes.
+        deferred: Numbers of everything else that it has to average when backward is over in all processes.
     """
 
     steps_taken: int
@@ -62,8 +62,8 @@ class Turn(NamedTuple):
 
     Attributes:
         weights: Numbers of the weights whose gradients are averaged now; empty when no process has any left.
-        not_final: Those of them that some process may still bring a gradient of.
-        deferred: Numbers of all else that is averaged, once no process has a gradient left.
+        not_final: Those of them that some process may still compute a gradient for.
+        deferred: Numbers of everything else, to be averaged once no process has a gradient left.
     """
 
     weights: list[int]
@@ -84,8 +84,7 @@ def take_turns(messages: Sequence[Message]) -> Turn:
             "gradients. Every process has to run backward equally often between two steps: `training_step` may not "
             "return None in some of them only."
         )
-    # backward reaches a set's first layer last: the set whose first layer is the latest is that of the process that
-    # is least far in backward
+    # backward runs from the last layer to the first: the process whose set begins at the latest layer has come least far
     turn = max((message.ready for message in messages), key=lambda numbers: numbers[0] if numbers else -1)
     missing = (set(turn).difference(message.ready) for message in messages if message.goes_on)
     deferred = set[int]().union(*(message.deferred for message in messages))
@@ -114,7 +113,7 @@ class Agreement:
 
         Args:
             ready: Numbers of the weights that it has gradients of.
-            deferred: Numbers of all else that it has to average when backward is over.
+            deferred: Numbers of everything else that it has to average when backward is over.
             goes_on: Whether its backward pass is still running.
         """
         mine = Message(self._steps_taken(), goes_on, sorted(ready), sorted(deferred))
@@ -124,9 +123,9 @@ class Agreement:
         return turn
 
     def is_final(self, weights: Iterable[int]) -> bool:
-        """Tell whether weights that have had their turn get no other gradient, from any process, in this pass."""
+        """Tell whether no process can bring more gradients of weights that have had their turn in this pass."""
         return self._not_final.isdisjoint(weights)
 
     def end(self) -> None:
-        """Start afresh: the backward pass is over in all processes, or was given up in this one."""
+        """Reset, as the backward pass is over in all processes, or was abandoned in this one."""
         self._not_final.clear()

@@ -79,7 +79,7 @@ class Averaging:
 
         Args:
             unaveraged: Sums of earlier micro-batches, on the host.
-            gathered: Gradients that have not left the device yet: taken when another process makes it their turn.
+            gathered: Gradients that have not left the device yet: taken when another process gives them a turn.
             pieces: Memory in which gradients are put together, and leave.
         """
         self.unaveraged, self._gathered, self._pieces = unaveraged, gathered, pieces
@@ -87,17 +87,17 @@ class Averaging:
     # ------------------------------------------------------------------------------------------- while backward runs
 
     def is_due(self, weight: Weight) -> bool:
-        """Tell whether a gradient is averaged in this backward pass, and not in that of the last micro-batch."""
+        """Tell whether a gradient is averaged in this backward pass, and not in that of a later micro-batch."""
         return not self.replicas.accumulates or bool(tensor_hooks(weight.master))
 
     def average(self, gradients: Mapping[Weight, Tensor]) -> Iterator[Averaged]:
-        """Start to average gradients while backward runs.
+        """Start averaging gradients while backward runs.
 
         Args:
             gradients: Gradients on the device; they are not changed.
 
         Yields:
-            What has been averaged since the last call: as a rule the gradients given then.
+            Turns that have ended since the last call: as a rule that of the gradients given then.
         """
         left = dict(gradients)
         while left:
@@ -105,19 +105,19 @@ class Averaging:
             self._start(self._agree(left, goes_on=True), left)
 
     def is_final(self, weights: Iterable[Weight]) -> bool:
-        """Tell whether weights that have had their turn get no other gradient, from any process, in this pass."""
+        """Tell whether no process can bring more gradients of weights that have had their turn in this pass."""
         return self._agreement.is_final(self._numbers[weight] for weight in weights)
 
     # ------------------------------------------------------------------------------------------------ when it ends
 
     def finish(self, sparse: Collection[Weight]) -> Iterator[Averaged]:
-        """Take part, after this process's own backward, until backward is over in all processes.
+        """Keep taking turns after this process's own backward, until backward is over in all processes.
 
         Args:
             sparse: Weights that this process has sparse gradients of.
 
         Yields:
-            What has been averaged since the last call.
+            Turns that have ended since the last call.
         """
         self.replicas.passes += 1
         deferred = [self._numbers[weight] for weight in sparse]
@@ -131,7 +131,7 @@ class Averaging:
         self._agreement.end()
 
     def _sums_that_are_due(self) -> list[Weight]:
-        """Return the weights whose sums are due, though the last micro-batch has added nothing to them."""
+        """Return the weights whose sums are due although the last micro-batch has added nothing to them."""
         return [] if self.replicas.accumulates else self.unaveraged.among(self._weights)
 
     def average_sparse(self, gradients: Mapping[Weight, list[Tensor]]) -> dict[Weight, list[Tensor]]:
@@ -149,7 +149,7 @@ class Averaging:
         return averaged
 
     def has_elsewhere(self) -> bool:
-        """Tell whether a parameter whose gradient autograd accumulates on the device has one."""
+        """Tell whether autograd has accumulated a gradient on the device."""
         return any(parameter.grad is not None for parameter in self._elsewhere)
 
     def average_elsewhere(self) -> None:
@@ -187,11 +187,11 @@ class Averaging:
         return answers
 
     def _start(self, turn: list[Weight], left: dict[Weight, Tensor]) -> None:
-        """Put a turn's gradients together, and start to average them.
+        """Put a turn's gradients together, and start averaging them.
 
         Args:
             turn: The weights whose turn it is.
-            left: Gradients that this process has yet to contribute; those that are used are removed.
+            left: Gradients that this process has yet to contribute; those used here are removed.
         """
         sums = self.unaveraged.take(turn)
         parts = [

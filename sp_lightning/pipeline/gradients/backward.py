@@ -91,7 +91,7 @@ class BackwardPass:
             self.abandon()
 
     def reach(self, member: Member, graph: Graph, groups: Sequence[Group], around: Sequence[Group]) -> None:
-        """Get ready for the nodes of a member's call, which backward is about to run.
+        """Prepare for the nodes of a member's call, which backward is about to run.
 
         Args:
             member: The member that was called.
@@ -153,7 +153,7 @@ class BackwardPass:
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """Reset after an exception that has ended the pass before autograd's callback could."""
+        """Reset after an exception that ended the pass before autograd could call back."""
         self._leave_units()
         self._graphs.clear()  # not done: whoever still holds one may run backward again
         self._returns.abandon()

@@ -1,4 +1,4 @@
-"""The way of gradients from the twin on the device to the master's `.grad` on the host.
+"""The path of gradients from the twin on the device to the master's `.grad` on the host.
 
 A unit's gradients are gathered as autograd finishes them, put together in one piece of device memory, and leave with
 one device-to-host (D2H) copy, in the dtype they were computed in.
@@ -8,7 +8,7 @@ one device-to-host (D2H) copy, in the dtype they were computed in.
                       -----------------> slot (ring) ------> added to the gradient        (accumulation: sums.py)
                       -----------------> slot (ring) ------> the optimizer                (it steps in backward)
 
-Gradients on the host, and the scaling that they have yet to go through, are in host_gradients.py.
+host_gradients.py has the gradients that are on the host, and the scaling that is still to be applied to them.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class GradientReturn:
             self._averaging.unaveraged.fetch(unit)
 
     def ship_all_but(self, units: Sequence[Unit]) -> None:
-        """Ship what all other units have gathered, as backward has moved on to these."""
+        """Ship what all other units have gathered: backward has moved on to these."""
         for unit in [unit for unit in self._gathered if unit not in units]:
             self._ship(unit)
 
@@ -299,11 +299,11 @@ class GradientReturn:
 
     @torch.no_grad()
     def finish(self, takes_part: bool = False) -> None:
-        """Send the gradients that are left, and make all known to `gradients`, though some may not have landed yet.
+        """Send the gradients that are left, and enter all of them in `gradients`, though some may not have landed yet.
 
         Args:
-            takes_part: Take part in averaging even if no gradient arrived in this process. By default it takes part
-                only if one did: `torch.autograd.grad` in some of the processes does not concern the others.
+            takes_part: Whether to take part in averaging even if no gradient has arrived in this process. Otherwise it
+                takes part only if one has: `torch.autograd.grad` in some processes does not concern the others.
         """
         self.ship_all_but([])
         if self._averaging is not None and (takes_part or self._arrived or self._averaging.has_elsewhere()):
@@ -316,7 +316,7 @@ class GradientReturn:
         has_hooks = any(post_accumulate_hooks(weight.master) for weight in weights)
         if self._sums.held_back or self._sparse or self._sums.must_settle or has_hooks:
             self.gradients.settle()
-        # their norms do not know of what hooks and sparse gradients change
+        # hooks and sparse gradients change them after their norms were taken
         self.gradients.forget_norms([*self._sums.held_back, *self._sparse])
         for weight in weights:
             self._sums.conclude(weight, self._sparse.get(weight, ()))
@@ -326,7 +326,7 @@ class GradientReturn:
         self._forget()
 
     def take_back(self, shipment: Shipment) -> None:
-        """Keep gradients that were meant for the optimizer, and that it has not used."""
+        """Keep gradients that were sent to the optimizer, which has not used them."""
         if shipment.slot is not None:
             self.gradients.mark_under_way(shipment.weights, self._sums.add(shipment, self.measures_norms).ticket)
 

@@ -1,4 +1,4 @@
-"""Gradients on the host until somebody reads them: where they are, and the scaling that they have yet to go through.
+"""Gradients on the host until somebody reads them: where they are, and the scaling that is still to be applied.
 
 [Note: gradients that nobody has asked for yet]
 When backward ends, its last gradients are still on their way, and the host does not wait for them: optimizer steps
@@ -46,14 +46,14 @@ class HostGradients:
     # ------------------------------------------------------------------------------------ for the code that brings them
 
     def keep(self, weight: Weight, gradient: Tensor) -> None:
-        """Take `gradient`, which may not have landed yet, as the weight's from now on."""
+        """Make `gradient`, which may not have landed yet, the weight's gradient."""
         if gradient.dtype == weight.master.dtype:
             weight.master.grad = gradient
         else:
             self._lower[weight] = gradient
 
     def forget_lower(self, weight: Weight) -> None:
-        """Forget a gradient in a lower dtype: it is part of a sum now, which will take its place."""
+        """Forget a gradient in a lower dtype that has become part of a sum, which takes its place."""
         self._lower.pop(weight, None)
 
     def note_norms(self, norms: dict[Weight, Tensor]) -> None:
@@ -61,12 +61,12 @@ class HostGradients:
         self._norms.update(norms)
 
     def forget_norms(self, weights: Iterable[Weight]) -> None:
-        """Forget the norms of gradients that were changed."""
+        """Forget the norms of gradients that no longer are what was measured."""
         for weight in weights:
             self._norms.pop(weight, None)
 
     def apply_pending(self, weights: Sequence[Weight]) -> None:
-        """Apply what was recorded to the gradients that are there, before others are added: the sum is not scaled."""
+        """Apply the recorded scaling to these gradients before others are added: it is not meant for the sum."""
         self.forget_norms(weights)
         for weight in weights:
             if weight in self._scaling:
@@ -78,7 +78,7 @@ class HostGradients:
         self._under_way.update(dict.fromkeys(weights, ticket))
 
     def wait_until_landed(self, weights: Sequence[Weight]) -> None:
-        """Wait until nothing is on its way to these gradients, not even what was dropped before it had landed."""
+        """Wait until nothing is on its way to these gradients, not even one that was dropped before it had landed."""
         for weight in weights:
             if weight in self._under_way:
                 self._under_way.pop(weight).join()
@@ -101,7 +101,7 @@ class HostGradients:
         return self._homes.memory_of(unit, gradients)
 
     def take(self, weight: Weight) -> tuple[Tensor, Scaling]:
-        """Return a gradient and its scaling for the optimizer, which scales in place if it is in the master's dtype."""
+        """Return a gradient, and the scaling that the optimizer applies: in place, if it is in the master's dtype."""
         gradient = self.get(weight)
         assert gradient is not None
         self._norms.pop(weight, None)
@@ -176,5 +176,5 @@ class HostGradients:
             self._scaling[weight] = changed.setdefault(id(before), change(before))
 
     def scaling_of(self, weight: Weight) -> Scaling:
-        """Return the scaling that a gradient has yet to go through."""
+        """Return the scaling that is still to be applied to a gradient."""
         return self._scaling.get(weight, NO_SCALING)

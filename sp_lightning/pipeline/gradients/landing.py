@@ -224,7 +224,7 @@ class Slot(TensorsIn):
     """Host memory through which the gradients of one unit pass.
 
     Attributes:
-        is_free: Whether it may be taken: nothing is on its way into it, or waits in it to be read.
+        is_free: Whether nothing is on its way into it, or waits in it to be read.
     """
 
     def __init__(self, nbytes: int, backend: Backend, pin: bool, released: threading.Condition) -> None:

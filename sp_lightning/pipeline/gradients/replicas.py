@@ -1,6 +1,6 @@
 """Several processes that train one model, each with data of its own and a replica of the weights.
 
-Here is what they exchange before and between steps; averaging.py averages their gradients. All replicas take the same
+This module does the exchange before and between steps; averaging.py averages gradients. All replicas take the same
 optimizer steps, so they stay equal without any other exchange.
 """
 
@@ -21,7 +21,7 @@ class Replicas:
     """The processes of torch's default group, each with a replica of the model.
 
     Args:
-        host_group: A group of the same processes for tensors in host memory; None if the default group takes these.
+        host_group: Group of the same processes for tensors in host memory; None if the default group takes these, too.
         on_this_machine: Number of processes that share this machine's memory and cores.
 
     Attributes:
@@ -41,7 +41,7 @@ class Replicas:
 
     @torch.no_grad()
     def begin_alike(self, module: nn.Module) -> None:
-        """Give all replicas the weights and buffers of the first one, while all of these are on the host.
+        """Broadcast the first process's weights and buffers to all replicas, while they are still on the host.
 
         Raises:
             ValueError: The processes have built different models, or a weight has no values on the host.
@@ -77,7 +77,7 @@ class Replicas:
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:
-        """Give all replicas the buffers of the first one: running means are those of its data."""
+        """Broadcast the first process's buffers to all replicas: running means are those of its data."""
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for buffer in module.buffers():
             alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
@@ -85,10 +85,10 @@ class Replicas:
             self._broadcast(buffers)
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the first process's values into the others' tensors, all of one device and dtype, with one message."""
+        """Broadcast the first process's values of tensors of one device and dtype, in one message."""
         group = self.host_group if tensors[0].device.type == "cpu" else None
         message = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        dist.broadcast(message.view(torch.uint8), 0, group=group)  # as bytes: groups cannot send all dtypes
+        dist.broadcast(message.view(torch.uint8), 0, group=group)  # as bytes: groups cannot send every dtype
         if dist.get_rank() != 0:
             for tensor, values in zip(tensors, torch.split(message, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(values.view(tensor.shape))

@@ -6,7 +6,7 @@ import enum
 
 
 class Route(enum.Enum):
-    """A way to the host."""
+    """A route to the host."""
 
     HOME = "home"
     """To their home, in their masters' dtypes: they are the masters' `.grad`."""
@@ -32,8 +32,8 @@ def choose_route(*, first: bool, lower: bool, complete: bool, fills_home: bool, 
     Args:
         first: Whether there is no gradient to add them to, and no user's hook to call.
         lower: Whether one of them is in another dtype than its master.
-        complete: Whether they are all gradients that the unit gets.
-        fills_home: Whether the unit's home for gradients in their masters' dtypes has room for these, and no others.
+        complete: Whether they are all the gradients that the unit gets.
+        fills_home: Whether they fill the unit's home for gradients in their masters' dtypes.
         used_up: Whether the optimizer reads them as they arrive, and nobody after it.
     """
     if not first:

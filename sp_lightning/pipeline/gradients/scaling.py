@@ -15,8 +15,8 @@ class Scaling:
     """Operations on a gradient between backward and the update.
 
     Attributes:
-        factors: Factors to multiply with, one after the other: the inverse of a loss scale, a clipping factor.
-        clamp: The largest absolute value to leave, after that; None not to clip by value.
+        factors: Factors to multiply by, one after the other: the inverse of a loss scale, a clipping factor.
+        clamp: The largest absolute value to leave after that; None not to clip by value.
     """
 
     factors: tuple[float | Tensor, ...] = ()

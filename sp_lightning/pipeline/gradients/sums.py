@@ -1,4 +1,4 @@
-"""Adding gradients up: those of a weight that arrive in a backward pass, and the one that is there already.
+"""Adding up the gradients of a weight: those that arrive in a backward pass, and the one that is there already.
 
 The thread for work on host memory adds while backward runs. Gradients that a user's hook has to see, and sparse ones,
 are added when backward has ended.
@@ -34,8 +34,8 @@ class Sums:
         stats: Counters.
 
     Attributes:
-        must_settle: Whether somebody else holds a gradient that is added to, and could see when exactly it changes, so
-            that backward has to wait for the sum.
+        must_settle: Whether somebody else holds a gradient that is added to, and could see when exactly it changes:
+            backward has to wait for the sum then.
     """
 
     def __init__(self, gradients: HostGradients, homes: Homes, backend: Backend, stats: Stats) -> None:
@@ -49,11 +49,11 @@ class Sums:
 
     @property
     def held_back(self) -> KeysView[Weight]:
-        """Weights that have gradients which are added only when backward has ended."""
+        """Weights with gradients that are not added before backward has ended."""
         return self._held_back.keys()
 
     def begin(self, weights: Sequence[Weight], gradients: Sequence[Tensor]) -> None:
-        """Take gradients that there was nothing to add to as the sums that others are added to."""
+        """Begin the sums of these weights with `gradients`, as there was nothing to add them to."""
         self._totals.update(zip(weights, gradients, strict=True))
 
     def add(self, shipment: Shipment, with_norms: bool) -> Shipment:
@@ -107,7 +107,7 @@ class Sums:
         return _Addition(room, total, arrived, onto=total is not None)
 
     def conclude(self, weight: Weight, sparse: Sequence[Tensor]) -> None:
-        """Add what was held back, and what is sparse, when backward has ended; the sum is the gradient from now on."""
+        """Add what was held back, and what is sparse, when backward has ended; make the sum the weight's gradient."""
         for gradient in self._held_back.get(weight, ()):
             self._add_now(weight, _run_hooks(weight, gradient))
         for gradient in sparse:

@@ -1,4 +1,4 @@
-"""Sums of micro-batches that were not averaged over processes yet, and their way back to the device for it.
+"""Sums of micro-batches that were not averaged over processes yet, and their way back to the device.
 
 As under torch's DDP, the sum of all micro-batches is averaged, and not each micro-batch, which would round differently.
 So each process adds gradients up on its host. In the backward of the last micro-batch the sums go to the device once
@@ -54,7 +54,7 @@ class Unaveraged:
         self._replicas.unaveraged.update(id(weight.master) for weight in weights)
 
     def among(self, weights: Iterable[Weight]) -> list[Weight]:
-        """Return those of these weights that have a sum which was not averaged."""
+        """Return those of these weights whose gradient is such a sum."""
         known = self._replicas.unaveraged
         return [w for w in weights if id(w.master) in known and self._gradients.get(w) is not None]
 
@@ -113,7 +113,7 @@ class Unaveraged:
         return _Fetched(dict(zip(weights, tensors, strict=True)), tickets)
 
     def _when_landed(self, weights: Sequence[Weight]) -> Ticket | None:
-        """Return the ticket that a copy of these sums has to wait for in place of the host; None if all have landed."""
+        """Return a ticket for the copies to wait for, so that the host need not; None if nothing is on its way."""
         tickets = self._gradients.tickets_of(weights)
         return self._backend.work(lambda: None, tickets) if len(tickets) > 1 else next(iter(tickets), None)
 

@@ -47,7 +47,7 @@ class Clipping:
         self._in_backward = in_backward
 
     def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> bool:
-        """Clip gradients by their total norm as `clip_grad_norm_` would now, but when they are read.
+        """Clip gradients by their total norm when they are read, as `clip_grad_norm_` would now.
 
         If some of them are on the device, those are clipped now, and the host waits until all others have landed.
 
@@ -60,7 +60,7 @@ class Clipping:
             return False
         scalings = {id(scaling): scaling for scaling in map(self._gradients.scaling_of, found.weights)}
         scaling = next(iter(scalings.values()), NO_SCALING)
-        # only for a power of two is the norm of the scaled gradient the scaled norm, to the last bit
+        # a power of two scales the norm exactly as it scales the gradient, to the last bit; other factors do not
         if len(scalings) > 1 or scaling.clamp is not None or not all(map(_is_power_of_two, scaling.factors)):
             return False
         norms_on_device = _norms(found.on_device)

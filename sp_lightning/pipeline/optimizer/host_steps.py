@@ -1,4 +1,4 @@
-"""Optimizer steps on the thread for work on host memory: giving it steps, and waiting for them.
+"""Optimizer steps on the thread for work on host memory: handing them over, and waiting for them.
 
 overlap.py decides when a unit is stepped; stepping.py does it, in one pass over memory.
 """
@@ -81,7 +81,7 @@ class HostSteps:
     """Gives steps to the thread, and knows which are under way.
 
     Args:
-        window: Has the groups on the device, which a step outdates.
+        window: Is told when a step outdates a group on the device.
         backend: Has the thread.
         known: The optimizers known so far; outlives an arrangement.
         settle: Finishes all that is under way, steps and anything else.

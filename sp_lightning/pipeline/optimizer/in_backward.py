@@ -30,7 +30,7 @@ from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
-_OWN_USERS = 2  # of a master's memory: the master, and the tensor that its weight holds it by
+_OWN_USERS = 2  # of a master's memory: the master itself, and `Weight.host`
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class EarlyStep:
 
     Attributes:
         optimizer: The optimizer.
-        param_group_of: Its weights, each with the number of its param group.
+        param_group_of: The index of the param group of each of its weights.
         look_up_settings: Returns its param groups as they are now, without parameters.
         clamp: Value to clip gradients to, plus and minus; None not to clip them.
         keeps_gradients: Whether gradients that arrive in a lower dtype are kept after they have been used.
@@ -57,7 +57,7 @@ class EarlyStep:
     stepped: set[Weight] = field(default_factory=set)
 
     def shares(self, gradients: Mapping[Weight, Tensor]) -> list[Share]:
-        """Divide these weights by param groups."""
+        """Divide these weights among the param groups."""
         if self.settings is None:
             self.settings = self.look_up_settings()
         shares, scaling = [], Scaling(clamp=self.clamp)
@@ -192,17 +192,17 @@ class InBackward:
         return self.awaits_step(weight) or self.has_spent(weight)
 
     def step_in_backward(self, shipment: Shipment) -> None:
-        """Take gradients of a unit that are on their way; step its group if they are the last ones."""
+        """Take note of gradients on their way to the optimizer; step the unit's group if they are its last."""
         group = shipment.unit.group
         for other in [other for other in self._arriving if other is not group]:
-            self._return_gradients(other)  # backward has moved on, and there are few slots
+            self._give_back(other)  # backward has moved on, and there are few slots
         shipments = self._arriving.setdefault(group, [])
         shipments.append(shipment)
         gradients = {w: g for s in shipments for w, g in zip(s.weights, s.arrived, strict=True)}
         if len(gradients) < len(_trainable(group)):
             return
         if group.handles or any(weight.twin.is_aliased for weight in group.host.weights):
-            self._return_gradients(group)
+            self._give_back(group)
             return
         assert self._current is not None
         if self._current not in self._awaiting_step:
@@ -216,11 +216,11 @@ class InBackward:
         self._stats.steps_in_backward += group.units
 
     def end_of_backward(self) -> None:
-        """Return the gradients of groups that could not be stepped in backward."""
+        """Give back the gradients of groups that could not be stepped in backward."""
         for group in list(self._arriving):
-            self._return_gradients(group)
+            self._give_back(group)
 
-    def _return_gradients(self, group: Group) -> None:
+    def _give_back(self, group: Group) -> None:
         for shipment in self._arriving.pop(group):
             self._take_back(shipment)
 
@@ -232,11 +232,11 @@ class InBackward:
 
     @property
     def is_concluded(self) -> bool:
-        """Whether nobody can tell any more that units were stepped in backward."""
+        """Whether no step begun in backward awaits its `step()`, and no gradient is missing because of one."""
         return not self._awaiting_step and not self._spent
 
     def awaits_step(self, weight: Weight) -> bool:
-        """Tell whether a weight was stepped in backward, and the `step()` of its optimizer was not called yet."""
+        """Tell whether a weight was stepped in backward, and `step()` of its optimizer is still to come."""
         return any(weight in step.stepped for step in self._awaiting_step)
 
     def has_spent(self, weight: Weight) -> bool:
@@ -244,7 +244,7 @@ class InBackward:
         return id(weight.master) in self._spent
 
     def forget_spent(self, weight: Weight) -> None:
-        """Forget that a weight's gradient was not kept, as `.grad` was set (`zero_grad` does that)."""
+        """Forget that a weight's gradient was not kept, as somebody has set `.grad` (`zero_grad` does)."""
         self._spent.discard(id(weight.master))
 
     def check_unseen(self, weight: Weight) -> None:

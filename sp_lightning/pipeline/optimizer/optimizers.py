@@ -85,7 +85,7 @@ class Optimizers:
         self._window.suspect_all()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Take out of an optimizer, before it updates its parameters, what is stepped unit by unit."""
+        """Take the weights that are stepped unit by unit out of an optimizer that is about to step."""
         if optimizer not in self.seen:
             self._refuse_twins(optimizer)
             if not self._is_ours(optimizer):
@@ -118,7 +118,7 @@ class Optimizers:
                 )
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Step, after an optimizer has updated its own share, what was taken out of it."""
+        """Step the weights that were taken out of an optimizer, after it has stepped the others."""
         if optimizer not in self.seen:
             self._window.suspect_all()  # another optimizer may wrap it, and copy what it has stepped
             return
@@ -130,7 +130,7 @@ class Optimizers:
 
     @property
     def step_by_unit(self) -> bool:
-        """Whether at least one optimizer has stepped, and all that have step unit by unit."""
+        """Whether an optimizer has stepped, and every one that has steps unit by unit."""
         return bool(self.seen) and all(self.why_not_overlapped(optimizer) is None for optimizer in self.seen)
 
     def why_not_overlapped(self, optimizer: Optimizer) -> str | None:

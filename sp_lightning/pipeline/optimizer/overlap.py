@@ -83,7 +83,7 @@ class Overlap:
     # ------------------------------------------------------------------------------------- around an optimizer's step
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Take out of the optimizer, before it updates its parameters, what will be stepped unit by unit."""
+        """Take the weights that will be stepped unit by unit out of an optimizer that is about to step."""
         self.put_back()
         self._to_step.clear()  # left by a step that ended with an exception
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -102,7 +102,7 @@ class Overlap:
             self._take_out(optimizer, param_group, stepped)
 
     def _take_out(self, optimizer: Optimizer, param_group: dict[str, Any], stepped: Collection[Weight]) -> None:
-        """Leave in a param group what torch's own code steps, and share out the rest that was not stepped yet."""
+        """Leave in a param group what torch's own code steps; share out all others that were not stepped yet."""
         weights = [self._weights[id(p)] for p in param_group["params"] if id(p) in self._weights]
         ours = [weight for weight in weights if weight in stepped or self._may_step(weight)]
         left = [weight for weight in ours if weight not in stepped]
@@ -115,7 +115,7 @@ class Overlap:
                 self._let_plain_code_step(weight)
 
     def after_step(self) -> None:
-        """Step what was taken out of the optimizer, now that it has stepped what it was left with."""
+        """Step the weights that were taken out of the optimizer, after it has stepped the others."""
         self.put_back()
         for group in sorted(self._to_step, key=lambda group: (not group.resident, group.index)):
             shares = self._to_step[group]

@@ -48,7 +48,7 @@ class Candidate:
 
     @cached_property
     def state_signature(self) -> list[tuple[Any, ...]] | None:
-        """Key, dtype and, if it is a scalar, value of each entry of its state; None if it has to be a single."""
+        """Key, dtype and, if it is a scalar, value of each entry of its state; None if the weight must be a single."""
         if not self.by_element or self.memory.dim() == 0 or self.memory.numel() == 0 or not is_dense(self.memory):
             return None
         state_signature = []
@@ -76,7 +76,7 @@ class Candidate:
 
 
 def group_neighbours(candidates: Iterable[Candidate]) -> Iterator[list[Candidate]]:
-    """Yield groups of candidates that can be stepped as one; a group may be of one candidate."""
+    """Yield lists of candidates that can be stepped as one, each of at least one candidate."""
     group: list[Candidate] = []
     for candidate in candidates:
         if group and not group[-1].joins(candidate):
@@ -188,7 +188,7 @@ class Run:
         return map(Part, memories, gradients, copies, states, repeat(None))
 
     def finish(self) -> None:
-        """Set the state of the weights, when all parts have been stepped."""
+        """Update the state of the weights, when all parts have been stepped."""
         for key, places in self._places.items():
             for master, place in zip(self._masters, places, strict=True):
                 self._optimizer.state[master][key] = place
@@ -214,7 +214,7 @@ class Run:
 def _gather_state(
     key: str, candidates: Sequence[Candidate], optimizer: Optimizer, flat_state: FlatState
 ) -> list[Tensor]:
-    """Return state of weights that lies side by side; move it if it does not."""
+    """Return one kind of state of the weights as tensors side by side; move it there if it lies elsewhere."""
     tensors: list[Tensor] = [candidate.state[key] for candidate in candidates]
     as_weights = all(
         tensor.dim() == 0 or tensor.stride() == candidate.memory.stride()
