@@ -84,7 +84,7 @@ def take_turns(messages: Sequence[Message]) -> Turn:
             "gradients. Every process has to run backward equally often between two steps: `training_step` may not "
             "return None in some of them only."
         )
-    # backward runs from the last layer to the first: the process whose set begins at the latest layer has come least far
+    # backward runs from the last layer to the first: the process whose set begins at the latest layer is least far
     turn = max((message.ready for message in messages), key=lambda numbers: numbers[0] if numbers else -1)
     missing = (set(turn).difference(message.ready) for message in messages if message.goes_on)
     deferred = set[int]().union(*(message.deferred for message in messages))
