@@ -631,7 +631,7 @@ def test_an_exception_while_units_are_stepped_in_backward_is_told() -> None:
             self.losses.append(loss.detach())
             return loss
 
-    with pytest.raises(Fault), pytest.warns(UserWarning, match="have taken this step, .* Resume from a checkpoint"):
+    with pytest.raises(Fault), pytest.warns(UserWarning, match="have taken this step, .* Go on from a checkpoint"):
         fit(Failing(), SuperpipelineStrategy(k=2, units=[Block]))
 
 
