@@ -47,7 +47,7 @@ class Averaging:
     Args:
         replicas: The processes.
         weights: All weights, in the same order in all processes.
-        elsewhere: Parameters whose gradients autograd itself accumulates, on the device.
+        unmanaged: Parameters that the engine does not manage: autograd accumulates their gradients on the device.
         steps_taken: Returns the number of optimizer steps taken, which must be the same in all processes whenever
             gradients are averaged.
 
@@ -60,14 +60,14 @@ class Averaging:
         self,
         replicas: Replicas,
         weights: Iterable[Weight],
-        elsewhere: Sequence[nn.Parameter],
+        unmanaged: Sequence[nn.Parameter],
         steps_taken: Callable[[], int],
     ) -> None:
         self.replicas = replicas
         self._weights = list(weights)
         self._numbers = {weight: number for number, weight in enumerate(self._weights)}
-        self._elsewhere = elsewhere
-        self._agreement = Agreement(len(self._weights) + len(elsewhere), steps_taken, self._exchange)
+        self._unmanaged = unmanaged
+        self._agreement = Agreement(len(self._weights) + len(unmanaged), steps_taken, self._exchange)
         self._deferred: list[int] = []
         self._under_way: tuple[Averaged, list[dist.Work]] | None = None
         self.unaveraged: Unaveraged
@@ -123,7 +123,7 @@ class Averaging:
         deferred = [self._numbers[weight] for weight in sparse]
         if not self.replicas.accumulates:
             first = len(self._weights)
-            deferred += [first + index for index, other in enumerate(self._elsewhere) if other.grad is not None]
+            deferred += [first + index for index, other in enumerate(self._unmanaged) if other.grad is not None]
         while turn := self._agree(self._sums_that_are_due(), deferred, goes_on=False):
             yield from self._complete()
             self._start(turn, {})
@@ -148,18 +148,18 @@ class Averaging:
             averaged[weight] = [part]
         return averaged
 
-    def has_elsewhere(self) -> bool:
-        """Tell whether autograd has accumulated a gradient on the device."""
-        return any(parameter.grad is not None for parameter in self._elsewhere)
+    def has_unmanaged(self) -> bool:
+        """Tell whether an unmanaged parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self._unmanaged)
 
-    def average_elsewhere(self) -> None:
-        """Average the gradients that autograd accumulates on the device, when backward is over in all processes.
+    def average_unmanaged(self) -> None:
+        """Average the gradients of unmanaged parameters, when backward is over in all processes.
 
         They may contain gradients that were averaged earlier. Averaging does not change those, as they are the same in
         all processes. Sums of micro-batches wait for the last one.
         """
         first = len(self._weights)
-        for parameter in [self._elsewhere[number - first] for number in self._deferred if number >= first]:
+        for parameter in [self._unmanaged[number - first] for number in self._deferred if number >= first]:
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             average = (own * (1 / self.replicas.count)).contiguous()
             dist.all_reduce(average)

@@ -306,10 +306,10 @@ class GradientReturn:
                 takes part only if one has: `torch.autograd.grad` in some processes does not concern the others.
         """
         self.ship_all_but([])
-        if self._averaging is not None and (takes_part or self._arrived or self._averaging.has_elsewhere()):
+        if self._averaging is not None and (takes_part or self._arrived or self._averaging.has_unmanaged()):
             self._ship_averaged(self._averaging.finish(self._sparse))
             self._sparse = self._averaging.average_sparse(self._sparse)
-            self._averaging.average_elsewhere()
+            self._averaging.average_unmanaged()
         self.stepper.end_of_backward()
         # in autograd's order, in which users expect their hooks to be called; then weights that only others have used
         weights = dict.fromkeys([*self._arrived, *self._shipped, *self._sparse])
