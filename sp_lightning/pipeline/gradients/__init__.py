@@ -1,1 +1,1 @@
-"""From the device's gradients to those of masters."""
+"""Gradients on their way from the device to the masters on the host."""

@@ -1,13 +1,13 @@
-"""Whose gradients are averaged next: what processes tell each other before they send anything.
+"""How processes agree on whose gradients are averaged next, before they send any.
 
 [Note: whose turn it is]
-What one process sends, all others have to wait for, and it must belong to the same weights everywhere. But each
-follows a backward pass of its own: a layer may be left out in one of them, or a weight may have left its unit. So
-before gradients are averaged, the processes tell each other which weights they have gradients of. This is a small
-message between hosts, which runs ahead of the devices. They agree on one of these sets; who has no gradient of a
-weight in it adds zero, and may come to it later: then it has another turn, and cannot be stepped before backward ends.
-Who has ended its backward pass takes part until nobody has any gradient left. The last message tells, too, what else
-there is to average when backward is over.
+A collective operation makes every process wait for the others, and must be for the same weights in all of them. But
+each process runs a backward pass of its own: one of them may skip a layer, or have a weight that has left its unit. So
+before gradients are averaged, the processes tell each other which weights they have gradients of. This takes a small
+message between hosts, which run ahead of the devices. They agree on one of these sets. A process that has no gradient
+for a weight in it contributes zero. If it may still compute one, the weight can have another turn, and is not stepped
+before backward ends. A process whose backward pass has ended takes part until nobody has any gradient left. The last
+message also says what else is averaged when backward is over.
 """
 
 from __future__ import annotations
@@ -18,112 +18,114 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_HEAD = 2  # what stands in front of the numbers
-_READY, _LATE = 1, 2
+_HEADER = 2  # entries before the flags: `steps_taken` and `goes_on`
+_READY, _DEFERRED = 1, 2
 
 
 class Message(NamedTuple):
-    """What a process says of itself.
+    """A process's report to the others.
 
     Attributes:
-        moment: How many optimizer steps it has taken.
-        goes_on: Whether its backward pass goes on, and may bring more.
+        steps_taken: Number of optimizer steps that the process has taken.
+        goes_on: Whether its backward pass is still running, and may bring more gradients.
         ready: Numbers of the weights that it has gradients of, in ascending order.
-        late: Numbers of what else it has, to be averaged when backward is over everywhere.
+        deferred: Numbers of everything else that it has to average when backward is over in all processes.
     """
 
-    moment: int
+    steps_taken: int
     goes_on: bool
     ready: Sequence[int]
-    late: Sequence[int] = ()
+    deferred: Sequence[int] = ()
 
     def encoded(self, count: int) -> Tensor:
-        """As numbers, of which all processes send equally many.
+        """Encode the message as a tensor, which has the same size in all processes.
 
         Args:
-            count: How many things have a number.
+            count: How many weights and other parameters have a number.
         """
-        message = torch.zeros(_HEAD + count, dtype=torch.int32, device="cpu")
-        message[0], message[1] = self.moment, self.goes_on
-        message[[_HEAD + number for number in self.ready]] = _READY
-        message[[_HEAD + number for number in self.late]] += _LATE
+        message = torch.zeros(_HEADER + count, dtype=torch.int32, device="cpu")
+        message[0], message[1] = self.steps_taken, self.goes_on
+        message[[_HEADER + number for number in self.ready]] = _READY
+        message[[_HEADER + number for number in self.deferred]] += _DEFERRED
         return message
 
     @classmethod
     def decoded(cls, message: Tensor) -> Message:
-        """What somebody has sent."""
-        moment, goes_on = message[:_HEAD].tolist()
-        ready, late = ((message[_HEAD:] & flag).nonzero().flatten().tolist() for flag in (_READY, _LATE))
-        return cls(moment, bool(goes_on), ready, late)
+        """Decode what a process has sent."""
+        steps_taken, goes_on = message[:_HEADER].tolist()
+        ready, deferred = ((message[_HEADER:] & flag).nonzero().flatten().tolist() for flag in (_READY, _DEFERRED))
+        return cls(steps_taken, bool(goes_on), ready, deferred)
 
 
 class Turn(NamedTuple):
-    """What processes have agreed on.
+    """The decision that all processes have come to.
 
     Attributes:
-        weights: Whose gradients are averaged now; nobody's when no process has any left.
-        open: Those of them that a process may still come to.
-        late: What there is to average when nobody has any gradient left.
+        weights: Numbers of the weights whose gradients are averaged now; empty when no process has any left.
+        not_final: Those of them that some process may still compute a gradient for.
+        deferred: Numbers of everything else, to be averaged once no process has a gradient left.
     """
 
     weights: list[int]
-    open: set[int]
-    late: list[int]
+    not_final: set[int]
+    deferred: list[int]
 
 
 def take_turns(messages: Sequence[Message]) -> Turn:
-    """Agree: every process comes to the same, from what all have said.
+    """Decide whose turn it is; given the same messages, every process decides the same.
 
     Raises:
-        RuntimeError: The processes are not at the same moment of the training.
+        RuntimeError: The processes have taken different numbers of optimizer steps.
     """
-    moments = [message.moment for message in messages]
-    if len(set(moments)) > 1:
+    steps_taken = [message.steps_taken for message in messages]
+    if len(set(steps_taken)) > 1:
         raise RuntimeError(
-            f"The processes have taken different numbers of optimizer steps ({moments}) when they average "
-            "gradients. Every process has to run backward as often as the others between two steps; a "
-            "`training_step` that returns None in one of them does not."
+            f"The processes have taken different numbers of optimizer steps ({steps_taken}) when they average "
+            "gradients. Every process has to run backward equally often between two steps: `training_step` may not "
+            "return None in some of them only."
         )
-    # backward came to its first layer last; where that is a later one, others are as far or further
+    # backward runs from the last layer to the first: the process whose set begins at the latest layer is least far
     turn = max((message.ready for message in messages), key=lambda numbers: numbers[0] if numbers else -1)
     missing = (set(turn).difference(message.ready) for message in messages if message.goes_on)
-    late = set[int]().union(*(message.late for message in messages))
-    return Turn(list(turn), set[int]().union(*missing), sorted(late))
+    deferred = set[int]().union(*(message.deferred for message in messages))
+    return Turn(list(turn), set[int]().union(*missing), sorted(deferred))
 
 
 class Agreement:
-    """Agrees with other processes, again and again, in one backward pass after the other.
+    """Agrees with the other processes on one turn after another, in every backward pass.
 
     Args:
-        count: How many things have a number.
-        moment: What has to be the same in all processes: a number of steps.
-        exchange: Gives a message to all processes, and returns what each of them has said.
+        count: How many weights and other parameters have a number.
+        steps_taken: Returns the number of optimizer steps taken, which must be the same in all processes.
+        exchange: Sends a message to all processes, and returns the message of each of them.
     """
 
-    def __init__(self, count: int, moment: Callable[[], int], exchange: Callable[[Tensor], Iterable[Tensor]]) -> None:
+    def __init__(
+        self, count: int, steps_taken: Callable[[], int], exchange: Callable[[Tensor], Iterable[Tensor]]
+    ) -> None:
         self._count = count
-        self._moment = moment
+        self._steps_taken = steps_taken
         self._exchange = exchange
-        self._open: set[int] = set()
+        self._not_final: set[int] = set()
 
-    def next_turn(self, ready: Iterable[int], late: Iterable[int] = (), *, goes_on: bool) -> Turn:
-        """Say what this process has, and hear what is averaged next.
+    def next_turn(self, ready: Iterable[int], deferred: Iterable[int] = (), *, goes_on: bool) -> Turn:
+        """Announce what this process has, and return what is averaged next.
 
         Args:
-            ready: The weights that it has gradients of.
-            late: What else it has; told in the end.
-            goes_on: Whether its backward pass goes on.
+            ready: Numbers of the weights that it has gradients of.
+            deferred: Numbers of everything else that it has to average when backward is over.
+            goes_on: Whether its backward pass is still running.
         """
-        mine = Message(self._moment(), goes_on, sorted(ready), sorted(late))
+        mine = Message(self._steps_taken(), goes_on, sorted(ready), sorted(deferred))
         answers = self._exchange(mine.encoded(self._count))
         turn = take_turns([Message.decoded(answer) for answer in answers])
-        self._open |= turn.open
+        self._not_final |= turn.not_final
         return turn
 
     def is_final(self, weights: Iterable[int]) -> bool:
-        """Whether no process can come to these any more in this backward pass, once their turn has come."""
-        return self._open.isdisjoint(weights)
+        """Tell whether no process can bring more gradients of weights that have had their turn in this pass."""
+        return self._not_final.isdisjoint(weights)
 
     def end(self) -> None:
-        """The backward pass is over in all processes, or in none that goes on."""
-        self._open.clear()
+        """Reset, as the backward pass is over in all processes, or was abandoned in this one."""
+        self._not_final.clear()

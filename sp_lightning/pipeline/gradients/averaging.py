@@ -1,11 +1,11 @@
-"""Gradients averaged over processes, between autograd and the host.
+"""Averaging of gradients over processes, between autograd and the host.
 
-It is done on the device, before they leave it, and in the dtype of their masters. They are put together in the piece of
-memory in which they leave; there they are scaled and summed up with one operation each. Whose turn it is, processes
-have to agree on (agreement.py). While backward goes on, one turn is under way.
+It takes place on the device, before gradients leave it, and in the dtype of their masters. They are put together in the
+piece of memory in which they leave, and there scaled and all-reduced, with one operation each for a stretch of one
+dtype. The processes first have to agree whose turn it is (agreement.py). While backward runs, one turn is under way.
 
-Those that a user's hook must see, and sparse ones, are averaged in each micro-batch; others with the last one, as sums
-(unaveraged.py).
+Gradients that a user's hook must see, and sparse ones, are averaged in each micro-batch; all others once, with the last
+micro-batch, as sums (unaveraged.py).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Averaged(NamedTuple):
     """Gradients that have had their turn.
 
     Attributes:
-        weights: Whose they are: a unit's in its order, or any.
-        piece: Where they lie.
-        tensors: They themselves.
+        weights: The weights that they belong to: those of one unit, in its order, or any others.
+        piece: The memory that they lie in.
+        tensors: The gradients, one for each weight.
     """
 
     weights: list[Weight]
@@ -46,12 +46,13 @@ class Averaging:
 
     Args:
         replicas: The processes.
-        weights: All weights, in an order that is the same in all processes.
-        elsewhere: Parameters that autograd itself collects gradients of, on the device.
-        moment: What has to be the same in all processes whenever gradients are averaged: a number of steps.
+        weights: All weights, in the same order in all processes.
+        unmanaged: Parameters that the engine does not manage: autograd accumulates their gradients on the device.
+        steps_taken: Returns the number of optimizer steps taken, which must be the same in all processes whenever
+            gradients are averaged.
 
     Attributes:
-        replicas: See above.
+        replicas: The processes.
         unaveraged: Sums of earlier micro-batches, on the host.
     """
 
@@ -59,26 +60,26 @@ class Averaging:
         self,
         replicas: Replicas,
         weights: Iterable[Weight],
-        elsewhere: Sequence[nn.Parameter],
-        moment: Callable[[], int],
+        unmanaged: Sequence[nn.Parameter],
+        steps_taken: Callable[[], int],
     ) -> None:
         self.replicas = replicas
         self._weights = list(weights)
         self._numbers = {weight: number for number, weight in enumerate(self._weights)}
-        self._elsewhere = elsewhere
-        self._agreement = Agreement(len(self._weights) + len(elsewhere), moment, self._exchange)
-        self._late: list[int] = []
+        self._unmanaged = unmanaged
+        self._agreement = Agreement(len(self._weights) + len(unmanaged), steps_taken, self._exchange)
+        self._deferred: list[int] = []
         self._under_way: tuple[Averaged, list[dist.Work]] | None = None
         self.unaveraged: Unaveraged
         self._gathered: Mapping[Unit, dict[Weight, Tensor]]
         self._pieces: Pieces
 
     def work_with(self, unaveraged: Unaveraged, gathered: Mapping[Unit, dict[Weight, Tensor]], pieces: Pieces) -> None:
-        """Take note of what is there besides what `average` is given.
+        """Set the sources of gradients besides the argument of `average`, and the memory to put them together in.
 
         Args:
             unaveraged: Sums of earlier micro-batches, on the host.
-            gathered: Gradients that have not left the device: they are taken when another process has their turn.
+            gathered: Gradients that have not left the device yet: taken when another process gives them a turn.
             pieces: Memory in which gradients are put together, and leave.
         """
         self.unaveraged, self._gathered, self._pieces = unaveraged, gathered, pieces
@@ -86,17 +87,17 @@ class Averaging:
     # ------------------------------------------------------------------------------------------- while backward runs
 
     def is_due(self, weight: Weight) -> bool:
-        """Whether a gradient is averaged in this backward pass, and not with that of a later micro-batch."""
+        """Tell whether a gradient is averaged in this backward pass, and not in that of a later micro-batch."""
         return not self.replicas.accumulates or bool(tensor_hooks(weight.master))
 
     def average(self, gradients: Mapping[Weight, Tensor]) -> Iterator[Averaged]:
-        """Have gradients averaged while backward goes on.
+        """Start averaging gradients while backward runs.
 
         Args:
-            gradients: On the device. They are not changed.
+            gradients: Gradients on the device; they are not changed.
 
         Yields:
-            What has been averaged since the last call: as a rule what was given then.
+            Turns that have ended since the last call: as a rule that of the gradients given then.
         """
         left = dict(gradients)
         while left:
@@ -104,80 +105,80 @@ class Averaging:
             self._start(self._agree(left, goes_on=True), left)
 
     def is_final(self, weights: Iterable[Weight]) -> bool:
-        """Whether no process can come to these weights any more in this backward pass, once their turn has come."""
+        """Tell whether no process can bring more gradients of weights that have had their turn in this pass."""
         return self._agreement.is_final(self._numbers[weight] for weight in weights)
 
     # ------------------------------------------------------------------------------------------------ when it ends
 
     def finish(self, sparse: Collection[Weight]) -> Iterator[Averaged]:
-        """Backward is over in this process: take part until it is over in all of them.
+        """Keep taking turns after this process's own backward, until backward is over in all processes.
 
         Args:
             sparse: Weights that this process has sparse gradients of.
 
         Yields:
-            What has been averaged since the last call.
+            Turns that have ended since the last call.
         """
         self.replicas.passes += 1
-        late = [self._numbers[weight] for weight in sparse]
+        deferred = [self._numbers[weight] for weight in sparse]
         if not self.replicas.accumulates:
             first = len(self._weights)
-            late += [first + index for index, other in enumerate(self._elsewhere) if other.grad is not None]
-        while turn := self._agree(self._sums_that_are_due(), late, goes_on=False):
+            deferred += [first + index for index, other in enumerate(self._unmanaged) if other.grad is not None]
+        while turn := self._agree(self._sums_that_are_due(), deferred, goes_on=False):
             yield from self._complete()
             self._start(turn, {})
         yield from self._complete()
         self._agreement.end()
 
     def _sums_that_are_due(self) -> list[Weight]:
-        """Those that the last micro-batch has added nothing to."""
+        """Return the weights whose sums are due although the last micro-batch has added nothing to them."""
         return [] if self.replicas.accumulates else self.unaveraged.among(self._weights)
 
     def average_sparse(self, gradients: Mapping[Weight, list[Tensor]]) -> dict[Weight, list[Tensor]]:
         """Average sparse gradients, when backward is over in all processes.
 
         Args:
-            gradients: For each weight what backward has brought, one after the other.
+            gradients: The gradients that backward has brought for each weight, in the order of their arrival.
         """
         averaged = {}
-        for weight in [self._weights[number] for number in self._late if number < len(self._weights)]:
-            own = reduce(torch.add, gradients[weight]).to("cpu") if weight in gradients else _no_rows(weight)
+        for weight in [self._weights[number] for number in self._deferred if number < len(self._weights)]:
+            own = reduce(torch.add, gradients[weight]).to("cpu") if weight in gradients else _without_rows(weight)
             part = own.coalesce() * (1 / self.replicas.count)
             dist.all_reduce(part, group=self.replicas.host_group)
             averaged[weight] = [part]
         return averaged
 
-    def has_elsewhere(self) -> bool:
-        """Whether there are gradients of parameters that are elsewhere."""
-        return any(parameter.grad is not None for parameter in self._elsewhere)
+    def has_unmanaged(self) -> bool:
+        """Tell whether an unmanaged parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self._unmanaged)
 
-    def average_elsewhere(self) -> None:
-        """Average the gradients of parameters that are elsewhere, when backward is over in all processes.
+    def average_unmanaged(self) -> None:
+        """Average the gradients of unmanaged parameters, when backward is over in all processes.
 
-        What was averaged before is in them, and is not changed by it: it is the same in all processes. So are sums of
-        micro-batches, which wait for the last one.
+        They may contain gradients that were averaged earlier. Averaging does not change those, as they are the same in
+        all processes. Sums of micro-batches wait for the last one.
         """
         first = len(self._weights)
-        for parameter in [self._elsewhere[number - first] for number in self._late if number >= first]:
+        for parameter in [self._unmanaged[number - first] for number in self._deferred if number >= first]:
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             average = (own * (1 / self.replicas.count)).contiguous()
             dist.all_reduce(average)
             parameter.grad = own.copy_(average)
 
     def abandon(self) -> None:
-        """After an exception: nothing is on its way any more."""
+        """Forget the turn that is under way, after an exception."""
         if self._under_way is not None:
-            self._pieces.discard(self._under_way[0].piece)  # others may still write to it
+            self._pieces.discard(self._under_way[0].piece)  # the all-reduce may still write to it
             self._under_way = None
         self._agreement.end()
         self.unaveraged.forget()
 
     # --------------------------------------------------------------------------------------------------------- a turn
 
-    def _agree(self, mine: Iterable[Weight], late: Iterable[int] = (), *, goes_on: bool) -> list[Weight]:
-        """Whose gradients are averaged next; nobody's when no process has any left."""
-        turn = self._agreement.next_turn([self._numbers[weight] for weight in mine], late, goes_on=goes_on)
-        self._late = turn.late
+    def _agree(self, mine: Iterable[Weight], deferred: Iterable[int] = (), *, goes_on: bool) -> list[Weight]:
+        """Return the weights whose gradients are averaged next; none when no process has any left."""
+        turn = self._agreement.next_turn([self._numbers[weight] for weight in mine], deferred, goes_on=goes_on)
+        self._deferred = turn.deferred
         return [self._weights[number] for number in turn.weights]
 
     def _exchange(self, message: Tensor) -> list[Tensor]:
@@ -186,22 +187,21 @@ class Averaging:
         return answers
 
     def _start(self, turn: list[Weight], left: dict[Weight, Tensor]) -> None:
-        """Put a turn's gradients together, and have them averaged.
+        """Put a turn's gradients together, and start averaging them.
 
         Args:
-            turn: Whose turn it is.
-            left: What this process has to give; what is taken is removed.
+            turn: The weights whose turn it is.
+            left: Gradients that this process has yet to contribute; those used here are removed.
         """
         sums = self.unaveraged.take(turn)
         parts = [
-            [found.pop(weight) for found in (sums, self._others_gathered(weight), left) if weight in found]
-            for weight in turn
+            [found.pop(weight) for found in (sums, self._unshipped(weight), left) if weight in found] for weight in turn
         ]
         dtypes = [weight.master.dtype for weight in turn]
         nbytes = lay_out_gradients(turn, dtypes).nbytes
         piece = self._pieces.take(nbytes) if unit_of(turn) is not None else self._pieces.make(nbytes)
         tensors = piece.tensors(turn, dtypes)
-        _put_in(tensors, parts)
+        _write_sums(tensors, parts)
         works = []
         for flat in piece.flat(turn, dtypes):
             flat.mul_(1 / self.replicas.count)
@@ -215,13 +215,13 @@ class Averaging:
                 work.wait()
             yield averaged
 
-    def _others_gathered(self, weight: Weight) -> dict[Weight, Tensor]:
-        """What a unit that has not left yet has gathered, if it may be taken."""
+    def _unshipped(self, weight: Weight) -> dict[Weight, Tensor]:
+        """Return what the weight's unit has gathered and not shipped, if the weight's gradient is due."""
         return self._gathered.get(weight.unit, {}) if self.is_due(weight) else {}
 
 
-def _put_in(targets: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
-    """Write sums of gradients to memory; of a weight that this process has not used, zeros."""
+def _write_sums(targets: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+    """Write the sum of each weight's gradients to its target; zeros if this process has no gradient of it."""
     used = [target for target, own in zip(targets, parts, strict=True) if own]
     if used:
         torch._foreach_copy_(used, [own[0] for own in parts if own])
@@ -232,8 +232,8 @@ def _put_in(targets: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Non
             target.add_(further.to(target.dtype))
 
 
-def _no_rows(weight: Weight) -> Tensor:
-    """The part of a process that has not used a weight whose gradient is sparse."""
+def _without_rows(weight: Weight) -> Tensor:
+    """Return a sparse gradient without rows: the contribution of a process that has not used the weight."""
     rows, *columns = weight.host.shape
     values = torch.empty(0, *columns, dtype=weight.master.dtype)
     return torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), values, (rows, *columns))

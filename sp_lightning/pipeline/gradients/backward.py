@@ -1,8 +1,8 @@
-"""A backward pass: how the engine notices it, follows it through the units, and ends it.
+"""How the engine notices a backward pass, follows it through the units, and ends it.
 
-Nothing tells a module that backward has come to it. The signs are: a node that made a unit's output is about to run,
-a saved weight is unpacked, a checkpoint recomputes a unit, a gradient arrives. The first sign opens the pass; the
-callback that autograd runs after the last node closes it.
+Autograd does not tell a module that backward has reached it. There are signs of it: a node that made a unit's output is
+about to run, a saved weight is unpacked, a checkpoint recomputes a unit, a gradient arrives. The first sign opens the
+pass; the callback that autograd runs after the last node closes it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class BackwardPass:
 
     Args:
         window: Brings groups to the device.
-        schedule: Is told what is used.
-        returns: Gets the gradients home.
+        schedule: Records the order in which units are used.
+        returns: Brings gradients to the host.
         resident: The unit of resident weights.
         stats: Counters.
-        at_work: Entered around what the pass does.
+        at_work: Context entered around the engine's own work.
         on_begin: Called when a pass opens.
-        on_end: Called when it has ended.
+        on_end: Called when a pass has ended.
 
     Attributes:
         running: Whether a pass is open.
-        task: Autograd's number of the pass.
-        in_use: Groups of the unit that backward reached last, and of those around it.
-        closed: Whether another arrangement has taken over: what the graphs of this one announce is of no use.
+        task: Autograd's number of the pass (its graph task).
+        in_use: Groups of the unit that backward reached last, and of the calls around it.
+        closed: Whether another arrangement has taken over, so that announcements from this one's graphs are ignored.
     """
 
     def __init__(
@@ -75,29 +75,29 @@ class BackwardPass:
         self._callback: Callable[[], object] = lambda: None
 
     def note(self) -> None:
-        """Called at every sign of a backward pass; the first one opens it."""
+        """Note a sign of a backward pass; the first one opens the pass."""
         self.forget_failed()
         if not self.running and in_backward():
             self.running = True
             self.task = graph_task()
             self._on_begin()
             callback = partial(self._end)
-            self._callback = weakref.ref(callback)  # autograd holds it for as long as the pass lives
+            self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
             when_backward_ends(callback)
 
     def forget_failed(self) -> None:
-        """If the pass has ended with an exception that the user has caught, nothing is expected of it any more."""
+        """Abandon the pass if it has ended with an exception that the user has caught."""
         if self.running and self._callback() is None:
             self.abandon()
 
     def reach(self, member: Member, graph: Graph, groups: Sequence[Group], around: Sequence[Group]) -> None:
-        """Backward is about to run the nodes of a member's call.
+        """Prepare for the nodes of a member's call, which backward is about to run.
 
         Args:
-            member: Whose call it was.
+            member: The member that was called.
             graph: The graph that the call built.
-            groups: What the call computed with.
-            around: Groups of calls that were around it, whose backward is not over either.
+            groups: The groups whose weights the call computed with.
+            around: Groups of the calls that enclosed it, whose backward is not over either.
         """
         unit = member.unit
         if unit is None:
@@ -112,23 +112,23 @@ class BackwardPass:
             self._returns.fetch_sums(unit)
             if unit not in self._reached:
                 self._reached.append(unit)
-            for other in unit.members:  # for checkpoints inside of the unit, which call its parts and not the unit
+            for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
                 swap_in(other, self._returns.follow_requires_grad)
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 
     def go_through(self, graph: Graph) -> None:
-        """Backward runs a node of a graph that no unit was called for."""
+        """Note that backward runs a node of `graph` that belongs to no unit's call."""
         with self._at_work:
             self.note()
             self._graphs.add(graph)
 
     def is_uncompiled(self, member: Member) -> bool:
-        """Whether backward runs through a graph in which the member's calls were not compiled."""
+        """Tell whether backward runs through a graph in which the member's calls were not compiled."""
         return any(member in graph.uncompiled for graph in self._graphs)
 
     def require(self, twin: Twin) -> None:
-        """Backward unpacks a weight."""
+        """Bring a weight that backward unpacks to the device."""
         group = twin.group
         is_expected = group.kept or group in self.in_use
         if self.running and is_expected and group.readable and not group.suspect:
@@ -145,24 +145,24 @@ class BackwardPass:
                 self._window.prefetch(self.in_use)
 
     def is_nested(self) -> bool:
-        """Whether autograd is in a backward inside of the one that was noticed first, as reentrant checkpoints are."""
+        """Tell whether autograd runs a backward inside of the one that opened the pass, as reentrant checkpoints do."""
         return graph_task() != self.task
 
     def has_reached(self, unit: Unit | None) -> bool:
-        """Whether backward is in a unit, so that its modules hold twins."""
+        """Tell whether backward has reached a unit, so that its modules hold twins."""
         return unit in self._reached
 
     def evict(self, group: Group) -> None:
-        """A group's place is given away: its modules hold masters again."""
+        """Put masters back into the modules of a group whose place is about to be given away."""
         for unit in [unit for unit in self._reached if unit.group is group]:
             self._reached.remove(unit)
             _take_twins_from(unit)
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """An exception has ended the pass, and autograd has not called back."""
+        """Reset after an exception that ended the pass before autograd could call back."""
         self._leave_units()
-        self._graphs.clear()  # who still holds one may try again
+        self._graphs.clear()  # not done: whoever still holds one may run backward again
         self._returns.abandon()
         self.running = False
 

@@ -1,14 +1,14 @@
-"""From the twin's gradient on the device to the master's `.grad` on the host.
+"""The path of gradients from the twin on the device to the master's `.grad` on the host.
 
 A unit's gradients are gathered as autograd finishes them, put together in one piece of device memory, and leave with
-one copy, in the dtype they were computed in.
+one device-to-host (D2H) copy, in the dtype they were computed in.
 
     device                        on its way                  host
-    twin.grad -> piece (ring) ------------------------------> home: the gradient itself    (first of a step)
-                              -----------> slot (ring) -----> added to the gradient        (accumulation: sums.py)
-                              -----------> slot (ring) -----> the optimizer                (it steps in backward)
+    twin.grad -> piece ------------------------------------> home: the gradient itself    (first of a step)
+                      -----------------> slot (ring) ------> added to the gradient        (accumulation: sums.py)
+                      -----------------> slot (ring) ------> the optimizer                (it steps in backward)
 
-What is there, and what is still to be done to it, is in host_gradients.py.
+host_gradients.py has the gradients that are on the host, and the scaling that is still to be applied to them.
 """
 
 from __future__ import annotations
@@ -35,59 +35,64 @@ from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
-_SLOTS_SHARE = 5  # at most one slot for so many units: what the optimizer may be behind
+_UNITS_PER_SLOT = 5  # the number of slots limits how far the optimizer may fall behind
 
 
 def slots_in_ring(units: int, together: int) -> int:
-    """How many slots there are at most for the gradients of this many units, of which so many travel together."""
-    return max(2, together + 1, -(-units // _SLOTS_SHARE))
+    """Return the most slots that the ring may have.
+
+    Args:
+        units: Number of units.
+        together: Number of units that travel together.
+    """
+    return max(2, together + 1, -(-units // _UNITS_PER_SLOT))
 
 
 class Stepper(Protocol):
-    """Who steps units in backward, as far as gradients know it (see overlap.py).
+    """The interface through which `GradientReturn` has units stepped in backward (implemented in in_backward.py).
 
     Attributes:
-        keeps_gradients: Whether gradients that arrive in a lower dtype are kept when the optimizer has used them.
+        keeps_gradients: Whether gradients that arrive in a lower dtype are kept after the optimizer has used them.
     """
 
     @property
     def keeps_gradients(self) -> bool:
-        """See above."""
+        """Whether gradients that arrive in a lower dtype are kept after the optimizer has used them."""
 
     def wants(self, unit: Unit) -> bool:
-        """Whether the unit's complete gradients should go to the optimizer right away."""
+        """Tell whether the unit's complete gradients should go to the optimizer right away."""
 
     def has_stepped(self, weight: Weight) -> bool:
-        """Whether a gradient of this weight would come too late."""
+        """Tell whether the weight was stepped already, so that another gradient of it would come too late."""
 
     def step_in_backward(self, shipment: Shipment) -> None:
-        """Step a unit when its gradients have landed; releases the slot."""
+        """Step a unit when its gradients have landed, and release the slot."""
 
     def end_of_backward(self) -> None:
-        """Give back, by `keep`, what was not stepped after all."""
+        """Hand shipments that were not stepped after all to `GradientReturn.take_back`."""
 
     def finish_step(self, group: Group) -> None:
         """Wait until no step reads the gradients of a group any more."""
 
     def abandon(self) -> None:
-        """After an exception: finish what was begun, and begin nothing else."""
+        """Finish the steps that were begun, and begin no other, after an exception."""
 
 
 class GradientReturn:
-    """Brings gradients home.
+    """Brings gradients to the host.
 
     Args:
         units: All units, the resident one included.
-        backend: Copies.
+        backend: Runs the copies.
         stats: Counters.
-        pin: Whether to page-lock host memory.
+        pin: Whether to pin host memory.
         on_arrival: Called when autograd has finished a gradient.
         averaging: Averages gradients with those of other processes, if there are any.
 
     Attributes:
-        gradients: Those that are on the host, or on their way there.
+        gradients: The gradients that are on the host, or on their way there.
         stepper: Steps units in backward, if an optimizer lets it.
-        measures_norms: Whether the norm of each gradient is wanted with it (see `HostGradients.norms_of`).
+        measures_norms: Whether each gradient brings its norm (see `HostGradients.norms_of`).
     """
 
     stepper: Stepper
@@ -123,13 +128,13 @@ class GradientReturn:
         self._ring = Ring(backend, pin, slots_in_ring(len(self._units), together))
 
     def reserve(self) -> None:
-        """Have the device memory through which gradients leave, before a step that may have a backward."""
+        """Allocate the device memory through which gradients leave, before a step that may have a backward."""
         self._pieces.reserve()
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
     def follow_requires_grad(self, twin: Twin) -> None:
-        """Let a twin require a gradient if its master does, and collect what it gets."""
+        """Let a twin require a gradient if its master does, and collect its gradients."""
         with torch.inference_mode(False):
             twin.parameter.requires_grad_(twin.weight.master.requires_grad)
             if twin.parameter.requires_grad and twin.gradient_hook is None:
@@ -178,20 +183,20 @@ class GradientReturn:
             )
 
     def fetch_sums(self, unit: Unit) -> None:
-        """Backward has come to a unit: sums that are averaged when it leaves it are needed on the device."""
+        """Fetch the sums of a unit that backward has reached: it needs them on the device when it leaves the unit."""
         if self._averaging is not None:
             self._averaging.unaveraged.fetch(unit)
 
     def ship_all_but(self, units: Sequence[Unit]) -> None:
-        """Backward has moved on to these units: what others gathered can leave."""
+        """Ship what all other units have gathered: backward has moved on to these."""
         for unit in [unit for unit in self._gathered if unit not in units]:
             self._ship(unit)
 
     @torch.no_grad()
     def _ship(self, unit: Unit) -> None:
-        """What a unit has gathered leaves the device, once it is averaged if there are other processes."""
+        """Send what a unit has gathered to the host, averaged first if there are other processes."""
         gathered = self._gathered.pop(unit)
-        if not gathered:  # others' turn came first
+        if not gathered:  # another process's turn has taken it already
             return
         if self._averaging is None:
             self._put_together(unit, gathered)
@@ -227,23 +232,23 @@ class GradientReturn:
         self._send(Parcel(unit, weights, piece, tensors))
 
     def _send(self, parcel: Parcel) -> None:
-        """Start the copy to where gradients stay, or through a slot to where they are added or used."""
+        """Start the copy: to the gradients' home, or to a slot from which they are added up or used."""
         unit, weights = parcel.unit, parcel.weights
         if self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights):
             parcel.measure()
         self.stepper.finish_step(unit.group)
-        self.gradients.expect_more(weights)
+        self.gradients.apply_pending(weights)
         complete = len(weights) == self._expected.get(unit)
         steps_now = complete and self._is_final(weights) and self.stepper.wants(unit)
         route = choose_route(
             first=self._are_first(weights),
             lower=parcel.is_lower,
             complete=complete,
-            fills_home=self._homes.members(unit, weights) == weights,
+            fills_home=self._homes.weights_in_home(unit, weights) == weights,
             used_up=steps_now and not self.stepper.keeps_gradients,
         )
-        if route is Route.OPTIMIZER and self._homes.has_lower(unit):  # of the time before it stepped in backward
-            self.gradients.let_land(weights)
+        if route is Route.OPTIMIZER and self._homes.has_lower(unit):  # from before the unit was stepped in backward
+            self.gradients.wait_until_landed(weights)
             self._homes.give_up_lower(unit)
         shipment = self._send_home(parcel, route) if route.stays else self._send_through_slot(parcel)
         self._stats.bytes_to_host += parcel.bytes_to_send
@@ -251,7 +256,7 @@ class GradientReturn:
         self._shipped.update(dict.fromkeys(weights))
         if route is Route.SUM:
             shipment = self._sums.add(shipment, self.measures_norms)
-        self.gradients.wait_for(weights, shipment.ticket)
+        self.gradients.mark_under_way(weights, shipment.ticket)
         if steps_now and self._sums.held_back.isdisjoint(weights):
             self.stepper.step_in_backward(shipment)
 
@@ -261,12 +266,12 @@ class GradientReturn:
             home = self._homes.of(unit, weights)
         else:
             home = self._homes.in_lower_dtypes(unit, weights, parcel.dtypes)
-        self.gradients.let_land(weights)
+        self.gradients.wait_until_landed(weights)
         home.vacate()
         ticket = self._start_copy(home.memory, parcel)
         self._sums.begin(weights, home.tensors)
         if parcel.has_norms:
-            self.gradients.measured(dict(zip(weights, home.norms, strict=True)))
+            self.gradients.note_norms(dict(zip(weights, home.norms, strict=True)))
         return Shipment(unit, weights, home.tensors, ticket, None)
 
     def _send_through_slot(self, parcel: Parcel) -> Shipment:
@@ -280,11 +285,11 @@ class GradientReturn:
         return parcel.piece.ticket
 
     def _is_final(self, weights: list[Weight]) -> bool:
-        """Whether no other process can bring more of these gradients."""
+        """Tell whether no other process can bring more of these gradients."""
         return self._averaging is None or self._averaging.is_final(weights)
 
     def _are_first(self, weights: list[Weight]) -> bool:
-        """Whether there is nothing to add to, and no user's hook to ask."""
+        """Tell whether there is no gradient to add these to, and no user's hook to call."""
         return all(
             self.gradients.get(weight) is None and weight not in self._shipped and not tensor_hooks(weight.master)
             for weight in weights
@@ -294,24 +299,24 @@ class GradientReturn:
 
     @torch.no_grad()
     def finish(self, takes_part: bool = False) -> None:
-        """Send what is left. Gradients are known from now on, though some may still have to land.
+        """Send the gradients that are left, and enter all of them in `gradients`, though some may not have landed yet.
 
         Args:
-            takes_part: Whether other processes average gradients now even if there is none here. As a rule that is
-                so if there is one: what `torch.autograd.grad` does in some of them is their own affair.
+            takes_part: Whether to take part in averaging even if no gradient has arrived in this process. Otherwise it
+                takes part only if one has: `torch.autograd.grad` in some processes does not concern the others.
         """
         self.ship_all_but([])
-        if self._averaging is not None and (takes_part or self._arrived or self._averaging.has_elsewhere()):
+        if self._averaging is not None and (takes_part or self._arrived or self._averaging.has_unmanaged()):
             self._ship_averaged(self._averaging.finish(self._sparse))
             self._sparse = self._averaging.average_sparse(self._sparse)
-            self._averaging.average_elsewhere()
+            self._averaging.average_unmanaged()
         self.stepper.end_of_backward()
-        # in autograd's order, in which a user's hooks expect to be called; then what only other processes have used
+        # in autograd's order, in which users expect their hooks to be called; then weights that only others have used
         weights = dict.fromkeys([*self._arrived, *self._shipped, *self._sparse])
         has_hooks = any(post_accumulate_hooks(weight.master) for weight in weights)
         if self._sums.held_back or self._sparse or self._sums.must_settle or has_hooks:
             self.gradients.settle()
-        # what a hook makes of them was not measured
+        # hooks and sparse gradients change them after their norms were taken
         self.gradients.forget_norms([*self._sums.held_back, *self._sparse])
         for weight in weights:
             self._sums.conclude(weight, self._sparse.get(weight, ()))
@@ -320,19 +325,19 @@ class GradientReturn:
                 post_hook(weight.master)
         self._forget()
 
-    def keep(self, shipment: Shipment) -> None:
-        """Gradients that went to the optimizer were not needed there: they stay."""
+    def take_back(self, shipment: Shipment) -> None:
+        """Keep gradients that were sent to the optimizer, which has not used them."""
         if shipment.slot is not None:
-            self.gradients.wait_for(shipment.weights, self._sums.add(shipment, self.measures_norms).ticket)
+            self.gradients.mark_under_way(shipment.weights, self._sums.add(shipment, self.measures_norms).ticket)
 
     def check_averaged(self, weights: Iterable[Weight]) -> None:
-        """Called before weights are stepped; raises if other processes have another gradient of one of them."""
+        """Raise if a weight that is about to be stepped has a gradient that was not averaged over processes."""
         if self._averaging is not None:
             self._averaging.unaveraged.check_averaged(weights)
 
     def abandon(self) -> None:
-        """After an exception: forget what has not landed."""
-        self.stepper.abandon()  # before the memory that it reads from is anybody's
+        """Forget gradients that have not landed, after an exception."""
+        self.stepper.abandon()  # before the memory that it reads is given to anybody else
         self._let_go()
 
     def _let_go(self) -> None:
@@ -344,22 +349,22 @@ class GradientReturn:
         self._forget()
 
     def close(self) -> None:
-        """Show all gradients and undo page-locks; the gradients themselves stay where they are."""
+        """Show all gradients, and unpin their memory; they stay where they are."""
         self._let_go()
         self.gradients.show_all()
         self._homes.release()
         self._ring.close()
 
     def device_bytes(self) -> int:
-        """Device memory held for gradients on their way."""
+        """Return the bytes of device memory held for gradients that leave."""
         return self._pieces.nbytes()
 
     def give_up_memory(self) -> None:
-        """Let go of the device's memory, when no copy is under way; how much it was is still known."""
+        """Free the device memory, when no copy is under way; `device_bytes` still returns how much it was."""
         self._pieces.give_up_memory()
 
     def host_bytes(self) -> int:
-        """Host memory held for gradients."""
+        """Return the bytes of host memory held for gradients."""
         return self._homes.nbytes() + self._ring.nbytes()
 
     def _forget(self) -> None:

@@ -1,6 +1,7 @@
-"""Where gradients stay on the host: one buffer for each unit's.
+"""The memory in which gradients stay on the host: one buffer for each unit.
 
-It is made once and used in every step. A gradient that the user keeps stays theirs: its home gets other memory then.
+A buffer is allocated once and used in every step. If the user keeps a gradient, its memory is left to them, and the
+home gets other memory.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class Homes:
-    """The homes of all units' gradients; a unit may have two, one of them for gradients in a lower dtype.
+    """The homes of all units' gradients; a unit may have a second one, for gradients in a lower dtype.
 
     Args:
         backend: Pins the memory.
-        pin: Whether to page-lock it.
+        pin: Whether to pin it.
     """
 
     def __init__(self, backend: Backend, pin: bool) -> None:
@@ -35,27 +36,27 @@ class Homes:
         self._outgrown: list[Home] = []
 
     def of(self, unit: Unit, weights: Sequence[Weight]) -> Home:
-        """The home of gradients in their masters' dtypes, of at least these weights of a unit."""
-        home, members = self._homes.get(unit), self.members(unit, weights)
-        if home is None or home.weights != members:
-            home = self._put(self._homes, unit, members, [weight.master.dtype for weight in members])
+        """Return the home of gradients in their masters' dtypes, with room for at least these weights of a unit."""
+        home, belonging = self._homes.get(unit), self.weights_in_home(unit, weights)
+        if home is None or home.weights != belonging:
+            home = self._make(self._homes, unit, belonging, [weight.master.dtype for weight in belonging])
         return home
 
-    def members(self, unit: Unit, weights: Sequence[Weight]) -> list[Weight]:
-        """All whose gradients lie, or would lie, in the home of these weights of a unit."""
+    def weights_in_home(self, unit: Unit, weights: Sequence[Weight]) -> list[Weight]:
+        """Return all weights whose gradients share, or would share, a home with those of these weights of a unit."""
         home = self._homes.get(unit)
         if home is not None and set(weights) <= set(home.weights):
             return home.weights
         return [weight for weight in unit.weights if weight.master.requires_grad or weight in weights]
 
     def in_lower_dtypes(self, unit: Unit, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> Home:
-        """The home of gradients as they come, of exactly these weights of a unit."""
+        """Return the home of gradients in the dtypes in which they arrive, of exactly these weights of a unit."""
         home = self._lower.get(unit)
         if home is None or home.weights != list(weights) or home.dtypes != list(dtypes):
-            home = self._put(self._lower, unit, weights, dtypes)
+            home = self._make(self._lower, unit, weights, dtypes)
         return home
 
-    def _put(
+    def _make(
         self, homes: dict[Unit, Home], unit: Unit, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]
     ) -> Home:
         if unit in homes:
@@ -64,43 +65,43 @@ class Homes:
         return homes[unit]
 
     def room_for(self, weight: Weight) -> Tensor:
-        """Memory for one weight's gradient, in its master's dtype, that nobody else holds."""
+        """Return memory for one weight's gradient, in its master's dtype, that nobody else holds."""
         return self.of(weight.unit, [weight]).room_for(weight)
 
     def memory_of(self, unit: Unit, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Where these gradients lie together as they travel, with nothing else among them; None if they do not."""
+        """Return the memory of a home that consists of exactly these gradients; None if there is no such home."""
         for home in (self._homes.get(unit), self._lower.get(unit)):
             if home is not None and list(map(id, home.tensors)) == list(map(id, gradients)):
                 return home.memory
         return None
 
     def has_lower(self, unit: Unit) -> bool:
-        """Whether gradients of a unit have stayed as they came."""
+        """Tell whether a unit has a home for gradients in a lower dtype."""
         return unit in self._lower
 
     def give_up_lower(self, unit: Unit) -> None:
-        """Gradients of a unit do not stay as they come any more; nothing is on its way to them."""
+        """Give up a unit's home for gradients in a lower dtype, when no copy is on its way to it."""
         self._lower.pop(unit).buffer.release()
 
     def release_outgrown(self) -> None:
-        """No copy is on its way any more to homes that others have taken the place of."""
+        """Unpin the memory of homes that were replaced, when no copy is on its way to them."""
         while self._outgrown:
             self._outgrown.pop().buffer.release()
 
     def release(self) -> None:
-        """Undo page-locks; gradients stay where they are."""
+        """Unpin the memory; gradients stay where they are."""
         for home in [*self._homes.values(), *self._lower.values()]:
             home.buffer.release()
 
     def nbytes(self) -> int:
-        """Bytes of host memory."""
+        """Return the bytes of host memory."""
         return sum(home.memory.nbytes for home in [*self._homes.values(), *self._lower.values()])
 
 
 class Home:
-    """Where the gradients of a unit's weights stay on the host: one buffer, a tensor per weight.
+    """One host buffer in which the gradients of a unit's weights stay, with a tensor for each weight.
 
-    It is used again every step, unless the user kept a gradient (PCGrad and the like do).
+    It is used again in every step, unless the user kept a gradient (PCGrad and the like do).
     """
 
     def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype], backend: Backend, pin: bool) -> None:
@@ -118,28 +119,28 @@ class Home:
         self.tensors, self.norms = found.tensors(self.weights, self.dtypes), found.norms(self.weights, self.dtypes)
 
     def vacate(self) -> None:
-        """Make sure that nobody else holds any of it."""
+        """Move to other memory if anybody else holds a part of this one."""
         if not all(_are_free(self.tensors)):
             self.buffer.release()
             self._build()
 
     def room_for(self, weight: Weight) -> Tensor:
-        """Memory for one weight's gradient that nobody else holds."""
+        """Return memory for one weight's gradient that nobody else holds."""
         index = self.weights.index(weight)
         return self.tensors[index] if _are_free(self.tensors)[index] else torch.empty_like(weight.host)
 
 
 def _references(tensors: Sequence[Tensor]) -> list[int]:
-    """How often Python holds each of them; counted here, as what a call adds depends on whether dynamo is at work."""
+    """Count references to each tensor, always in here: what a call adds depends on whether dynamo is at work."""
     return [sys.getrefcount(tensor) for tensor in tensors]
 
 
-# what counts for a tensor that is in a list and nowhere else
+# the count of a tensor that is in a list and nowhere else
 (_OWN_REFERENCES,) = _references([torch.empty(0)])
 
 
 def _are_free(tensors: Sequence[Tensor]) -> list[bool]:
-    """Whether only its home holds each gradient: not the user, not a view of it, not a `.grad`."""
+    """Tell for each gradient whether only its home holds it, and no user, view or `.grad`."""
     references = _references(tensors)
     return [
         count <= _OWN_REFERENCES and users_of_tensor(tensor) <= 1 and users_of_storage(tensor) <= 1
@@ -150,16 +151,16 @@ def _are_free(tensors: Sequence[Tensor]) -> list[bool]:
 def _references_of_a_shown_gradient() -> int:
     parameter, home = torch.nn.Parameter(torch.empty(0)), [torch.empty(0)]
     parameter.grad = home[0]
-    gradient = parameter.grad  # noqa: F841 - a name for it counts, as in `is_only_shown`
+    gradient = parameter.grad  # noqa: F841 - the name counts, as does the caller's of `is_only_shown`
     return _references(home)[0]
 
 
-# the same where it is some Parameter's `.grad` and has one name, too: what the former counts depends on torch's version
+# the same if it is also a Parameter's `.grad` and has one name: what the former adds depends on torch's version
 _SHOWN_REFERENCES = _references_of_a_shown_gradient()
 
 
 def is_only_shown(home: Sequence[Tensor], gradient: int) -> bool:
-    """Whether only its home and `.grad` hold a gradient, so that nobody can tell when exactly it changes.
+    """Tell whether only its home and `.grad` hold a gradient, so that nobody can see when exactly it changes.
 
     Args:
         home: Gradients in the home.

@@ -1,7 +1,7 @@
 """Memory through which gradients come to the host: pieces on the device, and a ring of slots on the host.
 
-In a *piece* the gradients of a unit are put together, to leave with one copy. A *slot* of the ring is where those land
-that do not stay as they came (homes.py), on their way into a sum or into the optimizer.
+The gradients of a unit are put together in a *piece*, and leave it with one copy. Those that do not stay as they came
+(homes.py) land in a *slot* of the ring, on their way into a sum or into the optimizer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from sp_lightning.pipeline.weights.host import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
-PIECES = 2  # of device memory: one is being filled while the other leaves
+PIECES = 2  # one is filled while the other leaves
 
 
 class GradientLayout(NamedTuple):
-    """Where gradients lie in memory that they travel through or stay in.
+    """Layout of gradients in memory that they travel through or stay in.
 
     Attributes:
-        offsets: Of the gradients.
-        norms_at: Where their norms lie, which travel with them.
-        nbytes: The bytes in all.
+        offsets: Offset of each gradient, in bytes.
+        norms_at: Offset of their norms, which travel with them.
+        nbytes: Bytes in all.
     """
 
     offsets: list[int]
@@ -40,43 +40,43 @@ class GradientLayout(NamedTuple):
 
 
 def lay_out_gradients(weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> GradientLayout:
-    """Where gradients of these weights lie, in these dtypes."""
+    """Lay out gradients of these weights in these dtypes."""
     sizes = [weight.master.numel() * dtype.itemsize for weight, dtype in zip(weights, dtypes, strict=True)]
     (*offsets, norms_at), nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
     return GradientLayout(offsets, norms_at, nbytes)
 
 
 def gradient_bytes(unit: Unit) -> int:
-    """Bytes of the gradients of a unit, as they are sent to the host, with their norms."""
+    """Return the bytes of a unit's gradients, as they are sent to the host, with their norms."""
     weights = [weight for weight in unit.weights if weight.master.requires_grad]
     return lay_out_gradients(weights, [weight.gradient_dtype for weight in weights]).nbytes
 
 
 def unit_of(weights: Sequence[Weight]) -> Unit | None:
-    """The unit whose gradients these are, in its order; None if they are of several units, or in another order."""
-    unit, members = weights[0].unit, set(weights)
-    return unit if [weight for weight in unit.weights if weight in members] == list(weights) else None
+    """Return the unit that has all of these weights, in this order; None if there is none."""
+    unit, given = weights[0].unit, set(weights)
+    return unit if [weight for weight in unit.weights if weight in given] == list(weights) else None
 
 
 def norms_in(memory: Tensor, offset: int, count: int) -> Tensor:
-    """The norms of gradients, as they lie behind them."""
+    """Return the norms that lie in `memory` behind `count` gradients."""
     like = torch.empty(count, device="meta")
     return tensor_in(memory, offset, like, torch.float32)
 
 
 class TensorsIn:
-    """Memory that is looked at as one tensor per gradient; the tensors are made once for each set of gradients."""
+    """Memory viewed as one tensor per gradient; the tensors are made once for each set of gradients."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self._made: dict[tuple[object, ...], tuple[list[Tensor], Tensor]] = {}
 
     def tensors(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Its bytes as gradients of these weights."""
+        """Return its bytes as gradients of these weights."""
         return self._tensors_and_norms(weights, dtypes)[0]
 
     def norms(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> Tensor:
-        """Its bytes as the norms of these gradients."""
+        """Return its bytes as the norms of these gradients."""
         return self._tensors_and_norms(weights, dtypes)[1]
 
     def _tensors_and_norms(
@@ -93,7 +93,7 @@ class TensorsIn:
         return self._made[key]
 
     def flat(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """The same gradients as one tensor, with what lies between them; as several where the dtype changes."""
+        """Return the gradients, and the padding between them, as one flat tensor for each stretch of one dtype."""
         layout = lay_out_gradients(weights, dtypes)
         pairs = zip(dtypes, layout.offsets, strict=True)
         starts = [next(run)[1] for _, run in groupby(pairs, key=lambda pair: pair[0])]
@@ -105,7 +105,7 @@ class GradientPiece(TensorsIn):
     """Device memory in which the gradients of one unit are put together.
 
     Attributes:
-        ticket: The last copy out of it.
+        ticket: The last copy out of it; None if there was none.
     """
 
     def __init__(self, nbytes: int, backend: Backend) -> None:
@@ -115,13 +115,13 @@ class GradientPiece(TensorsIn):
 
 @dataclass(eq=False)
 class Parcel:
-    """The gradients of a unit, put together, before it is known where they go.
+    """The gradients of a unit, put together in a piece, before their route is chosen.
 
     Attributes:
-        unit: Whose gradients they are.
-        weights: Which of the unit's weights.
-        piece: Where they lie.
-        tensors: They themselves.
+        unit: The unit.
+        weights: Those of its weights that the gradients belong to.
+        piece: The memory that they lie in.
+        tensors: The gradients, one for each weight.
         has_norms: Whether their norms lie behind them.
     """
 
@@ -132,14 +132,14 @@ class Parcel:
     has_norms: bool = False
 
     def measure(self) -> None:
-        """Take the norms of the gradients, which travel with them."""
+        """Compute the norms of the gradients, which then travel with them."""
         norms = self.piece.norms(self.weights, self.dtypes)
         torch.stack(torch._foreach_norm(self.tensors, 2, torch.float32), out=norms)
         self.has_norms = True
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """In which each of them has been computed, or averaged."""
+        """The dtype in which each gradient was computed, or averaged."""
         return [tensor.dtype for tensor in self.tensors]
 
     @property
@@ -149,12 +149,12 @@ class Parcel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that they need on the host, with room for their norms."""
+        """Bytes that the gradients take on the host, with room for their norms."""
         return self._layout.nbytes
 
     @property
     def bytes_to_send(self) -> int:
-        """The same without norms if these were not taken."""
+        """Bytes to copy: the norms are among them only if they were computed."""
         return self._layout.nbytes if self.has_norms else self._layout.norms_at
 
     @cached_property
@@ -167,7 +167,7 @@ class Pieces:
 
     Args:
         units: The units.
-        backend: Has the memory.
+        backend: Allocates the memory.
     """
 
     def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
@@ -175,16 +175,16 @@ class Pieces:
         self._backend = backend
         self._pieces: list[GradientPiece] = []
         self._turn = 0
-        self._given_up = 0
+        self._bytes_given_up = 0
 
     def reserve(self) -> None:
-        """Make them before a step: in its midst they would split memory that its activations need as a whole."""
+        """Allocate the pieces before a step: during it they would split memory that activations need in one piece."""
         if not self._pieces and (nbytes := max(map(gradient_bytes, self._units), default=0)):
             self._backend.gather_free_memory()
             self._pieces = [self.make(nbytes) for _ in range(PIECES)]
 
     def take(self, nbytes: int) -> GradientPiece:
-        """The next one, of at least so many bytes; computing waits until what was in it has left."""
+        """Return the next piece, of at least `nbytes`; computing waits until the last copy out of it is done."""
         if len(self._pieces) < PIECES:
             self._turn = len(self._pieces)
             self._pieces.append(self.make(max(nbytes, *map(gradient_bytes, self._units))))
@@ -193,30 +193,30 @@ class Pieces:
         ticket = self._pieces[self._turn].ticket
         if ticket is not None:
             self._backend.trace.wait(ticket, "gradients")
-        if self._pieces[self._turn].memory.nbytes < nbytes:  # weights that were frozen, or lowered, when it was made
+        if self._pieces[self._turn].memory.nbytes < nbytes:  # some weights were frozen, or lowered, when it was made
             self._pieces[self._turn] = self.make(nbytes)
         return self._pieces[self._turn]
 
     def make(self, nbytes: int) -> GradientPiece:
-        """One for once, of so many bytes."""
+        """Make a piece of `nbytes` that does not take turns."""
         return GradientPiece(nbytes, self._backend)
 
     def discard(self, piece: GradientPiece) -> None:
-        """Never take this one again."""
+        """Never use this piece again."""
         self._pieces = [other for other in self._pieces if other is not piece]
 
     def forget_copies(self) -> None:
-        """After an exception: nothing is on its way any more."""
+        """Forget the copies out of the pieces, after an exception."""
         for piece in self._pieces:
             piece.ticket = None
 
     def nbytes(self) -> int:
-        """Bytes of device memory, or how many they were before they were given up."""
-        return self._given_up + sum(piece.memory.nbytes for piece in self._pieces)
+        """Return the bytes of device memory, those that were given up included."""
+        return self._bytes_given_up + sum(piece.memory.nbytes for piece in self._pieces)
 
     def give_up_memory(self) -> None:
-        """Let go of the memory, when no copy is under way."""
-        self._given_up = self.nbytes()
+        """Free the memory, when no copy is under way."""
+        self._bytes_given_up = self.nbytes()
         self._pieces.clear()
 
 
@@ -224,7 +224,7 @@ class Slot(TensorsIn):
     """Host memory through which the gradients of one unit pass.
 
     Attributes:
-        is_free: Whether nothing is on its way into it or waits in it.
+        is_free: Whether nothing is on its way into it, or waits in it to be read.
     """
 
     def __init__(self, nbytes: int, backend: Backend, pin: bool, released: threading.Condition) -> None:
@@ -234,23 +234,23 @@ class Slot(TensorsIn):
         self._released = released
 
     def take(self) -> None:
-        """Nothing else may come through it until it is released."""
+        """Reserve the slot until it is released."""
         self.is_free = False
 
     def release(self) -> None:
-        """What came through it has been read."""
+        """Free the slot, as its gradients have been read."""
         with self._released:
             self.is_free = True
             self._released.notify_all()
 
 
 class Ring:
-    """Slots that take turns; new ones are made only as far as they are needed.
+    """Slots that are used again and again; a new one is made only if no other is free.
 
     Args:
         backend: Pins the memory.
-        pin: Whether to page-lock it.
-        most: How many slots there may be.
+        pin: Whether to pin it.
+        most: The largest number of slots.
     """
 
     def __init__(self, backend: Backend, pin: bool, most: int) -> None:
@@ -261,7 +261,7 @@ class Ring:
         self._released = threading.Condition()
 
     def take(self, nbytes: int) -> Slot:
-        """A slot of at least so many bytes; waits for one if all are in use."""
+        """Take a slot of at least `nbytes`; block until one is released if all are in use."""
         with self._released:
             slot = self._free()
             if slot is None and len(self._slots) < self._most:
@@ -284,30 +284,30 @@ class Ring:
         return self._slots[-1]
 
     def release_all(self) -> None:
-        """After an exception: nothing is on its way any more."""
+        """Release all slots, after an exception."""
         for slot in self._slots:
             slot.release()
 
     def nbytes(self) -> int:
-        """Bytes of host memory."""
+        """Return the bytes of host memory."""
         return sum(slot.memory.nbytes for slot in self._slots)
 
     def close(self) -> None:
-        """Undo page-locks."""
+        """Unpin the memory."""
         for slot in self._slots:
             slot.buffer.release()
 
 
 @dataclass(eq=False)
 class Shipment:
-    """One copy on its way to the host.
+    """Gradients of a unit on their way to the host.
 
     Attributes:
-        unit: Whose gradients it brings.
-        weights: Which of the unit's weights.
-        arrived: Where they land, a tensor per weight.
-        ticket: The copy.
-        slot: What has to be released when they have been read; None if they have landed where they stay.
+        unit: The unit.
+        weights: Those of its weights that the gradients belong to.
+        arrived: The tensors that the gradients land in, one for each weight.
+        ticket: The copy, or the addition, that brings them.
+        slot: The slot to release when they have been read; None if they land where they stay.
     """
 
     unit: Unit

@@ -1,7 +1,7 @@
-"""Several processes that train one model: each has data of its own and a replica of the weights.
+"""Several processes that train one model, each with data of its own and a replica of the weights.
 
-What they tell each other before and between steps is here; how they average gradients is in averaging.py. Every replica
-takes the same optimizer steps, so they stay equal without another exchange.
+This module does the exchange before and between steps; averaging.py averages gradients. All replicas take the same
+optimizer steps, so they stay equal without any other exchange.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Replicas:
     """The processes of torch's default group, each with a replica of the model.
 
     Args:
-        host_group: The same processes, for tensors in host memory; None if the default group takes these, too.
-        on_this_machine: How many of them share this machine's memory and cores.
+        host_group: Group of the same processes for tensors in host memory; None if the default group takes these, too.
+        on_this_machine: Number of processes that share this machine's memory and cores.
 
     Attributes:
-        count: How many there are.
-        accumulates: Whether another micro-batch will add to the gradients of backward passes that run now.
-        passes: Backward passes that this process has taken part in.
-        unaveraged: Parameters whose gradients are sums of this process alone, by identity.
+        count: Number of processes.
+        accumulates: Whether a later micro-batch will add to the gradients of the backward passes that run now.
+        passes: Number of backward passes that this process has taken part in.
+        unaveraged: Masters, by identity, whose gradients are sums that were not averaged over processes yet.
     """
 
     def __init__(self, host_group: dist.ProcessGroup | None = None, on_this_machine: int = 1) -> None:
@@ -41,7 +41,7 @@ class Replicas:
 
     @torch.no_grad()
     def begin_alike(self, module: nn.Module) -> None:
-        """Give all replicas the weights and buffers of the first one; all of them are on the host still.
+        """Broadcast the first process's weights and buffers to all replicas, while they are still on the host.
 
         Raises:
             ValueError: The processes have built different models, or a weight has no values on the host.
@@ -51,7 +51,7 @@ class Replicas:
             check_parameter(name, parameter, on_meta=False)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         described = [
-            # gradients are averaged as they lie in memory
+            # strides, too, because gradients are averaged as they lie in memory
             (name, tuple(t.shape), str(t.dtype), t.stride() if isinstance(t, nn.Parameter) else ())
             for name, t in tensors.items()
         ]
@@ -68,16 +68,16 @@ class Replicas:
                 what = (
                     "their order"
                     if differing is None
-                    else f"{differing[0]!r} (shape, dtype, strides are compared, too)"
+                    else f"{differing[0]!r} (names, shapes, dtypes and strides are compared)"
                 )
                 raise ValueError(
-                    f"Processes 0 and {rank} have built different models, the first difference is in {what}. Build the "
-                    "same one in all of them."
+                    f"Processes 0 and {rank} have built different models; the first difference is in {what}. Build the "
+                    "same model in all processes."
                 )
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:
-        """Give all replicas the first one's buffers: running means are those of its data."""
+        """Broadcast the first process's buffers to all replicas: running means are those of its data."""
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for buffer in module.buffers():
             alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
@@ -85,10 +85,10 @@ class Replicas:
             self._broadcast(buffers)
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the first process's values into all others' tensors, of one device and dtype, with one message."""
+        """Broadcast the first process's values of tensors of one device and dtype, in one message."""
         group = self.host_group if tensors[0].device.type == "cpu" else None
         message = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        dist.broadcast(message.view(torch.uint8), 0, group=group)  # there are dtypes that groups cannot send
+        dist.broadcast(message.view(torch.uint8), 0, group=group)  # as bytes: groups cannot send every dtype
         if dist.get_rank() != 0:
             for tensor, values in zip(tensors, torch.split(message, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(values.view(tensor.shape))

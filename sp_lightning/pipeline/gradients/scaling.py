@@ -1,6 +1,6 @@
-"""What is to be done to a gradient between backward and the update: unscaling and clipping.
+"""Unscaling and clipping of gradients, between backward and the optimizer's update.
 
-It is noted when it is asked for, and done when the gradient is read.
+They are recorded when they are asked for, and applied when a gradient is read.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scaling:
-    """What happens to gradients between backward and update.
+    """Operations on a gradient between backward and the update.
 
     Attributes:
-        factors: What they are multiplied with, one after the other: the inverse of a loss scale, a clipping factor.
-        clamp: The largest absolute value that is left.
+        factors: Factors to multiply by, one after the other: the inverse of a loss scale, a clipping factor.
+        clamp: The largest absolute value to leave after that; None not to clip by value.
     """
 
     factors: tuple[float | Tensor, ...] = ()
     clamp: float | None = None
 
     def without_ones(self) -> Scaling:
-        """The same in fewer operations."""
+        """Return the same scaling without factors of one."""
         return Scaling(tuple(factor for factor in self.factors if factor != 1), self.clamp)
 
     def times(self, factor: float | Tensor) -> Scaling:
-        """The same, and then a multiplication."""
+        """Return this scaling with one more factor."""
         return Scaling((*self.factors, factor), self.clamp)
 
     def clamped(self, limit: float) -> Scaling:
-        """The same, and then clipped by value."""
+        """Return this scaling with clipping by value after it."""
         return Scaling(self.factors, limit)
 
     def __bool__(self) -> bool:
         return bool(self.factors) or self.clamp is not None
 
     def apply_(self, gradient: Tensor) -> None:
-        """Scale in place, bit by bit as `GradScaler.unscale_`, `clip_grad_norm_` and `clip_grad_value_` do."""
+        """Scale in place, bit for bit as `GradScaler.unscale_`, `clip_grad_norm_` and `clip_grad_value_` do."""
         for factor in self.factors:
             gradient.mul_(factor)
         if self.clamp is not None:

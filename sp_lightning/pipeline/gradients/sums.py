@@ -1,7 +1,7 @@
-"""Gradients added up: what arrives of a weight in a backward pass, and what is there of it already.
+"""Adding up the gradients of a weight: those that arrive in a backward pass, and the one that is there already.
 
-A thread for work on host memory adds, while backward goes on. What a user's hook has to see, and what is sparse, waits
-until backward has ended.
+The thread for work on host memory adds while backward runs. Gradients that a user's hook has to see, and sparse ones,
+are added when backward has ended.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ _CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in b
 
 
 class Sums:
-    """The gradients of one backward pass after the other.
+    """Adds up the gradients of one backward pass after the other.
 
     Args:
-        gradients: Those that are there.
-        homes: Where they stay.
-        backend: Adds, on its thread for work on the host.
+        gradients: The gradients that are on the host.
+        homes: The memory in which they stay.
+        backend: Has the thread for work on host memory.
         stats: Counters.
 
     Attributes:
-        must_settle: Whether somebody could tell when exactly a gradient changes, so that backward has to wait for it.
+        must_settle: Whether somebody else holds a gradient that is added to, and could see when exactly it changes:
+            backward has to wait for the sum then.
     """
 
     def __init__(self, gradients: HostGradients, homes: Homes, backend: Backend, stats: Stats) -> None:
@@ -44,31 +45,31 @@ class Sums:
         self._backend = backend
         self._stats = stats
         self._held_back: dict[Weight, list[Tensor]] = {}
-        self._landed: dict[Weight, Tensor] = {}
+        self._totals: dict[Weight, Tensor] = {}
 
     @property
     def held_back(self) -> KeysView[Weight]:
-        """Weights of which something is added only when backward has ended."""
+        """Weights with gradients that are not added before backward has ended."""
         return self._held_back.keys()
 
     def begin(self, weights: Sequence[Weight], gradients: Sequence[Tensor]) -> None:
-        """There was nothing to add these to: others are added to them."""
-        self._landed.update(zip(weights, gradients, strict=True))
+        """Begin the sums of these weights with `gradients`, as there was nothing to add them to."""
+        self._totals.update(zip(weights, gradients, strict=True))
 
     def add(self, shipment: Shipment, with_norms: bool) -> Shipment:
-        """Have what comes through a slot added to what is there.
+        """Have gradients that arrive in a slot added to those that are there.
 
         Args:
-            shipment: What comes.
-            with_norms: Whether to take the norms of the sums.
+            shipment: The gradients that arrive.
+            with_norms: Whether to compute the norms of the sums.
 
         Returns:
-            The sums, as if they came.
+            The sums, as a shipment that arrives when they are done.
         """
         assert shipment.slot is not None
-        additions, after = [], [shipment.ticket, *self._gradients.on_its_way(shipment.weights)]
+        additions, after = [], [shipment.ticket, *self._gradients.tickets_of(shipment.weights)]
         for weight, arrived in zip(shipment.weights, shipment.arrived, strict=True):
-            if tensor_hooks(weight.master) or _is_sparse(weight.master.grad):  # a user's code: not in that thread
+            if tensor_hooks(weight.master) or _is_sparse(weight.master.grad):  # users' hooks must not run in the thread
                 self._held_back.setdefault(weight, []).append(torch.empty_like(weight.host))
                 additions.append(_Addition(self._held_back[weight][-1], None, arrived, onto=False))
             else:
@@ -76,7 +77,7 @@ class Sums:
 
         measured = [w for w in shipment.weights if with_norms and w.master.dtype == torch.float32]
         norms = {weight: torch.empty(()) for weight in measured}
-        self._gradients.measured(norms)
+        self._gradients.note_norms(norms)
 
         def job() -> None:
             with without_torch_function(), torch.no_grad():
@@ -92,72 +93,72 @@ class Sums:
         return Shipment(shipment.unit, shipment.weights, [addition.target for addition in additions], ticket, None)
 
     def _addition(self, weight: Weight, arrived: Tensor) -> _Addition:
-        total = self._landed.get(weight)
+        total = self._totals.get(weight)
         if total is None:
             total = self._gradients.get(weight)
         if total is not None and total.dtype == weight.master.dtype:
             if not is_only_shown(self._homes.of(weight.unit, [weight]).tensors, id(total)):
                 self.must_settle = True
-            self._landed[weight] = total
+            self._totals[weight] = total
             return _Addition(total, None, arrived, onto=True)
-        self._gradients.taken_into_sum(weight)
+        self._gradients.forget_lower(weight)
         room = self._homes.room_for(weight)
-        self._landed[weight] = room
+        self._totals[weight] = room
         return _Addition(room, total, arrived, onto=total is not None)
 
     def conclude(self, weight: Weight, sparse: Sequence[Tensor]) -> None:
-        """Backward has ended: add what was held back, and what is sparse. This is the gradient from now on."""
+        """Add what was held back, and what is sparse, when backward has ended; make the sum the weight's gradient."""
         for gradient in self._held_back.get(weight, ()):
-            self._add_now(weight, _through_hooks(weight, gradient))
+            self._add_now(weight, _run_hooks(weight, gradient))
         for gradient in sparse:
-            self._add_sparse(weight, _through_hooks(weight, gradient))
-        if weight in self._landed:
-            self._gradients.keep(weight, self._landed[weight])
+            self._add_sparse(weight, _run_hooks(weight, gradient))
+        if weight in self._totals:
+            self._gradients.keep(weight, self._totals[weight])
 
     def _add_now(self, weight: Weight, gradient: Tensor) -> None:
-        total = self._landed.get(weight, weight.master.grad)
+        total = self._totals.get(weight, weight.master.grad)
         if total is not None and _is_sparse(total):
-            self._landed[weight] = gradient + total
+            self._totals[weight] = gradient + total
         else:
             self._addition(weight, gradient).run()
 
     def _add_sparse(self, weight: Weight, gradient: Tensor) -> None:
         arrived = gradient.to("cpu")
         self._stats.bytes_to_host += arrived._values().nbytes + arrived._indices().nbytes
-        if weight in self._landed:
-            self._gradients.keep(weight, self._landed.pop(weight))
+        if weight in self._totals:
+            self._gradients.keep(weight, self._totals.pop(weight))
         self._gradients.show(weight)
         if weight.master.grad is None:
-            self._landed[weight] = arrived
+            self._totals[weight] = arrived
         else:
-            self._landed[weight] = weight.master.grad.add_(arrived)
+            self._totals[weight] = weight.master.grad.add_(arrived)
 
     def forget(self) -> None:
-        """The backward pass is over."""
+        """Forget the sums, as the backward pass is over."""
         self.must_settle = False
         self._held_back.clear()
-        self._landed.clear()
+        self._totals.clear()
 
 
 class _Addition(NamedTuple):
-    """What a gradient that arrived does to a sum.
+    """The addition of a gradient that arrived to a sum.
 
     Attributes:
         target: The sum.
-        low: A part of the sum that has only landed in a lower dtype, and not been written to the target.
+        lower_part: The sum so far, if it is in a lower dtype, and has to be written to the target first.
         arrived: The gradient.
-        onto: Whether there is a sum to add to.
+        onto: Whether there is a sum to add to; else the gradient is copied.
     """
 
     target: Tensor
-    low: Tensor | None
+    lower_part: Tensor | None
     arrived: Tensor
     onto: bool
 
     def run(self) -> None:
-        """Do it."""
-        if self.low is not None:
-            self.target.copy_(self.low)
+        """Add the gradient, or copy it if there is nothing to add to."""
+        if self.lower_part is not None:
+            self.target.copy_(self.lower_part)
         if self.onto:
             cast_and_add(self.target, self.arrived)
         else:
@@ -168,8 +169,8 @@ def _is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.layout is not torch.strided
 
 
-def _through_hooks(weight: Weight, gradient: Tensor) -> Tensor:
-    """What the user's hooks on the master make of a gradient."""
+def _run_hooks(weight: Weight, gradient: Tensor) -> Tensor:
+    """Run the user's hooks on the master, and return what they make of its gradient."""
     for hook in tensor_hooks(weight.master):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed

@@ -1,8 +1,8 @@
-"""Sums of micro-batches that no other process has had a part in yet: what they are, and how they are averaged.
+"""Sums of micro-batches that were not averaged over processes yet, and their way back to the device.
 
-As under torch's DDP, the sums of micro-batches are averaged, with the last one, and not each micro-batch: other sums
-would round otherwise. So until then gradients are added up on the host of each process. With the last micro-batch's
-they go to the device once more: a unit's, with one copy, while backward runs through the unit.
+As under torch's DDP, the sum of all micro-batches is averaged, and not each micro-batch, which would round differently.
+So each process adds gradients up on its host. In the backward of the last micro-batch the sums go to the device once
+more: those of a unit with one host-to-device (H2D) copy, while backward runs through the unit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class _Fetched(NamedTuple):
-    """Sums of a unit on the device, or on their way there."""
+    """Sums of a unit that are on the device, or on their way there."""
 
     tensors: dict[Weight, Tensor]
     tickets: list[Ticket]
@@ -36,9 +36,9 @@ class Unaveraged:
     """The sums of this process alone.
 
     Args:
-        replicas: Knows which gradients are such sums; it outlives an arrangement, as they do.
-        gradients: Those on the host.
-        backend: Brings them back to the device.
+        replicas: Knows which gradients are such sums; like the sums, it outlives an arrangement.
+        gradients: The gradients on the host.
+        backend: Copies the sums to the device.
         stats: Counters.
     """
 
@@ -50,16 +50,16 @@ class Unaveraged:
         self._fetched: dict[Unit, _Fetched] = {}
 
     def note(self, weights: Iterable[Weight]) -> None:
-        """Gradients of these go to the host as they are."""
+        """Note that gradients of these weights go to the host without being averaged."""
         self._replicas.unaveraged.update(id(weight.master) for weight in weights)
 
     def among(self, weights: Iterable[Weight]) -> list[Weight]:
-        """Those of these weights that have such a sum."""
+        """Return those of these weights whose gradient is such a sum."""
         known = self._replicas.unaveraged
         return [w for w in weights if id(w.master) in known and self._gradients.get(w) is not None]
 
     def fetch(self, unit: Unit) -> None:
-        """Backward has come to a unit: its sums are needed on the device when it leaves it."""
+        """Start to copy the sums of a unit that backward has reached: it needs them when it leaves the unit."""
         if self._replicas.accumulates or unit in self._fetched:
             return
         weights = self.among(unit.weights)
@@ -68,7 +68,7 @@ class Unaveraged:
             self._fetched[unit] = self._start(unit, weights)
 
     def take(self, weights: Sequence[Weight]) -> dict[Weight, Tensor]:
-        """The sums of these weights, on the device. They are not on the host any more, and will be averaged."""
+        """Return the sums of these weights on the device, to be averaged; the host forgets them."""
         taken = {}
         summed = self.among(weights)
         for unit in dict.fromkeys(weight.unit for weight in summed):
@@ -86,13 +86,13 @@ class Unaveraged:
         return taken
 
     def forget(self) -> None:
-        """What was fetched is not needed."""
+        """Forget what was fetched, as it is not needed."""
         while self._fetched:
-            self._wait_for(self._fetched.popitem()[1])  # before the memory is anybody's
+            self._wait_for(self._fetched.popitem()[1])  # before the memory is given to anybody else
 
     def _start(self, unit: Unit, weights: list[Weight]) -> _Fetched:
-        """Start copies to the device, in the dtypes in which the sums are."""
-        self._gradients.expect_more(weights)
+        """Start copies to the device, in the dtypes of the sums."""
+        self._gradients.apply_pending(weights)
         sums = [total for total in map(self._gradients.get, weights) if total is not None]
         dtypes = [total.dtype for total in sums]
         layout = lay_out_gradients(weights, dtypes)
@@ -102,8 +102,8 @@ class Unaveraged:
         if together is not None:
             pairs = [(memory.memory[: layout.norms_at], together[: layout.norms_at])]
             after = self._when_landed(weights)
-        else:  # somebody has set a gradient, or some weights of the unit have none
-            self._gradients.let_land(weights)
+        else:  # somebody has set a `.grad`, or some weights of the unit have none
+            self._gradients.wait_until_landed(weights)
             pairs = [(as_bytes(to), as_bytes(_laid_out_as(to, total))) for to, total in zip(tensors, sums, strict=True)]
         tickets = []
         for target, source in pairs:
@@ -113,8 +113,8 @@ class Unaveraged:
         return _Fetched(dict(zip(weights, tensors, strict=True)), tickets)
 
     def _when_landed(self, weights: Sequence[Weight]) -> Ticket | None:
-        """What a copy of sums has to wait for, so that the host does not."""
-        tickets = self._gradients.on_its_way(weights)
+        """Return a ticket for the copies to wait for, so that the host need not; None if nothing is on its way."""
+        tickets = self._gradients.tickets_of(weights)
         return self._backend.work(lambda: None, tickets) if len(tickets) > 1 else next(iter(tickets), None)
 
     def _wait_for(self, fetched: _Fetched) -> None:
@@ -122,7 +122,7 @@ class Unaveraged:
             self._backend.trace.wait(ticket, "gradients")
 
     def check_averaged(self, weights: Iterable[Weight]) -> None:
-        """Called before weights are stepped.
+        """Check that the gradients of weights that are about to be stepped were averaged.
 
         Raises:
             RuntimeError: A gradient is the sum of this process alone.

@@ -1,1 +1,1 @@
-"""The user's optimizer, stepping unit by unit on the host."""
+"""Stepping the user's optimizer unit by unit on the host."""

@@ -1,8 +1,8 @@
-"""Clipping and unscaling: what comes between backward and the optimizer's step.
+"""Clipping and unscaling of gradients, between backward and the optimizer's step.
 
-Gradients may still be on their way to the host then, and are read only once, by the optimizer. So what is to be done to
-them is noted, and done as they are read, with the operations that torch would use. Norms came with the gradients. Those
-of units that live on the device are there already: they are clipped and unscaled at once, by the same norm.
+Gradients may still be on their way to the host then, and only the optimizer reads them, once. So clipping and unscaling
+are recorded, and applied as it reads, with the operations that torch would use. Norms come with the gradients.
+Gradients of units that live on the device are clipped and unscaled at once, by the same norm.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Clipping:
     Args:
         weights: All weights, by the identity of their masters.
         on_device: Parameters that live on the device.
-        backend: Has the thread for work on the host.
-        gradients: Those of the weights.
-        in_backward: Knows what has been stepped already.
+        backend: Has the thread for work on host memory.
+        gradients: The gradients of the weights.
+        in_backward: Knows which weights have been stepped already.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Clipping:
         self._in_backward = in_backward
 
     def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> bool:
-        """Clip gradients by their total norm, when they are read, as `clip_grad_norm_` would now.
+        """Clip gradients by their total norm when they are read, as `clip_grad_norm_` would now.
 
-        Those on the device are clipped now, and the host waits until all others have landed.
+        If some of them are on the device, those are clipped now, and the host waits until all others have landed.
 
         Returns:
             Whether that is possible: the norms came with the gradients, and nobody has changed these since.
@@ -60,7 +60,7 @@ class Clipping:
             return False
         scalings = {id(scaling): scaling for scaling in map(self._gradients.scaling_of, found.weights)}
         scaling = next(iter(scalings.values()), NO_SCALING)
-        # the norm of what a power of two was multiplied with is the norm times that, to the last bit
+        # a power of two scales the norm exactly as it scales the gradient, to the last bit; other factors do not
         if len(scalings) > 1 or scaling.clamp is not None or not all(map(_is_power_of_two, scaling.factors)):
             return False
         norms_on_device = _norms(found.on_device)
@@ -75,16 +75,20 @@ class Clipping:
                 total = torch.linalg.vector_norm(torch.stack(found.in_order(arrived, norms_on_device)))
                 torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
-        ticket = self._backend.work(job, self._gradients.on_its_way(found.weights))
+        ticket = self._backend.work(job, self._gradients.tickets_of(found.weights))
         self._gradients.multiply(found.weights, factor)
-        self._gradients.wait_for(found.weights, ticket)
+        self._gradients.mark_under_way(found.weights, ticket)
         if found.on_device:
             self._backend.synchronize(ticket)
             _multiply(found.on_device, factor)
         return True
 
     def clip_value(self, parameters: Iterable[nn.Parameter], limit: float) -> bool:
-        """Clip gradients by value, when they are read; those that were clipped and stepped in backward are left."""
+        """Clip gradients by value when they are read, except those that were clipped and stepped in backward.
+
+        Returns:
+            Whether that is possible; if not, nothing was done.
+        """
         found = self._with_gradients(self.not_stepped(parameters))
         if found is None:
             return False
@@ -94,15 +98,15 @@ class Clipping:
         return True
 
     def not_stepped(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of them that have not been clipped and stepped in backward."""
+        """Return those of the parameters that have not been clipped and stepped in backward."""
         weights = ((parameter, self._weights.get(id(parameter))) for parameter in parameters)
         return [p for p, weight in weights if weight is None or not self._in_backward.awaits_step(weight)]
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
-        """Multiply gradients with the inverse of a loss scale, when they are read; those on the device now.
+        """Multiply gradients by the inverse of a loss scale when they are read; those on the device now.
 
         Returns:
-            Whether one of them is not finite; None if that is not known without reading them all.
+            Whether one of them is not finite; None if only reading all of them could tell, and nothing was done.
         """
         found = self._with_gradients(p for group in optimizer.param_groups for p in group["params"])
         norms = None if found is None else self._gradients.norms_of(found.weights)
@@ -111,7 +115,7 @@ class Clipping:
         self._gradients.settle()
         gradients = [self._gradients.get(weight) for weight in found.weights]
         gradients += [parameter.grad for parameter in found.on_device]
-        suspects = [  # the square may have been too large
+        suspects = [  # a norm may have overflowed though all elements are finite
             gradient
             for gradient, norm in zip(gradients, [*norms, *_norms(found.on_device)], strict=True)
             if not norm.isfinite()
@@ -122,7 +126,7 @@ class Clipping:
         return overflow
 
     def _with_gradients(self, parameters: Iterable[nn.Parameter]) -> _Found | None:
-        """Those that have a gradient; None if one of them is not ours, or its gradient not dense."""
+        """Return the parameters that have a gradient; None if one of them is not ours, or its gradient not dense."""
         found = _Found()
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
@@ -140,7 +144,7 @@ class _Found:
 
     Attributes:
         parameters: All of them.
-        weights: Those whose gradients come to the host.
+        weights: The weights among them, whose gradients come to the host.
         on_device: Those that live on the device.
     """
 
@@ -154,7 +158,7 @@ class _Found:
         return bool(self.parameters)
 
     def add(self, parameter: nn.Parameter, weight: Weight | None) -> None:
-        """One more; without a weight it lives on the device."""
+        """Add a parameter, which lives on the device if it has no `weight`."""
         self.parameters.append(parameter)
         self._travels.append(weight is not None)
         if weight is None:
@@ -163,13 +167,13 @@ class _Found:
             self.weights.append(weight)
 
     def in_order(self, of_weights: Iterable[Tensor], on_device: Iterable[Tensor]) -> list[Tensor]:
-        """What belongs to weights, and what to those on the device, in the order of the parameters."""
+        """Merge tensors of weights and of parameters on the device in the order of the parameters."""
         weights, others = iter(of_weights), iter(on_device)
         return [next(weights if travels else others) for travels in self._travels]
 
 
 def _norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Norms of gradients on the device, for the host, which waits for them."""
+    """Return the norms of gradients on the device; the host waits for them."""
     if not parameters:
         return []
     gradients = [parameter.grad for parameter in parameters]

@@ -1,8 +1,8 @@
-"""Tensors that lie side by side, taken as one: so one kernel call steps many weights.
+"""Flat tensors over tensors that lie side by side, so that one kernel call steps many weights.
 
-Masters, gradients and lowered copies of a unit lie in buffers, each tensor in a storage of its own. Whether two of them
-are neighbours is seen from their addresses: the second begins on the byte after the first. So a flat tensor over
-neighbours never covers memory that is not theirs.
+Masters, gradients and lowered copies of a unit lie in buffers, each tensor in a storage of its own. Two of them are
+neighbours if the second begins at the address where the first ends. So a flat tensor over neighbours never covers
+memory that is not theirs.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 
 from sp_lightning.pipeline.weights.host import tensor_in
 
-WHOLE = 64
+VECTOR_MULTIPLE = 64
 """Weights are joined with others, and cut, at multiples of this many elements only.
 
-It is the most that torch's CPU loops take at once: two vectors of 64 bytes, of two bytes an element. What is left over
-at the end of a tensor is computed one by one and may round differently, as vectors use fused multiply-adds. So where in
-a tensor an element lies decides its bits; where a whole tensor lies does not.
+It is the most that torch's CPU loops take at once: two vectors of 64 bytes, at two bytes an element. The elements left
+over at the end of a tensor are computed one by one and may round differently, because vectors use fused multiply-adds.
+So the position of an element in its tensor decides its bits; the address of the tensor does not.
 """
 
-_STAGGER = 17 * 64  # large buffers begin alike in their pages: an update would use the same cache sets in all of them
+_STAGGER = 17 * 64  # large buffers begin at the same offset in their pages: an update would hit the same cache sets
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> bool:
-    """Whether each of these tensors begins where the one before ends, in the same dtype."""
+    """Tell whether each of these tensors begins where the one before it ends, in the same dtype."""
     return all(
         left.dtype == right.dtype and left.data_ptr() + left.nbytes == right.data_ptr()
         for left, right in pairwise(tensors)
@@ -37,7 +37,7 @@ def side_by_side(tensors: Sequence[Tensor]) -> bool:
 
 
 def flat(neighbours: Sequence[Tensor]) -> Tensor:
-    """One flat tensor over the memory of dense tensors that lie side by side; it does not keep that memory alive."""
+    """Return a flat tensor over dense tensors that lie side by side; it does not keep their memory alive."""
     assert side_by_side(neighbours)
     nbytes = sum(tensor.nbytes for tensor in neighbours)
     memory = (ctypes.c_char * nbytes).from_address(neighbours[0].data_ptr())
@@ -45,35 +45,35 @@ def flat(neighbours: Sequence[Tensor]) -> Tensor:
 
 
 class _Extent(NamedTuple):
-    """So many weights, of so many elements in all."""
+    """A number of weights, and of the elements that they have in all."""
 
     elements: int
     weights: int
 
     def numbers(self, each_weight: bool) -> int:
-        """How many numbers a kind of state has for them: one for each weight, or one for each element."""
+        """Return how many numbers a kind of state has for them: one for each weight, or one for each element."""
         return self.weights if each_weight else self.elements
 
 
 class FlatState:
-    """Memory for what an optimizer keeps about weights, laid out as the weights are.
+    """Memory for an optimizer's state, laid out as its weights are.
 
-    There is one buffer for each kind of state of weights that lie side by side. The part of a weight that has no state
-    is never written to, so the system gives it no memory.
+    There is one buffer for each stretch of weights that lie side by side and each kind of state. The part of a weight
+    that has no state is never written to, so the operating system gives it no memory.
 
     Args:
         masters: The weights.
     """
 
     def __init__(self, masters: Sequence[Tensor]) -> None:
-        # no alias of a master: whether users hold one is seen from how many there are
+        # addresses, because an alias of a master would look like one that a user holds
         self._addresses = [(master.data_ptr(), master.dtype) for master in masters]
         self._like = [torch.empty_like(master, device="meta") for master in masters]
         self._stretches: list[_Extent] = []  # of neighbours
-        self._where: dict[int, tuple[int, _Extent]] = {}  # a weight's stretch, and what lies before it in there
+        self._where: dict[int, tuple[int, _Extent]] = {}  # each weight's stretch, and the extent before it in there
         last = None
         for index, master in enumerate(masters):
-            if master.numel() == 0:  # it takes no place, and does not part those before and after it
+            if master.numel() == 0:  # it takes no memory, so its neighbours lie side by side
                 continue
             if last is None or not side_by_side([last, master]):
                 self._stretches.append(_Extent(0, 0))
@@ -85,9 +85,9 @@ class FlatState:
         self._places: dict[tuple[int, str, torch.dtype], Tensor] = {}
 
     def is_for(self, masters: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> bool:
-        """Whether the weights lie where they lay, and every place has the state that it was made for.
+        """Tell whether the weights still lie where they lay, and every place still is the state that it was made for.
 
-        If not, someone who put other state there may still hold what was there before, to put it back later.
+        If not, the memory is not used again: whoever has set other state may still hold the former, to set it again.
         """
         lie_there = all(
             (new.data_ptr(), new.dtype) == where for new, where in zip(masters, self._addresses, strict=True)
@@ -95,7 +95,7 @@ class FlatState:
         return lie_there and all(states[index].get(key) is place for (index, key, _), place in self._places.items())
 
     def place(self, index: int, key: str, like: Tensor) -> Tensor:
-        """Where state `key` of a weight lies: a tensor shaped like the weight, or one number where `like` is one."""
+        """Return the place of state `key` of a weight: a tensor like the weight, or a scalar if `like` is one."""
         if (index, key, like.dtype) not in self._places:
             self._places[index, key, like.dtype] = self._make_place(index, key, like)
         return self._places[index, key, like.dtype]

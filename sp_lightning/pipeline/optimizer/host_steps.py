@@ -1,6 +1,6 @@
-"""Steps of optimizers on the host: given to the thread for work on host memory, and waited for.
+"""Optimizer steps on the thread for work on host memory: handing them over, and waiting for them.
 
-When a unit is stepped is decided in overlap.py; how it is done, in one pass over memory, is in stepping.py.
+overlap.py decides when a unit is stepped; stepping.py does it, in one pass over memory.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
 
-class OptimizerSteps:
-    """What is known of an optimizer; outlives an arrangement, as the optimizer's state does.
+class KnownOptimizer:
+    """Knowledge of an optimizer that outlives an arrangement, as the optimizer's state does.
 
     Args:
         optimizer: The optimizer.
-        settle: Finishes all steps; called before the optimizer's state is read or replaced as a whole.
+        settle: Finishes all steps; called before the optimizer's state is saved or loaded as a whole.
 
     Attributes:
-        units: How it steps the weights of a group, by their identities.
-        begun: Weights that it has stepped, by identity.
+        units: A `UnitStep` for the weights of each group, by the identities of their masters.
+        stepped_before: Masters that it has stepped, by identity.
     """
 
     def __init__(self, optimizer: Optimizer, settle: Callable[[], None]) -> None:
         self.units: dict[tuple[int, ...], UnitStep] = {}
-        self.begun: set[int] = set()
+        self.stepped_before: set[int] = set()
         self._hooks = [
             optimizer.register_state_dict_pre_hook(lambda _: settle()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: settle()),
         ]
 
     def forget_units(self, masters: Sequence[nn.Parameter]) -> None:
-        """These are not stepped here from now on: give back the memory in which their state lay."""
+        """Give back the memory for the state of masters that are not stepped on the host any more."""
         gone = set(map(id, masters))
         self.units = {key: unit for key, unit in self.units.items() if gone.isdisjoint(key)}
 
     def forget(self) -> None:
-        """Leave no trace on the optimizer."""
+        """Remove the hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
 
 
-KnownOptimizers = weakref.WeakKeyDictionary[Optimizer, OptimizerSteps]
+KnownOptimizers = weakref.WeakKeyDictionary[Optimizer, KnownOptimizer]
 
 
 @dataclass(eq=False)
 class Share:
-    """What one param group has of the weights of one group.
+    """Weights of one group that one param group steps, with one scaling.
 
     Attributes:
-        optimizer: Whose param group it is.
-        settings: The param group as it was when the step was decided, without its parameters.
-        scaling: What is to be done to the gradients first.
-        gradients: The weights, with the gradients that they are stepped by.
+        optimizer: The optimizer that the param group belongs to.
+        settings: The param group without its parameters, as it was when the step was decided.
+        scaling: Unscaling and clipping, applied to the gradients first.
+        gradients: The weights, each with the gradient to step it with.
     """
 
     optimizer: Optimizer
@@ -81,10 +81,10 @@ class HostSteps:
     """Gives steps to the thread, and knows which are under way.
 
     Args:
-        window: Is told that what is on the device is outdated.
+        window: Is told when a step outdates a group on the device.
         backend: Has the thread.
-        known: Optimizers, kept from one arrangement to the next.
-        settle: Finishes all that is under way, also what is not a step.
+        known: The optimizers known so far; outlives an arrangement.
+        settle: Finishes all that is under way, steps and anything else.
     """
 
     def __init__(self, window: Window, backend: Backend, known: KnownOptimizers, settle: Callable[[], None]) -> None:
@@ -94,25 +94,25 @@ class HostSteps:
         self._settle_all = settle
         self._under_way: list[Group] = []
 
-    def has_begun(self, optimizer: Optimizer, weights: Iterable[Weight]) -> bool:
-        """Whether an optimizer has stepped all of these before, so that there is state."""
+    def has_stepped_before(self, optimizer: Optimizer, weights: Iterable[Weight]) -> bool:
+        """Tell whether an optimizer has stepped all of these before, so that they have state."""
         known = self._known.get(optimizer)
-        return known is not None and all(id(weight.master) in known.begun for weight in weights)
+        return known is not None and all(id(weight.master) in known.stepped_before for weight in weights)
 
-    def note_begun(self, optimizer: Optimizer, weights: Iterable[Weight]) -> None:
-        """An optimizer has stepped these, or has been given them."""
-        self._known[optimizer].begun.update(id(weight.master) for weight in weights)
+    def note_stepped(self, optimizer: Optimizer, weights: Iterable[Weight]) -> None:
+        """Note that an optimizer steps these weights."""
+        self._known[optimizer].stepped_before.update(id(weight.master) for weight in weights)
 
     def begin(
         self, group: Group, shares: list[Share], after: Sequence[Ticket], shipments: Sequence[Shipment] = ()
     ) -> None:
-        """Have the thread step what is in a group.
+        """Have the thread step the weights of a group.
 
         Args:
             group: The group.
-            shares: Its weights and their gradients, as param groups share them.
-            after: What has to be done before.
-            shipments: Gradients that are used as they arrived: their slots are free then.
+            shares: The weights to step, divided by param groups.
+            after: Tickets that the step has to wait for.
+            shipments: Gradients that are used where they arrived; their slots are released after the step.
         """
         before, weights = group.state, group.host.weights
         calls = [(self._unit_step(share.optimizer, group), share) for share in shares]
@@ -142,7 +142,7 @@ class HostSteps:
 
     def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:
         if optimizer not in self._known:
-            self._known[optimizer] = OptimizerSteps(optimizer, self._settle_all)
+            self._known[optimizer] = KnownOptimizer(optimizer, self._settle_all)
         units = self._known[optimizer].units
         key = tuple(id(weight.master) for weight in group.host.weights)
         if key not in units:
@@ -150,7 +150,7 @@ class HostSteps:
         return units[key]
 
     def finish_step(self, group: Group) -> None:
-        """Wait until no step reads or writes what belongs to a group any more."""
+        """Wait until no step reads or writes the memory of a group any more."""
         self._window.finish_step(group)
 
     def settle(self) -> None:
@@ -169,21 +169,21 @@ class HostSteps:
             raise errors[0]
 
     def optimizer_bytes(self, on_device: Collection[nn.Parameter]) -> int:
-        """Host memory for what optimizers keep about weights.
+        """Return the bytes of host memory that the optimizers' state takes.
 
         Args:
-            on_device: Parameters of which they keep it on the device.
+            on_device: Parameters whose state is on the device.
         """
         elsewhere = set(map(id, on_device))
         with without_torch_function():
-            # lists, because the thread that steps may put in more at this moment
+            # lists, because the thread that steps may add state at the same time
             states = [item for optimizer in self._known for item in list(optimizer.state.items())]
             kept = [state for parameter, state in states if id(parameter) not in elsewhere]
         return sum(value.nbytes for state in kept for value in list(state.values()) if isinstance(value, Tensor))
 
     @property
     def done(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no step is under way."""
         for group in self._under_way:
             if group.being_stepped is not None and group.being_stepped.done:
                 self._window.finish_step(group)

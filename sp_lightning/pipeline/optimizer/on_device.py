@@ -1,8 +1,9 @@
-"""Units that live on the device: weights, gradients and what optimizers keep about them (`resident_optimizer`).
+"""Units that live on the device, with weights, gradients and optimizer state (`resident_optimizer`).
 
-Such a unit is called, and what it saves for backward is managed, like that of any other. But its parameters are plain
-parameters on the device, as in plain training: autograd adds up their gradients there, and the optimizer's own code
-steps them there, while the rest is stepped on the host. Units come and go between steps, and keep all that they have.
+Calls of such a unit, and what autograd saves of them, are managed like those of any other. But its parameters are plain
+parameters on the device, as in plain training: autograd accumulates their gradients there, and the optimizer's own code
+steps them there, while all others are stepped on the host. Units move to the device and back between steps, without
+losing anything.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch.optim import Optimizer
 
 
 def move(parameters: Collection[nn.Parameter], device: torch.device, optimizers: Iterable[Optimizer]) -> None:
-    """Move parameters with their gradients and all that optimizers keep about them; the objects stay the same."""
+    """Move parameters with their gradients and optimizer state; the Parameter objects stay the same."""
     with torch.inference_mode(False), torch.no_grad():
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None
-            # a copy even where it is there already: memory that it shares with other weights is given back
+            # copied even if it is there already, so that memory shared with other weights is freed
             parameter.data = parameter.data.to(device, copy=True)
             parameter.grad = None if gradient is None else gradient.to(device, copy=True)
         for optimizer in optimizers:
@@ -27,7 +28,7 @@ def move(parameters: Collection[nn.Parameter], device: torch.device, optimizers:
 
 
 def move_state(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> None:
-    """Move what an optimizer keeps about parameters to where they are, as `Optimizer.load_state_dict` does."""
+    """Move the optimizer state of parameters to their device, as `Optimizer.load_state_dict` does."""
     moving = set(map(id, parameters))
     for group in optimizer.param_groups:
         counts_on_device = group.get("fused") or group.get("capturable")
@@ -39,6 +40,6 @@ def move_state(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> No
 
 
 def state_bytes(optimizers: Iterable[Optimizer], parameter: nn.Parameter) -> int:
-    """Bytes of what optimizers keep about a parameter."""
+    """Return the bytes of optimizer state that a parameter has."""
     kept = [value for optimizer in optimizers for value in optimizer.state.get(parameter, {}).values()]
     return sum(value.nbytes for value in kept if isinstance(value, Tensor))

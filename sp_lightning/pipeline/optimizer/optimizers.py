@@ -1,8 +1,8 @@
-"""Optimizers around a pipeline: noticing that they step, and what is done for them meanwhile.
+"""How a pipeline notices that an optimizer steps, and what it offers to optimizers.
 
-The user's own optimizer steps the masters, which are ordinary CPU Parameters. All the engine has to know is *when* it
-does, wherever it is called from: torch's hooks for all optimizers tell. `Optimizers` is what the engine offers in
-return; how units are stepped while the device computes is in overlap.py, how gradients are clipped in clipping.py.
+The user's own optimizer steps the masters, which are ordinary CPU Parameters. All that the engine has to know is *when*
+it steps, whoever calls it, and torch's hooks on the steps of all optimizers tell that. `Optimizers` is what the engine
+offers in return: steps unit by unit while the device computes (overlap.py), and clipping (clipping.py).
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from sp_lightning.pipeline.weights.window import Window
 
 class _Listener(Protocol):
     def before_closure(self) -> None:
-        """An optimizer is about to call its closure, and may have written to its parameters since the last time."""
+        """Called before an optimizer calls its closure; it may have written to its parameters since the last call."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Gradients are there, and the optimizer is about to update its parameters."""
+        """Called when gradients are there, before the optimizer updates its parameters."""
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """It has."""
+        """Called after the optimizer has updated its parameters."""
 
 
 class Optimizers:
-    """What a pipeline does for the optimizers of its weights.
+    """The services of a pipeline to the optimizers of its weights.
 
     Args:
         stats: Counters.
-        at_work: Entered around what is done.
-        close: Called when something was done between steps.
+        at_work: Context entered around the engine's own work.
+        close: Called after work between steps.
         insists: Whether it is an error if an optimizer cannot step unit by unit.
 
     Attributes:
-        seen: Optimizers that have stepped.
+        seen: Optimizers that have stepped weights of the module.
     """
 
     def __init__(self, stats: Stats, at_work: EngineAtWork, close: Callable[[], None], insists: bool) -> None:
@@ -75,23 +75,25 @@ class Optimizers:
         on_device: Sequence[nn.Parameter],
         parameters: Iterable[nn.Parameter],
     ) -> None:
-        """Units were arranged anew."""
+        """Work with the parts of another arrangement from now on."""
         self._parameters = set(map(id, parameters))
         self._overlap, self._clipping, self._returns = overlap, clipping, returns
         self._window, self._on_device = window, on_device
 
     def before_closure(self) -> None:
-        """An optimizer is about to call its closure, and may have written to its parameters since the last time."""
+        """Suspect all weights before a closure: the optimizer may have written to them since its last call."""
         self._window.suspect_all()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to update its parameters."""
+        """Take the weights that are stepped unit by unit out of an optimizer that is about to step."""
         if optimizer not in self.seen:
             self._refuse_twins(optimizer)
             if not self._is_ours(optimizer):
                 return
         if self._insists and (reason := self.why_not_overlapped(optimizer)) is not None:
-            raise ValueError(f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to step this one as it is.")
+            raise ValueError(
+                f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to let this optimizer step as in plain training."
+            )
         if optimizer not in self.seen:
             self.seen.add(optimizer)
             move_state(optimizer, self._on_device)
@@ -99,26 +101,26 @@ class Optimizers:
             self._overlap.before_step(optimizer)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        """Whether it steps any weight of the module, and not those of other models alone."""
+        """Tell whether an optimizer has any weight of the module, and not only weights of other models."""
         return any(id(parameter) in self._parameters for parameter in _parameters_of(optimizer))
 
     def _refuse_twins(self, optimizer: Optimizer) -> None:
-        # A twin has no gradient, so an optimizer would leave it as it is, and nobody would notice.
+        # A twin has no gradient, so an optimizer would silently skip it.
         for parameter in _parameters_of(optimizer):
             name = parameter.__dict__.get("twin_of")
             if name is not None:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on the device"
-                    " while it is used there; the weight itself would never change. Whoever gave it to the optimizer"
-                    " took it from its module in the middle of a forward, as Pyro's parameter store does. Give the"
-                    " optimizer what `module.parameters()` yields outside of the forward; where that is not possible,"
-                    " the model needs plain training."
+                    f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on the device only"
+                    " while it is used there; the weight itself would never change. The copy was taken from its module"
+                    " in the middle of a forward, as Pyro's parameter store does. Give the optimizer what"
+                    " `module.parameters()` yields outside of the forward; where that is not possible, train without"
+                    " superpipeline."
                 )
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has updated what it was left with."""
+        """Step the weights that were taken out of an optimizer, after it has stepped the others."""
         if optimizer not in self.seen:
-            self._window.suspect_all()  # it may be the one inside of another, which copies what it has stepped
+            self._window.suspect_all()  # another optimizer may wrap it, and copy what it has stepped
             return
         with self._at_work:
             self._overlap.after_step()
@@ -128,21 +130,21 @@ class Optimizers:
 
     @property
     def step_by_unit(self) -> bool:
-        """Whether there are any that have stepped, and all of these step unit by unit."""
+        """Whether an optimizer has stepped, and every one that has steps unit by unit."""
         return bool(self.seen) and all(self.why_not_overlapped(optimizer) is None for optimizer in self.seen)
 
     def why_not_overlapped(self, optimizer: Optimizer) -> str | None:
-        """Why an optimizer steps all of its weights at once, as in plain training; None if it steps unit by unit."""
+        """Return why an optimizer steps all weights at once, as in plain training; None if it steps unit by unit."""
         with self._at_work:
             return self._overlap.why_not(optimizer)
 
     def stepping_in_backward(
         self, optimizer: Optimizer, *, clamp: float | None = None, keep_gradients: bool = False
     ) -> AbstractContextManager[None]:
-        """Scope around a backward pass whose gradients are final: each unit is stepped as soon as its own have landed.
+        """Step each unit in the backward pass of this scope as soon as its gradients have landed; they must be final.
 
         `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. It is an
-        error to look at gradients in between, or to change them.
+        error to read or change gradients in between.
 
         Args:
             optimizer: The optimizer.
@@ -154,7 +156,7 @@ class Optimizers:
 
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
-        """Scope around a backward pass whose gradients bring their norms: `clip_grad_norm` and `unscale` need them."""
+        """Have gradients of the backward pass in this scope bring their norms, for `clip_grad_norm` and `unscale`."""
         self._returns.measures_norms = True
         try:
             yield
@@ -162,7 +164,7 @@ class Optimizers:
             self._returns.measures_norms = False
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-        """`torch.nn.utils.clip_grad_norm_`, done while the optimizer reads the gradients where that is possible."""
+        """Clip as `torch.nn.utils.clip_grad_norm_` does; where possible, while the optimizer reads the gradients."""
         parameters = list(parameters)
         with self._at_work:
             done = self._clipping.clip_norm(parameters, max_norm)
@@ -171,7 +173,7 @@ class Optimizers:
             nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def clip_grad_value(self, parameters: Iterable[nn.Parameter], limit: float) -> None:
-        """`torch.nn.utils.clip_grad_value_`, done while the optimizer reads the gradients where that is possible."""
+        """Clip as `torch.nn.utils.clip_grad_value_` does; where possible, while the optimizer reads the gradients."""
         parameters = list(parameters)
         with self._at_work:
             done = self._clipping.clip_value(parameters, limit)
@@ -180,14 +182,14 @@ class Optimizers:
             nn.utils.clip_grad_value_(self._clipping.not_stepped(parameters), limit)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
-        """What `GradScaler.unscale_` does, while the optimizer reads the gradients.
+        """Unscale as `GradScaler.unscale_` does, but while the optimizer reads the gradients.
 
         Args:
-            optimizer: Whose gradients.
-            inverse_scale: What to multiply them with, on the host.
+            optimizer: The optimizer whose gradients are unscaled.
+            inverse_scale: The factor, on the host.
 
         Returns:
-            Whether a gradient is not finite; None if nothing was done, because the norms did not come with them.
+            Whether a gradient is not finite; None if nothing was done, because the gradients did not bring their norms.
         """
         with self._at_work:
             overflow = self._clipping.unscale(optimizer, inverse_scale)
@@ -204,7 +206,7 @@ _handles: list[RemovableHandle] = []
 
 
 def listen_to_optimizers(listener: _Listener) -> None:
-    """Tell `listener` of every optimizer step."""
+    """Notify `listener` of every optimizer step."""
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
@@ -225,7 +227,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if closure is None:
         _tell(optimizer)
         return None
-    # gradients are there only when the optimizer has called the closure
+    # there are no gradients before the optimizer has called the closure
     if len(args) > 1:
         return (args[0], _then_tell(optimizer, closure), *args[2:]), kwargs
     return args, {**kwargs, "closure": _then_tell(optimizer, closure)}
@@ -235,7 +237,7 @@ def _then_tell(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[],
     def closure_and_more() -> Any:
         for listener in list(_listeners):
             listener.before_closure()
-        with guards_resumed():  # it computes, also outside of modules
+        with guards_resumed():  # the closure computes, and may do so outside of modules
             result = closure()
         _tell(optimizer)
         return result

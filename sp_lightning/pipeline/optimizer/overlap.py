@@ -1,19 +1,20 @@
 """Stepping the optimizer on the host while the device computes, with the numbers of a plain step.
 
-The user's optimizer stays the owner of all state and settings. What of it can be stepped weight by weight
-(stepping.py knows) is taken out of its `param_groups` for the time of its `step()`, so that torch's own code steps
-the rest and nothing else, and is then stepped unit by unit on the thread for work on the host.
+The user's optimizer stays the owner of all state and settings. Weights that can be stepped unit by unit (stepping.py
+decides) are taken out of its `param_groups` while its `step()` runs, so that torch's own code steps all others and
+nothing else. Those taken out are then stepped unit by unit, on the thread for work on host memory.
 
 [Note: when a unit is stepped]
 *After backward*, by default: `step()` returns at once, and each unit is sent to the device when it is done. Everything
 that decides about a step (clipping, a loss scaler, a user's hook that looks at gradients) has happened by then.
-*In backward*, where somebody vouches that nothing will (in_backward.py).
-Of what can be stepped, that comes first which the next forward will need first. So the units that gave their gradients
-last are stepped first when backward ends, and those that gave them first may still wait while forward has begun.
+*In backward*, where somebody vouches that nothing of the kind will happen (in_backward.py).
+Of the units that can be stepped, the one that the next forward needs first comes first. So when backward ends, the
+units whose gradients came last are stepped first, and those whose gradients came first may wait until after the next
+forward has begun.
 
 [Note: nobody sees an unfinished step]
 Masters are guarded (guard.py) for as long as a step is under way: whoever touches one waits for it. Weights whose
-memory somebody else holds an alias of cannot be guarded, and are stepped in time.
+memory somebody else holds an alias of cannot be guarded, and are stepped before `step()` returns.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class Overlap:
-    """Decides what is stepped when, and gives it to the thread for work on the host.
+    """Decides what is stepped when, and gives it to the thread for work on host memory.
 
     Args:
         weights: All weights, by the identity of their masters.
-        steps: Has them done.
-        returns: Brings the gradients, and hands them over.
+        steps: Gives steps to the thread.
+        returns: Brings the gradients, and hands them over in backward.
         stats: Counters.
-        spent: Weights whose gradients were not kept, by identity; kept from one arrangement to the next.
-        overlaps: Whether anything is to be overlapped; else steps are done when `step()` returns.
+        spent: Masters, by identity, whose gradients were used and not kept; outlives an arrangement.
+        overlaps: Whether steps overlap with computing; if not, they are done when `step()` returns.
         fused: Whether to take torch's fused CPU kernels where the user left the choice to torch.
-        is_nested: Whether the gradient that autograd has just finished may not be the last one for its weight.
+        is_nested: Tells whether the gradient that autograd has just finished may not be the last one for its weight.
 
     Attributes:
-        in_backward: What is stepped before backward ends.
+        in_backward: Steps units before backward ends.
     """
 
     def __init__(
@@ -76,15 +77,15 @@ class Overlap:
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._to_step: dict[Group, list[Share]] = {}
         self._had_state: set[int] = set()
-        self.in_backward = InBackward(steps, returns.keep, stats, spent, is_nested)
+        self.in_backward = InBackward(steps, returns.take_back, stats, spent, is_nested)
         returns.stepper = self.in_backward
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to update its parameters: take out what will be stepped unit by unit."""
+        """Take the weights that will be stepped unit by unit out of an optimizer that is about to step."""
         self.put_back()
-        self._to_step.clear()  # of a step that ended with an exception
+        self._to_step.clear()  # left by a step that ended with an exception
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         known = [self._weights[id(p)] for p in parameters if id(p) in self._weights]
         if not known:
@@ -101,7 +102,7 @@ class Overlap:
             self._take_out(optimizer, param_group, stepped)
 
     def _take_out(self, optimizer: Optimizer, param_group: dict[str, Any], stepped: Collection[Weight]) -> None:
-        """Leave in a param group what torch's own code is to step; of the rest, share out what is not stepped yet."""
+        """Leave in a param group what torch's own code steps; share out all others that were not stepped yet."""
         weights = [self._weights[id(p)] for p in param_group["params"] if id(p) in self._weights]
         ours = [weight for weight in weights if weight in stepped or self._may_step(weight)]
         left = [weight for weight in ours if weight not in stepped]
@@ -114,41 +115,41 @@ class Overlap:
                 self._let_plain_code_step(weight)
 
     def after_step(self) -> None:
-        """The optimizer has stepped what it was left with: now the rest."""
+        """Step the weights that were taken out of the optimizer, after it has stepped the others."""
         self.put_back()
         for group in sorted(self._to_step, key=lambda group: (not group.resident, group.index)):
             shares = self._to_step[group]
-            after = [ticket for share in shares for ticket in self._gradients.on_its_way(share.gradients)]
+            after = [ticket for share in shares for ticket in self._gradients.tickets_of(share.gradients)]
             self._steps.begin(group, shares, after)
             self._stats.overlapped_steps += group.units * self._overlaps
         begun = set()
         for group, shares in self._to_step.items():
             for share in shares:
-                # state that is made in a first step depends on settings of the process, as torch's default dtype
-                begins = not self._steps.has_begun(share.optimizer, share.gradients)
-                self._steps.note_begun(share.optimizer, share.gradients)
-                if begins or not self._overlaps or any(map(is_aliased, share.gradients)):
+                # state made in a first step depends on settings of the process (torch's default dtype): wait for it
+                is_first_step = not self._steps.has_stepped_before(share.optimizer, share.gradients)
+                self._steps.note_stepped(share.optimizer, share.gradients)
+                if is_first_step or not self._overlaps or any(map(is_aliased, share.gradients)):
                     self._steps.finish_step(group)
-                if begins:
+                if is_first_step:
                     begun.add(share.optimizer)
         self._to_step.clear()
         for optimizer in begun:
             self._put_new_state_in_order(optimizer)
 
     def _put_new_state_in_order(self, optimizer: Optimizer) -> None:
-        """In that of parameters, as torch's own code makes it, and not in that in which units were stepped."""
+        """Put new state in the order of the parameters, as torch's own code does, not in that of the units' steps."""
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if id(parameter) not in self._had_state and parameter in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(parameter)
 
     def put_back(self) -> None:
-        """Param groups are whole again."""
+        """Put everything that was taken out back into the param groups."""
         while self._taken_out:
             param_group, parameters = self._taken_out.pop()
             param_group["params"] = parameters
 
     def _settings(self, optimizer: Optimizer, param_group: dict[str, Any]) -> dict[str, Any]:
-        """A param group as it is now, without its parameters: a scheduler may change it before it is used."""
+        """Copy a param group, without its parameters: a scheduler may change it before the copy is used."""
         settings = {
             key: value.clone() if isinstance(value, Tensor) else value
             for key, value in param_group.items()
@@ -167,11 +168,11 @@ class Overlap:
         return gradient is not None and gradient.layout is torch.strided
 
     def why_not(self, optimizer: Optimizer) -> str | None:
-        """Why an optimizer cannot step weights unit by unit; None if it can."""
+        """Return why an optimizer cannot step weights unit by unit; None if it can."""
         if getattr(optimizer, "found_inf", None) is not None:
             return "a GradScaler has left it to the optimizer's own kernel to skip steps"
         if others_hook_steps(optimizer):
-            return f"a hook on steps may look at all that {type(optimizer).__name__} steps"
+            return f"a step hook may look at everything that {type(optimizer).__name__} steps"
         for param_group in optimizer.param_groups:
             unknown = [p for p in param_group["params"] if id(p) in self._weights and id(p) not in self._checked]
             reason = why_not_by_unit(optimizer, param_group, unknown)
@@ -182,7 +183,7 @@ class Overlap:
 
     def _let_plain_code_step(self, weight: Weight) -> None:
         self._steps.finish_step(weight.unit.group)
-        self._gradients.let_land([weight])
+        self._gradients.wait_until_landed([weight])
         self._gradients.show(weight)
 
     def _share_out(self, optimizer: Optimizer, settings: dict[str, Any], weights: list[Weight]) -> None:
@@ -200,14 +201,14 @@ class Overlap:
     def stepping_in_backward(
         self, optimizer: Optimizer, clamp: float | None = None, keep: bool = False
     ) -> AbstractContextManager[None]:
-        """Let an optimizer step units while the backward in here runs.
+        """Let an optimizer step units in the backward pass of this scope.
 
         Its `step()` must follow without a change of its settings, and nobody may ask for a gradient in between.
 
         Args:
             optimizer: The optimizer.
             clamp: Clip gradients to plus and minus this value.
-            keep: Whether somebody may ask for gradients after the step.
+            keep: Whether gradients are kept for somebody who may ask for them after the step.
         """
         if not self._overlaps or self.why_not(optimizer) is not None:
             return nullcontext()
@@ -222,5 +223,5 @@ class Overlap:
 
     @property
     def settled(self) -> bool:
-        """Whether all masters are what plain training would have there."""
+        """Whether all masters are as they would be in plain training."""
         return self._steps.done and self.in_backward.is_concluded

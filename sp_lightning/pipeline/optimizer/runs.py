@@ -1,6 +1,6 @@
-"""What of a unit an optimizer can step as one: weights that lie side by side with all that belongs to them.
+"""Weights of a unit that an optimizer can step as one: they lie side by side, and so do their gradients and copies.
 
-A *run* is one flat weight to the optimizer's code, whole or cut into parts. A weight that can be neither joined nor
+To the optimizer's code a *run* is one flat weight, whole or cut into parts. A weight that can be neither joined nor
 cut is a *single*: it is stepped as in plain training, in its own shape and with its own state.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.optimizer.flat import WHOLE, FlatState, flat, side_by_side
+from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE, FlatState, flat, side_by_side
 from sp_lightning.pipeline.weights.host import is_dense
 
 State = dict[str, Any]
@@ -27,13 +27,13 @@ class Candidate:
     """A weight that has a gradient.
 
     Attributes:
-        index: Which of the unit's.
+        index: Its index among the weights of the `UnitStep`.
         master: The user's Parameter.
-        memory: The same as a plain tensor.
+        memory: The master as a plain tensor.
         gradient: Its gradient.
-        copy: The lowered copy that is to be written.
-        state: What the optimizer keeps about it.
-        is_first_step: Whether there is none yet, but will be.
+        copy: The lowered copy to write; None if there is none.
+        state: The optimizer's state of it.
+        is_first_step: Whether it has no state yet, and this step makes it.
         by_element: Whether the optimizer treats each element by itself.
     """
 
@@ -47,28 +47,28 @@ class Candidate:
     by_element: bool
 
     @cached_property
-    def form(self) -> list[tuple[Any, ...]] | None:
-        """What its state consists of, with the values of what is one number; `None` if it has to be a single."""
+    def state_signature(self) -> list[tuple[Any, ...]] | None:
+        """Key, dtype and, if it is a scalar, value of each entry of its state; None if the weight must be a single."""
         if not self.by_element or self.memory.dim() == 0 or self.memory.numel() == 0 or not is_dense(self.memory):
             return None
-        form = []
+        state_signature = []
         for key, value in self.state.items():
             if not isinstance(value, Tensor) or value.device.type != "cpu":
                 return None
             if value.dim() and value.shape != self.memory.shape:
                 return None
-            form.append((key, value.dtype, None if value.dim() else value.item()))
-        return form
+            state_signature.append((key, value.dtype, None if value.dim() else value.item()))
+        return state_signature
 
     def joins(self, other: Candidate) -> bool:
-        """Whether the two can be stepped as one."""
+        """Tell whether this weight and the next can be stepped as one."""
         mine, others = self._tensors(), other._tensors()
         return (
             len(mine) == len(others)
             and all(side_by_side(pair) for pair in zip(mine, others, strict=True))
-            and self.memory.numel() % WHOLE == other.memory.numel() % WHOLE == 0
-            and self.form is not None
-            and self.form == other.form
+            and self.memory.numel() % VECTOR_MULTIPLE == other.memory.numel() % VECTOR_MULTIPLE == 0
+            and self.state_signature is not None
+            and self.state_signature == other.state_signature
         )
 
     def _tensors(self) -> list[Tensor]:
@@ -76,7 +76,7 @@ class Candidate:
 
 
 def group_neighbours(candidates: Iterable[Candidate]) -> Iterator[list[Candidate]]:
-    """Groups that can be stepped as one, of one candidate each if need be."""
+    """Yield lists of candidates that can be stepped as one, each of at least one candidate."""
     group: list[Candidate] = []
     for candidate in candidates:
         if group and not group[-1].joins(candidate):
@@ -88,26 +88,26 @@ def group_neighbours(candidates: Iterable[Candidate]) -> Iterator[list[Candidate
 
 
 class Part(NamedTuple):
-    """One parameter in the eyes of the optimizer's code: a weight, several weights, or a part of one.
+    """One parameter in the eyes of the optimizer's code: a weight, several weights, or a part of them.
 
     Attributes:
         parameter: Memory of masters.
-        gradient: Its gradient, as it came.
-        copy: The lowered copy that is to be written.
-        state: What the optimizer keeps about it; its code changes this.
-        keep: In a first step the code fills the state; this puts it where it lies from now on.
+        gradient: Its gradient, as it arrived.
+        copy: The lowered copy to write; None if there is none.
+        state: The optimizer's state, which its code changes.
+        store_state: Stores the state that the code makes in a first step; None in any other step.
     """
 
     parameter: Tensor
     gradient: Tensor
     copy: Tensor | None
     state: State
-    keep: Callable[[], None] | None
+    store_state: Callable[[], None] | None
 
     @property
     def is_only_updated(self) -> bool:
-        """Whether there is nothing to do but the update, and scaling in place before it."""
-        return self.keep is None and self.copy is None and self.gradient.dtype == self.parameter.dtype
+        """Whether there is nothing to do but to scale in place and update."""
+        return self.store_state is None and self.copy is None and self.gradient.dtype == self.parameter.dtype
 
 
 class Single:
@@ -125,7 +125,7 @@ class Single:
         self._is_first_step = candidate.is_first_step
 
     def part(self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> Part:
-        """All of it."""
+        """Return the whole weight as a part."""
         gradient = gradients[self._index]
         assert gradient is not None
         state = self._optimizer.state.get(self._master, {})
@@ -139,7 +139,7 @@ class Run:
     Args:
         optimizer: The user's optimizer, which keeps the state.
         candidates: The weights.
-        flat_state: Where their state is put if it does not lie side by side.
+        flat_state: Memory to move their state to, if it does not lie side by side.
     """
 
     def __init__(self, optimizer: Optimizer, candidates: Sequence[Candidate], flat_state: FlatState) -> None:
@@ -154,49 +154,49 @@ class Run:
         self._copy = flat(copies) if copies else None
         self._by_element: dict[str, Tensor] = {}
         self._by_weight: dict[str, Tensor] = {}
-        self._stepped: dict[str, Tensor] = {}
+        self._part_numbers: dict[str, Tensor] = {}
         self._places: dict[str, list[Tensor]] = {}
         for key in candidates[0].state:
-            self._hold(key, _gathered(key, candidates, optimizer, flat_state))
+            self._hold(key, _gather_state(key, candidates, optimizer, flat_state))
 
     @property
     def is_only_updated(self) -> bool:
-        """Whether there is nothing to do but the update, and scaling in place before it."""
+        """Whether there is nothing to do but to scale in place and update."""
         return not self._is_first_step and self._copy is None and self._gradient.dtype == self._memory.dtype
 
-    def is_in_step(self) -> bool:
-        """Whether numbers that the optimizer keeps for each weight are the same for all of them, as its steps are."""
+    def numbers_agree(self) -> bool:
+        """Tell whether each number that the optimizer keeps per weight, such as `step`, is the same for all weights."""
         return all(bool((numbers == numbers[0]).all()) for numbers in self._by_weight.values())
 
     def parts(self, size: int | None) -> Iterable[Part]:
-        """All of it, in parts of so many elements, or in one."""
+        """Return the run in parts of `size` elements, or as one part if `size` is None."""
         size = size or self._memory.numel()
         memories, gradients = torch.split(self._memory, size), torch.split(self._gradient, size)
         copies = repeat(None) if self._copy is None else torch.split(self._copy, size)
         states: list[State] = [{} for _ in memories]
         if self._is_first_step:
-            keeps = [partial(self._keep, index * size, state) for index, state in enumerate(states)]
+            keeps = [partial(self._store_state, index * size, state) for index, state in enumerate(states)]
             return map(Part, memories, gradients, copies, states, keeps)
         for key, values in self._by_element.items():
             for state, value in zip(states, torch.split(values, size), strict=True):
                 state[key] = value
         for key, numbers in self._by_weight.items():
-            # the code changes a number, like that of the steps, with each parameter: each part has its own
-            self._stepped[key] = numbers[:1].repeat(len(states))
-            for state, number in zip(states, self._stepped[key].unbind(), strict=True):
+            # the code changes a number such as `step` once for each parameter: each part has its own
+            self._part_numbers[key] = numbers[:1].repeat(len(states))
+            for state, number in zip(states, self._part_numbers[key].unbind(), strict=True):
                 state[key] = number
         return map(Part, memories, gradients, copies, states, repeat(None))
 
     def finish(self) -> None:
-        """All parts have been stepped."""
+        """Update the state of the weights, when all parts have been stepped."""
         for key, places in self._places.items():
             for master, place in zip(self._masters, places, strict=True):
                 self._optimizer.state[master][key] = place
-        for key, values in self._stepped.items():
+        for key, values in self._part_numbers.items():
             self._by_weight[key].fill_(values[-1])
 
-    def _keep(self, start: int, state: State) -> None:
-        """Put what the code made for a part where the weights' state lies from now on."""
+    def _store_state(self, start: int, state: State) -> None:
+        """Copy the state that the code has made for a part to where the weights' state lies from now on."""
         for key, value in state.items():
             if start == 0:
                 self._places[key] = [self._flat_state.place(index, key, value) for index in self._indices]
@@ -211,8 +211,10 @@ class Run:
         held[key] = flat(tensors)
 
 
-def _gathered(key: str, candidates: Sequence[Candidate], optimizer: Optimizer, flat_state: FlatState) -> list[Tensor]:
-    """State of weights, moved to where it lies side by side unless it does so already."""
+def _gather_state(
+    key: str, candidates: Sequence[Candidate], optimizer: Optimizer, flat_state: FlatState
+) -> list[Tensor]:
+    """Return one kind of state of the weights as tensors side by side; move it there if it lies elsewhere."""
     tensors: list[Tensor] = [candidate.state[key] for candidate in candidates]
     as_weights = all(
         tensor.dim() == 0 or tensor.stride() == candidate.memory.stride()

@@ -1,14 +1,14 @@
 """The optimizer's step over the weights of one unit, in one pass over host memory.
 
 An optimizer steps its parameters one by one, with one pass over memory for each operation. Here the code of the user's
-optimizer runs on memory of our choice. Weights that lie side by side are one tensor. Where there is a cast or a copy to
-do besides the update, and where torch has no fused kernel, that tensor is cut into parts that stay in the cache from
-one operation to the next. Every bit is as after `optimizer.step()`.
+optimizer runs on memory of our choice. Weights that lie side by side are one tensor. If there is a cast or a copy to do
+besides the update, or torch has no fused kernel, that tensor is cut into parts that stay in the cache from one
+operation to the next. All bits are as after `optimizer.step()`.
 
     gradient (bf16) -> cast -> scale, clamp -> update of master and state -> copy for the device (bf16)
                        `-------------- for one part after the other, in the cache --------------'
 
-`optimizer.state` keeps its plain form, a tensor per parameter and kind of state; these lie side by side, too.
+`optimizer.state` keeps its plain form, one tensor per parameter and kind of state; these lie side by side, too.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from sp_lightning.pipeline._private import StepCode, step_is_replaced, without_torch_function
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.modules.guard import HostParameter
-from sp_lightning.pipeline.optimizer.flat import WHOLE, FlatState
+from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE, FlatState
 from sp_lightning.pipeline.optimizer.runs import Candidate, Part, Run, Single, group_neighbours
 from sp_lightning.pipeline.weights.host import is_dense
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)
-"""Optimizers that treat each element by itself. Exactly these classes: what a subclass does is not known."""
+"""Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything."""
 
 BY_WEIGHT = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
-"""Optimizers that look at a weight as a whole, but at one weight at a time."""
+"""Optimizers that treat each weight by itself, but as a whole."""
 
 HAVE_FUSED_KERNELS = (Adam, AdamW, SGD, Adagrad)
 """Optimizers with a fused CPU kernel."""
 
-_PART = 1 << 18  # elements for each thread: of a gradient, a master and a copy, so many stay in its cache
+_PART = 1 << 18  # elements for each thread: so many of a gradient, a master and a copy stay in its cache
 
 
 def why_not_by_unit(optimizer: Optimizer, group: dict[str, Any], weights: Iterable[nn.Parameter]) -> str | None:
-    """Why `UnitStep` cannot step these weights of a param group, or `None` if it can.
+    """Return why `UnitStep` cannot step these weights of a param group; None if it can.
 
     Args:
         optimizer: The user's optimizer.
@@ -71,12 +71,12 @@ def why_not_by_unit(optimizer: Optimizer, group: dict[str, Any], weights: Iterab
 
 @cache
 def fused_kernel_works(name: str, dtype: torch.dtype) -> bool:
-    """Whether the fused CPU kernel of a class in `torch.optim` updates weights of this dtype.
+    """Tell whether the fused CPU kernel of a class in `torch.optim` updates weights of this dtype.
 
-    Up to torch 2.13 that of SGD leaves weights in half precision as they are, and says nothing (pytorch#191763).
+    Up to torch 2.13 that of SGD silently leaves weights in half precision as they are (pytorch#191763).
     """
     with torch.inference_mode(False), torch.no_grad():
-        weight = nn.Parameter(torch.zeros(WHOLE, dtype=dtype))
+        weight = nn.Parameter(torch.zeros(VECTOR_MULTIPLE, dtype=dtype))
         weight.grad = torch.ones_like(weight)
         optimizer: Optimizer = getattr(torch.optim, name)([weight], lr=1.0, fused=True)
         StepCode(optimizer, optimizer.param_groups[0]).run({weight: optimizer.state[weight]})
@@ -84,11 +84,11 @@ def fused_kernel_works(name: str, dtype: torch.dtype) -> bool:
 
 
 class UnitStep:
-    """Steps those weights of a unit that one param group has.
+    """Steps weights of a group, those of one param group in each call.
 
     Args:
         optimizer: The user's optimizer. Its state is read and written for these weights, its param groups never.
-        masters: The weights, in the order in which they lie.
+        masters: The masters of the group, in their order in memory.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Sequence[nn.Parameter]) -> None:
@@ -97,11 +97,11 @@ class UnitStep:
         self._flat_state: FlatState | None = None
         self._singles: list[Single] = []
         self._runs: list[Run] = []
-        self._seen: list[Any] = []
+        self._last_layout: list[Any] = []
 
     def step(
         self,
-        hyper: dict[str, Any],
+        settings: dict[str, Any],
         gradients: Sequence[Tensor | None],
         scaling: Scaling,
         copies: Sequence[Tensor | None],
@@ -109,14 +109,14 @@ class UnitStep:
         """Update masters and state as `optimizer.step()` would.
 
         Args:
-            hyper: The param group without its parameters, as it was when the user's `step` was called.
-            gradients: A gradient for each master, or `None`: then it is left as it is. One in the master's dtype is
-                scaled in place; one in a lower dtype is not changed.
-            scaling: What happens to gradients before the update.
-            copies: For each master the lowered copy that is to be written, or `None`.
+            settings: The param group without its parameters, as it was when the user's `step` was called.
+            gradients: A gradient for each master, or None to leave it as it is. One in the master's dtype is scaled
+                in place; one in a lower dtype is not changed.
+            scaling: Unscaling and clipping of the gradients before the update.
+            copies: The lowered copy to write for each master, or None.
         """
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-            update = _Update(self._optimizer, hyper, scaling.without_ones())
+            update = _Update(self._optimizer, settings, scaling.without_ones())
             self._find_runs(update, gradients, copies)
             singles = (single.part(gradients, copies) for single in self._singles)
             parts = (part for run in self._runs for part in run.parts(update.limit_for(run)))
@@ -127,8 +127,10 @@ class UnitStep:
             increment_version([m for m, gradient in zip(self._masters, gradients, strict=True) if gradient is not None])
 
     def _find_runs(self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
-        """Find out what can be stepped as one, unless everything lies where it lay in the last call."""
-        if self._seen == self._look(update, gradients, copies) and all(run.is_in_step() for run in self._runs):
+        """Find what can be stepped as one, unless everything lies where it lay in the last call."""
+        if self._last_layout == self._layout(update, gradients, copies) and all(
+            run.numbers_agree() for run in self._runs
+        ):
             return
         memories = [master.data for master in self._masters]
         states = [self._optimizer.state.get(master, {}) for master in self._masters]
@@ -142,11 +144,11 @@ class UnitStep:
         self._singles, self._runs = [], []
         for neighbours in group_neighbours(candidates):
             first = neighbours[0]
-            if len(neighbours) > 1 or (first.memory.numel() > update.limit and first.form is not None):
+            if len(neighbours) > 1 or (first.memory.numel() > update.limit and first.state_signature is not None):
                 self._runs.append(Run(self._optimizer, neighbours, self._flat_state))
             else:
                 self._singles.append(Single(self._optimizer, first))
-        self._seen = self._look(update, gradients, copies)
+        self._last_layout = self._layout(update, gradients, copies)
 
     def _candidate(
         self, index: int, memory: Tensor, gradient: Tensor, copy: Tensor | None, update: _Update
@@ -155,15 +157,17 @@ class UnitStep:
             if tensor is not None and not _is_like(tensor, memory):
                 raise ValueError(
                     f"The {what} of weight {index} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on"
-                    f" {tensor.device}, the weight has {tuple(memory.shape)} and {memory.stride()} on {memory.device}."
+                    f" {tensor.device}; the weight has {tuple(memory.shape)} and {memory.stride()} on {memory.device}."
                 )
         master = self._masters[index]
         state = {key: value for key, value in self._optimizer.state.get(master, {}).items() if value is not None}
         is_first_step = update.keeps_state and not state
         return Candidate(index, master, memory, gradient, copy, state, is_first_step, update.is_by_element)
 
-    def _look(self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> list[Any]:
-        """Where everything lies, and what else decides what can be stepped as one."""
+    def _layout(
+        self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]
+    ) -> list[Any]:
+        """Return the addresses of all tensors, and all else that decides what can be stepped as one."""
         state = [value for master in self._masters for value in self._optimizer.state.get(master, {}).values()]
         return [
             update.limit,
@@ -180,31 +184,31 @@ def _is_like(tensor: Tensor, memory: Tensor) -> bool:
 
 
 class _Update:
-    """The code of the user's optimizer, to be run on parameters of our choice, and what goes before and after it."""
+    """Runs the code of the user's optimizer on parameters of our choice, and what goes before and after it."""
 
-    def __init__(self, optimizer: Optimizer, hyper: dict[str, Any], scaling: Scaling) -> None:
-        # two at least: smaller parts would show the time that Python takes between them
+    def __init__(self, optimizer: Optimizer, settings: dict[str, Any], scaling: Scaling) -> None:
+        # for two threads at least: in smaller parts the time that Python takes between them would show
         self.limit = _PART * max(2, torch.get_num_threads())
         self.is_by_element = type(optimizer) in BY_ELEMENT
-        self.keeps_state = type(optimizer) is not SGD or hyper["momentum"] != 0
+        self.keeps_state = type(optimizer) is not SGD or settings["momentum"] != 0
         self._scaling = scaling
-        self._is_fused = bool(hyper.get("fused"))
-        self._code = StepCode(optimizer, hyper.copy())
+        self._is_fused = bool(settings.get("fused"))
+        self._code = StepCode(optimizer, settings.copy())
         self._scratch: dict[torch.dtype, Tensor] = {}  # the same memory for one batch after the other: it stays cached
         self._scratch_used = 0
 
     def limit_for(self, run: Run) -> int | None:
-        """Into how large parts to cut a run. Scaling alone saves less by it than each part costs in Python."""
+        """Return the size of a run's parts; None not to cut it: scaling alone gains less by it than each part costs."""
         return None if self._is_fused and run.is_only_updated else self.limit
 
     def batches(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
-        """Pieces for one call of the optimizer's code each: as many as the cache holds until all is done to them."""
+        """Group parts into batches, one for each call of the optimizer's code, that stay in the cache until done."""
         batch: list[Part] = []
         size = 0
         for part in parts:
             in_cache = 0 if self._is_fused and part.is_only_updated else part.parameter.numel()
-            # first steps for themselves: the fused kernel of SGD wants momentum for all of its parameters, or for none
-            if batch and (size + in_cache > self.limit or (part.keep is None) != (batch[0].keep is None)):
+            # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
+            if batch and (size + in_cache > self.limit or (part.store_state is None) != (batch[0].store_state is None)):
                 yield batch
                 batch, size = [], 0
             batch.append(part)
@@ -213,7 +217,7 @@ class _Update:
             yield batch
 
     def run(self, parts: Sequence[Part]) -> None:
-        """Cast and scale the gradients, update, write copies."""
+        """Cast and scale the gradients, update, and write copies."""
         self._scratch_used = 0
         for part in parts:
             gradient = self._cast(part.gradient, part.parameter.dtype)
@@ -223,8 +227,8 @@ class _Update:
         for part in parts:
             if part.copy is not None:
                 part.copy.copy_(part.parameter)
-            if part.keep is not None:
-                part.keep()
+            if part.store_state is not None:
+                part.store_state()
 
     def _cast(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         if gradient.dtype == dtype:

@@ -13,8 +13,8 @@ from torch import Tensor
 from sp_lightning.pipeline.gradients.agreement import Agreement, Message, take_turns
 
 
-def says(*ready: int, goes_on: bool = True, late: Iterable[int] = ()) -> Message:
-    return Message(0, goes_on, ready, list(late))
+def says(*ready: int, goes_on: bool = True, deferred: Iterable[int] = ()) -> Message:
+    return Message(0, goes_on, ready, list(deferred))
 
 
 def test_all_have_the_same() -> None:
@@ -25,22 +25,22 @@ def test_who_is_least_far_comes_first() -> None:
     """Backward begins with the last layer: the others have passed it, or will not come to it."""
     turn = take_turns([says(2, 3), says(4, 5)])
     assert turn.weights == [4, 5]
-    assert turn.open == {4, 5}, "the first process may come to them yet"
+    assert turn.not_final == {4, 5}, "the first process may come to them yet"
 
 
 def test_who_has_ended_does_not_come_back() -> None:
-    assert take_turns([says(goes_on=False), says(4, 5)]).open == set()
+    assert take_turns([says(goes_on=False), says(4, 5)]).not_final == set()
 
 
 def test_a_part_of_what_others_have() -> None:
     """The numbers of a turn are those of one process; who has more keeps the rest for the next turn."""
     turn = take_turns([says(4), says(4, 5, 6), says(5, goes_on=False)])
     assert turn.weights == [5]
-    assert turn.open == {5}
+    assert turn.not_final == {5}
 
 
 def test_nobody_has_any_left() -> None:
-    turn = take_turns([says(goes_on=False, late=[7]), says(goes_on=False, late=[3, 7])])
+    turn = take_turns([says(goes_on=False, deferred=[7]), says(goes_on=False, deferred=[3, 7])])
     assert turn == ([], set(), [3, 7])
 
 

@@ -80,13 +80,13 @@ def test_whoever_reads_waits_for_what_has_not_landed(accumulates: bool) -> None:
         if not accumulates:
             assert s.masters[0].grad is None, "before backward ends nobody knows of it"
         s.returns.finish()
-        (ticket,) = s.returns.gradients.on_its_way(s.weights)
+        (ticket,) = s.returns.gradients.tickets_of(s.weights)
         assert not ticket.done
         assert not s.returns.gradients.settled
         threading.Timer(0.05, gate.set).start()
         assert s.gradients() == [[11 if accumulates else 1]]
         assert s.returns.gradients.settled
-        assert s.returns.gradients.on_its_way(s.weights) == []
+        assert s.returns.gradients.tickets_of(s.weights) == []
 
 
 def test_what_is_on_its_way_to_one_weight() -> None:
@@ -97,10 +97,10 @@ def test_what_is_on_its_way_to_one_weight() -> None:
         for made in (first, second):
             made.twins[0].parameter.sum().backward()
         returns.finish()
-        tickets = [returns.gradients.on_its_way(made.weights) for made in (first, second)]
+        tickets = [returns.gradients.tickets_of(made.weights) for made in (first, second)]
         assert [len(some) for some in tickets] == [1, 1]
         assert tickets[0] != tickets[1]
-        assert returns.gradients.on_its_way([*first.weights, *second.weights]) == [*tickets[0], *tickets[1]]
+        assert returns.gradients.tickets_of([*first.weights, *second.weights]) == [*tickets[0], *tickets[1]]
         returns.close()
 
 

@@ -477,7 +477,7 @@ def test_what_was_not_stepped_after_all_stays(lowered: torch.dtype | None) -> No
     """The other unit of its group did not complete."""
     with gradient_scene((4,), (3,), lowered=lowered, delay=0.005) as s:
         s.stepper.wanted.add(s.placed.unit)
-        s.stepper.end_of_backward = lambda: [s.returns.keep(made) for made in s.stepper.shipments]  # type: ignore[method-assign,return-value]
+        s.stepper.end_of_backward = lambda: [s.returns.take_back(made) for made in s.stepper.shipments]  # type: ignore[method-assign,return-value]
         s.backward(5, 6)
         s.stepper.wanted.clear()
         s.stepper.shipments.clear()
@@ -520,7 +520,7 @@ def test_a_copy_that_failed_is_told_of_once(lowered: torch.dtype | None, threads
         with pytest.raises(OSError, match="the bus is gone"):
             s.returns.gradients.settle()
         s.returns.abandon()
-        assert s.returns.gradients.on_its_way(s.weights) == []
+        assert s.returns.gradients.tickets_of(s.weights) == []
         s.clear()
         for _ in range(5):
             s.backward(1, 2)

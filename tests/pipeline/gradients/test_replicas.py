@@ -400,7 +400,7 @@ def attached(model: nn.Module) -> Iterator[Pipeline]:
 
 
 def other_models() -> None:
-    with pytest.raises(ValueError, match="have built different models, the first difference is in"):
+    with pytest.raises(ValueError, match="have built different models; the first difference is in"):
         Pipeline(chain(2 + dist.get_rank()), "cpu", replicas=Replicas())
 
 

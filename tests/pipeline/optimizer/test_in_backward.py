@@ -477,7 +477,7 @@ def test_an_optimizer_that_cannot_step_by_unit_any_more() -> None:
         optimizer = adam(model)
         stepped_early(pipeline, model, optimizer)
         handle = optimizer.register_step_post_hook(lambda *_: None)
-        with pytest.raises(RuntimeError, match="Units were stepped in backward, and now a hook on steps"):
+        with pytest.raises(RuntimeError, match="Units were stepped in backward, but now a step hook"):
             optimizer.step()
         handle.remove()
         optimizer.step()
