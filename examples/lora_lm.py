@@ -1,7 +1,7 @@
 """Fine-tune a causal language model with LoRA: the base is frozen, and thin matrices beside its layers are trained.
 
 Frozen weights have no gradients and no optimizer state. In host memory, each of them takes only its stored size:
-2 bytes with `--dtype bfloat16`, where full fine-tuning takes 16. Only the adapters' gradients come back from the device.
+2 bytes with `--dtype bfloat16`, where full fine-tuning takes 16. Only gradients of adapters come back from the device.
 
     python examples/lora_lm.py                                          # tiny and random, under a minute on a laptop
     python examples/lora_lm.py --model Qwen/Qwen2.5-14B --dtype bfloat16 --text my.txt
