@@ -1,4 +1,4 @@
-"""The report, as Markdown: the machine, its rooflines, a table for each workload. Made from JSON alone."""
+"""The report in Markdown: the machine, its rooflines, a table for each workload. Made only from the JSON file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sp_lightning.timeline import readable_seconds
 from suite.results import Entry, entries
 from suite.targets import targets
 
-_MUCH = 0.02  # how much the numbers that systems computed may differ from each other, relatively
+_MUCH = 0.02  # relative tolerance between the values that systems computed
 _NOTHING = "-"
 _HEAD = (
     "system",
@@ -27,10 +27,10 @@ _HEAD = (
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """All of it.
+    """Return the whole report.
 
     Args:
-        result: What `bench.py run` has written.
+        result: A result of `bench.py run`.
     """
     found = entries(result)
     parts = [
@@ -47,7 +47,7 @@ def report(result: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -77,7 +77,7 @@ def _rooflines(result: Mapping[str, Any]) -> str:
         ("both at once, together", f"{roof['both_ways_bytes_per_second'] / 1e9:.1f} GB/s"),
     ]
     for dtype, rate in roof["adamw_parameters_per_second"].items():
-        moved = rate * (28 if dtype == "float32" else 14)  # four numbers are read for each parameter, three written
+        moved = rate * (28 if dtype == "float32" else 14)  # per parameter, four numbers are read and three written
         rows.append((f"AdamW on the host, {dtype}", f"{rate / 1e9:.2f} * 10^9 parameters/s ({moved / 1e9:.0f} GB/s)"))
     for dtype, rate in roof["matmul_flops"].items():
         rows.append((f"matrix product, {dtype}", f"{rate / 1e12:.1f} TFLOP/s"))
@@ -145,10 +145,10 @@ def _device_memory(entry: Entry) -> str:
 
 
 def _value(entry: Entry, reference: float | None) -> str:
-    """What was computed, marked where it is not what the first system computed."""
+    """Return the computed value, marked if it differs from that of the first system."""
     if entry.value is None or reference is None:
         return _NOTHING
-    differs = not abs(entry.value - reference) <= _MUCH * abs(reference)  # also if it is no number
+    differs = not abs(entry.value - reference) <= _MUCH * abs(reference)  # NaN differs, too
     return f"{entry.value:.4g}" + (" **differs**" if differs else "")
 
 
