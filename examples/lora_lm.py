@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trainer = recipe.trainer(options, [losses], max_steps=options.steps)
     model = LoRALM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "rank", "alpha", "peft"]})
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    recipe.say(f"{trainable} of {sum(parameter.numel() for parameter in model.parameters())} parameters learn")
+    recipe.say(f"{trainable} of {sum(parameter.numel() for parameter in model.parameters())} parameters are trained")
     trainer.fit(model, TextData(options.text, options.model, options.batch_size, options.length, options.stride))
     if options.save is not None:
         trainer.save_checkpoint(options.save)

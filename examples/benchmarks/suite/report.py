@@ -59,7 +59,7 @@ def _machine(result: Mapping[str, Any]) -> str:
         gpu = f"{m['gpu']} ({readable_bytes(m['device_bytes'])}, driver {m['driver']})"
     packages = ", ".join(f"{name} {version}" for name, version in m["packages"].items())
     changed = " with changes" if m["modified"] else ""
-    ended = "" if result["complete"] else " **Not everything was measured: it ended, or was ended, before.**"
+    ended = "" if result["complete"] else " **Not everything was measured: the run ended, or was ended, early.**"
     return (
         f"{result['began']}, {gpu}; {m['cpu']}, {m['cores']} cores, {readable_bytes(m['host_bytes'])} of host memory;"
         f" Python {m['python']}, {packages}; revision {m['revision']}{changed}. Rounds: {s['rounds']}, of"
@@ -70,7 +70,7 @@ def _machine(result: Mapping[str, Any]) -> str:
 def _rooflines(result: Mapping[str, Any]) -> str:
     roof = result["rooflines"]
     if roof is None:
-        return f"Not measured: {result.get('rooflines_error', {}).get('message', 'it ended before')}"
+        return f"Not measured: {result.get('rooflines_error', {}).get('message', 'the run ended early')}"
     rows = [
         ("host to device", f"{roof['to_device_bytes_per_second'] / 1e9:.1f} GB/s"),
         ("device to host", f"{roof['to_host_bytes_per_second'] / 1e9:.1f} GB/s"),
@@ -92,7 +92,7 @@ def _description(entry: Entry) -> str:
     demand = d["demand"]
     parameters = ""
     if demand is not None:
-        frozen = "" if demand["trained"] == demand["parameters"] else f" ({demand['trained'] / 1e6:.1f}M learn)"
+        frozen = "" if demand["trained"] == demand["parameters"] else f" ({demand['trained'] / 1e6:.1f}M trained)"
         billions = demand["parameters"] / 1e9
         parameters = (f"{billions:.2f}B" if billions >= 1 else f"{1e3 * billions:.1f}M") + f" parameters{frozen}, "
     parts = [f"{parameters}{what}, {d['precision']}"]
@@ -101,7 +101,7 @@ def _description(entry: Entry) -> str:
     if d["device_limit"] is not None:
         parts.append(f"device limited to {d['device_limit'] / 1e9:g} GB")
     if d["checkpointing"]:
-        parts.append("activation checkpointing for whoever does not choose by itself")
+        parts.append("activation checkpointing for systems that make no choice of their own")
     note = f" Note: {d['note']}." if d["note"] else ""
     uncounted = f" Its work could not be counted: {d['error']}." if d["error"] else ""
     return f"{'; '.join(parts)}.{note}{uncounted}"

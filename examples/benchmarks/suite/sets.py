@@ -147,7 +147,7 @@ def _lora() -> list[Workload]:
             name="llama-3.1-8b-lora-12g-8k",
             network=shapes.lora_lm("llama-3.1-8b", rank=16),
             precision="bf16-mixed",
-            note="the base is frozen in bf16; adapters of rank 16 beside all linear layers learn in fp32",
+            note="the base is frozen in bf16; adapters of rank 16 on all linear layers are trained in fp32",
         )
     ]
 

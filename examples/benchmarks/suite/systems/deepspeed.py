@@ -44,7 +44,10 @@ class DeepSpeedZeRO2(WithoutScalars):
     stage: ClassVar[int] = 2
 
     def config(self, workload: Workload) -> dict[str, Any]:
-        """Return DeepSpeed's configuration, with the batch size, for which Lightning would ask a batch sampler."""
+        """Return DeepSpeed's configuration.
+
+        Lightning adds clipping. The batch size is set here because Lightning would ask a batch sampler for it.
+        """
         zero = {
             "stage": self.stage,
             "offload_optimizer": {"device": "cpu", "pin_memory": True},
