@@ -4,16 +4,16 @@
     python examples/cli.py fit --config examples/configs/finetune_lm.yaml --trainer.strategy.k=3
     python examples/cli.py fit --model=ImageClassifier --data=Images --trainer.strategy=superpipeline
 
-Which model and which data is said by the configuration, or by the name of a class that this file imports.
+The model and the data are named by the configuration, or on the command line by classes that this file imports.
 """
 
 from collections.abc import Sequence
 
-import finetune_lm  # noqa: F401  classes that are imported are found by their short names
+import finetune_lm  # noqa: F401  LightningCLI finds imported classes by their short names
 import finetune_vision  # noqa: F401
 from lightning.pytorch.cli import LightningCLI
 
-import sp_lightning  # noqa: F401  the string "superpipeline" is known once this is imported
+import sp_lightning  # noqa: F401  registers the name "superpipeline"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,14 +1,14 @@
-"""Fine-tune a causal language model whose weights need not fit the device.
+"""Fine-tune a causal language model whose weights need not fit on the device.
 
-The LightningModule below is a plain one, which any strategy trains. `strategy="superpipeline"` alone makes the Trainer
-keep the weights in host memory and pass them, a few blocks at a time, through the device.
+The LightningModule below is an ordinary one, which any strategy can train. `strategy="superpipeline"` is all it takes
+for the Trainer to keep the weights in host memory and stream them through the device, a few blocks at a time.
 
-    python examples/finetune_lm.py                              # a tiny random model, below a minute on a laptop
+    python examples/finetune_lm.py                              # a tiny random model, under a minute on a laptop
     python examples/finetune_lm.py --model gpt2 --text my.txt   # a model from the Hugging Face hub, your own text
     python examples/finetune_lm.py --strategy auto              # the same run without streaming, for comparison
 
-Without `--text` it learns Python's own reference manual, which every CPython carries: nothing is downloaded. What
-`--save` writes is an ordinary Lightning checkpoint; `generate.py` and `lora_lm.py` go on from it.
+Without `--text`, it learns Python's own reference manual, which ships with every CPython, so nothing is downloaded.
+`--save` writes an ordinary Lightning checkpoint, from which `generate.py` and `lora_lm.py` can continue.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class CausalLM(L.LightningModule):
 
     Args:
         model: Name of a hub model. `None` builds a Llama-style one with random weights from the three sizes.
-        layers: Blocks of the random model.
-        hidden: Width of the random model.
-        heads: Attention heads of the random model; they divide `hidden`.
+        layers: Number of blocks in the random model.
+        hidden: Hidden size of the random model.
+        heads: Number of attention heads in the random model; must divide `hidden`.
         lr: Learning rate of AdamW.
-        dtype: What the weights are stored in, whatever `precision` computes in. AdamW wants `"float32"`; what does not
-            learn (adapters' base, generation) may do with `"bfloat16"`, and half of the host memory.
-        generation: Arguments of transformers' `generate` for prediction.
-        weights: A checkpoint of this module, of the same sizes, to begin with.
+        dtype: Storage dtype of the weights, whatever `precision` computes in. AdamW needs `"float32"`; weights that are
+            not trained (the base of adapters, generation) can use `"bfloat16"`, at half the host memory.
+        generation: Arguments for transformers' `generate` in prediction.
+        weights: A checkpoint of this module, with the same sizes, to start from.
 
     """
 
@@ -80,8 +80,8 @@ class CausalLM(L.LightningModule):
                 num_hidden_layers=layers,
                 num_attention_heads=heads,
                 num_key_value_heads=heads,
-                initializer_range=hidden
-                ** -0.5,  # transformers' own is for larger models, and learns slowly in a small one
+                # transformers' default is meant for larger models; a small one learns slowly with it
+                initializer_range=hidden**-0.5,
                 bos_token_id=None,
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
@@ -94,7 +94,7 @@ class CausalLM(L.LightningModule):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the mean loss of predicting each token from those before it."""
         (tokens,) = batch
-        # the number that `self.model(input_ids=tokens, labels=tokens).loss` is, without all logits in memory at once
+        # the value of `self.model(input_ids=tokens, labels=tokens).loss`, without all logits in memory at once
         hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
         softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma's
@@ -105,7 +105,7 @@ class CausalLM(L.LightningModule):
         return loss
 
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the tokens that follow each prompt, found by transformers' own `generate`."""
+        """Return the tokens that transformers' `generate` appends to each prompt."""
         tokens = self.model.generate(**batch, **(self.hparams["generation"] or {}))
         return tokens[:, batch["input_ids"].shape[1] :]
 
@@ -115,7 +115,7 @@ class CausalLM(L.LightningModule):
 
 
 def make_tokenizer(model: str | None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a hub model, or one for bytes, which needs no files. It pads on the left, for prompts."""
+    """Return a hub model's tokenizer, or a byte-level one that needs no files. Both pad on the left, for prompts."""
     if model is None:
         return ByT5Tokenizer(extra_ids=0, padding_side="left")
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
@@ -125,15 +125,15 @@ def make_tokenizer(model: str | None) -> PreTrainedTokenizerBase:
 
 
 class TextData(L.LightningDataModule):
-    """Chunks of one text, cut to equal length and shuffled.
+    """Chunks of a text, of equal length and shuffled.
 
     Args:
-        text: A UTF-8 text file. `None` takes Python's reference manual from the standard library.
-        model: Name of the hub model whose tokenizer reads the text. `None` reads bytes.
-        batch_size: Chunks in a batch.
-        length: Tokens in a chunk.
-        stride: Tokens from the beginning of a chunk to that of the next; `None` is `length`. Less than that gives more
-            chunks, of a short text.
+        text: A UTF-8 text file. `None` uses Python's reference manual from the standard library.
+        model: Name of the hub model whose tokenizer is used. `None` tokenizes into bytes.
+        batch_size: Chunks per batch.
+        length: Tokens per chunk.
+        stride: Tokens from the start of one chunk to the start of the next; `None` means `length`. A smaller stride
+            yields more chunks from a short text.
 
     """
 
@@ -169,7 +169,7 @@ class TextData(L.LightningDataModule):
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; what cannot work is said here, before any work."""
+    """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=100, batch_size=8, lr=1e-3)
     add_model_and_text(parser)
@@ -180,7 +180,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def add_model_and_text(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what learns, and what it reads."""
+    """Add the options for the model and its training text."""
     data = parser.add_argument_group("model and text")
     data.add_argument(
         "--model", metavar="NAME", help="a causal language model from the Hugging Face hub, or its folder"
@@ -188,12 +188,14 @@ def add_model_and_text(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--text", type=recipe.file, metavar="FILE", help="UTF-8 text to learn (default: Python's reference manual)"
     )
-    data.add_argument("--weights", type=recipe.file, metavar="FILE", help="what --save wrote, to begin with")
+    data.add_argument(
+        "--weights", type=recipe.file, metavar="FILE", help="a checkpoint written by --save, to start from"
+    )
     data.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
         default="float32",
-        help="what weights are stored in (default: %(default)s)",
+        help="storage dtype of the weights (default: %(default)s)",
     )
     data.add_argument("--length", type=recipe.positive, default=64, help="tokens in a chunk (default: %(default)s)")
     data.add_argument("--stride", type=recipe.positive, help="tokens from chunk to chunk (default: --length)")
@@ -204,13 +206,13 @@ def add_model_and_text(parser: argparse.ArgumentParser) -> None:
 
 
 def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse sizes that make no model."""
+    """Report sizes that do not describe a model."""
     if options.model is None and (options.hidden % options.heads or options.hidden // options.heads % 2):
         parser.error(f"--hidden {options.hidden} must be an even multiple of --heads {options.heads}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, then say how the loss fell and what was streamed."""
+    """Train, then print how the loss fell and what was streamed."""
     options = parse(arguments)
     losses = recipe.Losses()
     trainer = recipe.trainer(options, [losses], max_steps=options.steps)

@@ -1,12 +1,12 @@
-"""Fine-tune an image classifier, transformer or convolutional network, whose weights need not fit the device.
+"""Fine-tune an image classifier, transformer or convolutional, whose weights need not fit on the device.
 
-    python examples/finetune_vision.py                       # a small ViT of transformers learns to read digits
-    python examples/finetune_vision.py --model resnet        # a small ResNet of torchvision, with its BatchNorm
+    python examples/finetune_vision.py                       # a small ViT from transformers learns to read digits
+    python examples/finetune_vision.py --model resnet        # a small ResNet from torchvision, with its BatchNorm
     python examples/finetune_vision.py --model vit_h_14 --images FOLDER --side 518   # pretrained, from torchvision
     python examples/finetune_vision.py --model google/vit-large-patch16-224 --images FOLDER --side 224
 
-FOLDER has the folders `train` and `val`, and in each of them a folder of images for every class. Without it, the images
-are digits that Pillow draws: nothing is downloaded.
+FOLDER contains the folders `train` and `val`, each with a folder of images for every class. Without it, Pillow draws
+digits to learn from, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -29,19 +29,17 @@ from torchvision.datasets import ImageFolder
 from torchvision.models.resnet import BasicBlock, ResNet
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
-NORMALIZE = {
-    "mean": [0.485, 0.456, 0.406],
-    "std": [0.229, 0.224, 0.225],
-}  # what torchvision's weights were trained with
+# torchvision's weights were trained with these.
+NORMALIZE = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
 class ImageClassifier(L.LightningModule):
     """An image classifier: tiny and random, or pretrained, from torchvision or the Hugging Face hub.
 
     Args:
-        model: `"vit"` and `"resnet"` are tiny and have random weights. Other names are those of torchvision
-            (`"vit_l_16"`, `"resnet152"`) or of the hub, with their weights.
-        classes: How many there are.
+        model: `"vit"` and `"resnet"` are tiny models with random weights. Other names refer to pretrained models of
+            torchvision (`"vit_l_16"`, `"resnet152"`) or of the hub.
+        classes: Number of classes.
         lr: Learning rate of AdamW.
 
     """
@@ -64,13 +62,13 @@ class ImageClassifier(L.LightningModule):
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Log how many images are seen right."""
+        """Log the share of images that are classified correctly."""
         images, labels = batch
-        right = self(images).argmax(-1) == labels
-        self.log("val_accuracy", right.float().mean(), prog_bar=True, batch_size=len(labels))
+        correct = self(images).argmax(-1) == labels
+        self.log("val_accuracy", correct.float().mean(), prog_bar=True, batch_size=len(labels))
 
     def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Return the likeliest class of each image."""
+        """Return the most likely class of each image."""
         return self(batch[0]).argmax(-1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -79,7 +77,7 @@ class ImageClassifier(L.LightningModule):
 
 
 def build(model: str, classes: int) -> nn.Module:
-    """Return the network of a name."""
+    """Build the network with the given name."""
     if model == "vit":
         return ViTForImageClassification(
             ViTConfig(
@@ -89,7 +87,7 @@ def build(model: str, classes: int) -> nn.Module:
                 intermediate_size=128,
                 num_hidden_layers=6,
                 num_attention_heads=4,
-                initializer_range=0.1,  # transformers' default is for larger models; small ones learn slowly
+                initializer_range=0.1,  # transformers' default is meant for larger models; small ones learn slowly
                 num_labels=classes,
             )
         )
@@ -103,7 +101,7 @@ def build(model: str, classes: int) -> nn.Module:
 
 
 def with_new_head(network: nn.Module, classes: int) -> nn.Module:
-    """Put a new layer for other classes in place of the last linear one, as torchvision's classifiers end in it."""
+    """Replace the last linear layer, in which torchvision's classifiers end, by a new one for other classes."""
     linear = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
         raise ValueError(f"{type(network).__name__} has no linear layer to end in: choose another model")
@@ -117,10 +115,10 @@ class Images(L.LightningDataModule):
     """Images and their classes.
 
     Args:
-        folder: Has `train` and `val`, with a folder for each class. `None` draws digits.
-        side: Height and width to which images are brought.
-        batch_size: Images in a batch.
-        count: How many digits are drawn to learn from.
+        folder: Contains `train` and `val`, with a folder for each class. `None` draws digits.
+        side: Height and width that images are resized to.
+        batch_size: Images per batch.
+        count: Number of digits to draw for training.
 
     """
 
@@ -144,21 +142,21 @@ class Images(L.LightningDataModule):
         return DataLoader(self.train, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
-        """Return images that are not among those to learn from."""
+        """Return images that are not in the training set."""
         return DataLoader(self.val, batch_size=self.batch_size)
 
     predict_dataloader = val_dataloader
 
 
 class Digits(Dataset[tuple[Tensor, int]]):
-    """Drawn digits as tensors, with their values."""
+    """Drawn digits as tensors, with their classes."""
 
     def __init__(self, drawn: WrittenNumbers, prepare: transforms.Compose) -> None:
         self.drawn = drawn
         self.prepare = prepare
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of digits."""
         return len(self.drawn)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -169,17 +167,19 @@ class Digits(Dataset[tuple[Tensor, int]]):
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; what cannot work is said here, before any work."""
+    """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=120, batch_size=32, lr=2e-3)
-    parser.add_argument("--model", default="vit", metavar="NAME", help="vit, resnet, or of torchvision or the hub")
+    parser.add_argument(
+        "--model", default="vit", metavar="NAME", help="vit, resnet, or a name of torchvision or the hub"
+    )
     parser.add_argument("--images", type=recipe.folder, metavar="FOLDER", help="with train/CLASS/ and val/CLASS/")
     parser.add_argument("--side", type=recipe.positive, default=32, help="pixels (default: %(default)s)")
     return recipe.parse(parser, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, and say how many images are seen right before and after."""
+    """Train, and print the accuracy before and after."""
     options = parse(arguments)
     losses = recipe.Losses()
     trainer = recipe.trainer(options, [losses], **recipe.steps_then_validation(options))

@@ -1,13 +1,13 @@
-"""Fine-tune a vision-language model, which answers about images, and whose weights need not fit the device.
+"""Fine-tune a vision-language model, which answers questions about images, and need not fit on the device.
 
-Images and questions go through the model's own processor and chat template; the loss is that of the answers' tokens.
+Images and questions go through the model's own processor and chat template; the loss covers only the answers' tokens.
 
     python examples/finetune_vlm.py             # a tiny LLaVA learns to read numbers from pictures
     python examples/finetune_vlm.py --model HuggingFaceTB/SmolVLM-256M-Instruct --examples captions.jsonl
     python examples/finetune_vlm.py --model Qwen/Qwen2-VL-7B-Instruct --examples captions.jsonl --freeze visual
 
-Each line of `captions.jsonl` is `{"image": "a.png", "text": "what to answer"}`; images are looked for beside it.
-Without it, the images are numbers that Pillow draws: nothing is downloaded.
+Each line of `captions.jsonl` is `{"image": "a.png", "text": "what to answer"}`; image paths are relative to that file.
+Without it, Pillow draws numbers to learn from, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-SIDE, PATCH = 32, 8  # pixels, of the tiny model
+SIDE, PATCH = 32, 8  # image and patch size of the tiny model, in pixels
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
@@ -55,7 +55,7 @@ class VisionLM(L.LightningModule):
 
     Args:
         model: Name of a hub model. `None` builds a tiny LLaVA with random weights.
-        freeze: Weights whose names contain one of these words do not learn, such as `["vision"]`.
+        freeze: Words such as `["vision"]`; weights whose names contain one of them are not trained.
         lr: Learning rate of AdamW.
 
     """
@@ -71,7 +71,7 @@ class VisionLM(L.LightningModule):
             parameter.requires_grad_(not any(word in name for word in freeze or []))
 
     def answer_logits(self, batch: dict[str, Any]) -> Tensor:
-        """Return what the model thinks of each place of the answers, given what stands before it."""
+        """Return the logits for each position of the answers, given all tokens before it."""
         places = batch["answers"].shape[1]
         return self.model(**batch["inputs"], use_cache=False, logits_to_keep=places + 1).logits[:, :-1]
 
@@ -82,31 +82,31 @@ class VisionLM(L.LightningModule):
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Log how many answers are right from the first token to the last."""
+        """Log the share of answers that are correct in every token."""
         answers = batch["answers"]
         right = (self.answer_logits(batch).argmax(-1) == answers) | (answers == IGNORED)
         self.log("val_accuracy", right.all(1).float().mean(), prog_bar=True, batch_size=len(answers))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW over what learns, with the same kernel under every strategy."""
-        learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(learning, lr=self.hparams["lr"], fused=True)
+        """Return AdamW over the trainable weights, with the same kernel under every strategy."""
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trainable, lr=self.hparams["lr"], fused=True)
 
 
 def tiny_processor() -> LlavaProcessor:
-    """Return a processor that needs no files: it reads text byte by byte."""
+    """Return a processor that needs no files, because it tokenizes text into bytes."""
     return LlavaProcessor(
         SiglipImageProcessor(size={"height": SIDE, "width": SIDE}),
         ByT5Tokenizer(extra_ids=0, additional_special_tokens=["<image>"]),
         patch_size=PATCH,
         vision_feature_select_strategy="full",
-        image_token="<image>",  # noqa: S106  no secret
+        image_token="<image>",  # noqa: S106  not a secret
         chat_template=TEMPLATE,
     )
 
 
 def tiny_llava(tokenizer: PreTrainedTokenizerBase) -> LlavaForConditionalGeneration:
-    """Return a small LLaVA: two blocks that see, two that read and answer."""
+    """Return a small LLaVA, with two vision and two language blocks."""
     size = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     vision = SiglipVisionConfig(**size, num_hidden_layers=2, image_size=SIDE, patch_size=PATCH)
     text = LlamaConfig(
@@ -114,7 +114,7 @@ def tiny_llava(tokenizer: PreTrainedTokenizerBase) -> LlavaForConditionalGenerat
         num_hidden_layers=2,
         num_key_value_heads=4,
         vocab_size=len(tokenizer),
-        initializer_range=0.1,  # transformers' default is for larger models; small ones learn slowly
+        initializer_range=0.1,  # transformers' default is meant for larger models; small ones learn slowly
     )
     return LlavaForConditionalGeneration(
         LlavaConfig(
@@ -131,11 +131,11 @@ class ImagesAndTexts(L.LightningDataModule):
 
     Args:
         examples: A file of JSON lines with `image` and `text`; its last tenth is for validation. `None` draws numbers.
-        model: Name of the hub model whose processor prepares them. `None` takes the tiny one.
-        question: What is asked about each image.
-        batch_size: Images in a batch.
-        digits: Of the numbers that are drawn.
-        count: How many numbers are drawn to learn from.
+        model: Name of the hub model whose processor prepares the data. `None` uses the tiny one.
+        question: The question about each image.
+        batch_size: Images per batch.
+        digits: Digits of each drawn number.
+        count: Number of images to draw for training.
 
     """
 
@@ -152,7 +152,7 @@ class ImagesAndTexts(L.LightningDataModule):
         self.question = question
         self.batch_size = batch_size
         self.processor: ProcessorMixin = tiny_processor() if model is None else AutoProcessor.from_pretrained(model)
-        self.processor.tokenizer.padding_side = "left"  # questions end where answers begin
+        self.processor.tokenizer.padding_side = "left"  # so that each question ends where its answer begins
         self.train: Sequence[tuple[Any, str]] | WrittenNumbers = WrittenNumbers(count, digits, SIDE)
         self.val: Sequence[tuple[Any, str]] | WrittenNumbers = WrittenNumbers(256, digits, SIDE, first=count)
         if examples is not None:
@@ -170,7 +170,7 @@ class ImagesAndTexts(L.LightningDataModule):
             text=[prompt] * len(pairs),
             images=[[opened(image)] for image, _ in pairs],
             padding=True,
-            add_special_tokens=not prompt.startswith(tokenizer.bos_token or prompt),  # most templates begin with it
+            add_special_tokens=not prompt.startswith(tokenizer.bos_token or prompt),  # most templates begin with one
             return_tensors="pt",
         )
         answers = tokenizer(
@@ -182,7 +182,7 @@ class ImagesAndTexts(L.LightningDataModule):
         )
         width = answers["input_ids"].shape[1]
         tokens = inputs["input_ids"].shape
-        # Kinds of tokens, where a model wants to know them, are 0 for text.
+        # If a model takes token types, text has type 0.
         whole = {name: F.pad(value, (0, width)) if value.shape == tokens else value for name, value in inputs.items()}
         for name in ("input_ids", "attention_mask"):
             whole[name][:, -width:] = answers[name]
@@ -193,29 +193,31 @@ class ImagesAndTexts(L.LightningDataModule):
         return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, collate_fn=self.collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return images that are not among those to learn from."""
+        """Return images that are not in the training set."""
         return DataLoader(self.val, self.batch_size, collate_fn=self.collate)
 
 
 def opened(image: Image.Image | Path) -> Image.Image:
-    """Return an image, read from its file if it is none yet."""
+    """Return an image, reading it from its file if necessary."""
     return Image.open(image).convert("RGB") if isinstance(image, Path) else image
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; what cannot work is said here, before any work."""
+    """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=200, batch_size=32, lr=1e-3)
     parser.add_argument("--model", metavar="NAME", help="a vision-language model of the hub, with a chat template")
     parser.add_argument("--examples", type=recipe.file, metavar="FILE", help="JSON lines with image and text")
-    parser.add_argument("--question", default="Number?", help="about each image (default: %(default)s)")
-    parser.add_argument("--freeze", nargs="*", metavar="WORD", help="weights with such names do not learn")
-    parser.add_argument("--digits", type=recipe.positive, default=1, help="of drawn numbers (default: %(default)s)")
+    parser.add_argument("--question", default="Number?", help="question about each image (default: %(default)s)")
+    parser.add_argument("--freeze", nargs="*", metavar="WORD", help="do not train weights whose names contain WORD")
+    parser.add_argument(
+        "--digits", type=recipe.positive, default=1, help="digits of drawn numbers (default: %(default)s)"
+    )
     return recipe.parse(parser, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, and say how many answers are right before and after."""
+    """Train, and print the share of correct answers before and after."""
     options = parse(arguments)
     losses = recipe.Losses()
     trainer = recipe.trainer(options, [losses], **recipe.steps_then_validation(options))

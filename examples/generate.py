@@ -1,11 +1,11 @@
-"""Let a causal language model larger than the device go on with prompts, a batch at a time: `trainer.predict`.
+"""Generate text with a causal language model larger than the device, a batch of prompts at a time: `trainer.predict`.
 
-What generates is transformers' own `generate`, with its key/value cache on the device. Every new token takes the whole
-model through the device once, for all prompts of a batch together. So make batches large: up to where computing takes
-as long as copying, a batch of twice the size takes the same time.
+transformers' own `generate` does the work, with its key/value cache on the device. Every new token moves the whole
+model through the device once, for all prompts of a batch together. So make batches large: until computing takes as long
+as copying, a batch of twice the size takes the same time.
 
-    python examples/generate.py                                   # learns a short text first, below a minute
-    python examples/generate.py --weights lm.ckpt "The with statement"     # what finetune_lm.py --save wrote
+    python examples/generate.py                                   # learns a short text first, under a minute
+    python examples/generate.py --weights lm.ckpt "The with statement"     # a checkpoint from finetune_lm.py --save
     python examples/generate.py --model Qwen/Qwen2.5-14B --dtype bfloat16 --prompts prompts.txt --batch-size 64
 """
 
@@ -33,13 +33,13 @@ LESSON = ["--layers=6", "--hidden=64", "--steps=120", "--batch-size=13", "--stri
 
 
 class Prompts(L.LightningDataModule):
-    """Texts to go on with, padded on the left to the longest one of their batch.
+    """Prompts, padded on the left to the longest one in their batch.
 
     Args:
-        prompts: The texts; `None` takes the beginnings of four lines of the Zen of Python.
-        file: A UTF-8 file with a prompt in each line, in place of `prompts`.
-        model: Name of the hub model whose tokenizer reads them. `None` reads bytes.
-        batch_size: Prompts in a batch.
+        prompts: The prompts; `None` uses the beginnings of four lines of the Zen of Python.
+        file: A UTF-8 file with a prompt in each line, used instead of `prompts`.
+        model: Name of the hub model whose tokenizer is used. `None` tokenizes into bytes.
+        batch_size: Prompts per batch.
 
     """
 
@@ -53,23 +53,28 @@ class Prompts(L.LightningDataModule):
         super().__init__()
         self.prompts = Path(file).read_text(encoding="utf-8").splitlines() if file else prompts or PROMPTS
         self.tokenizer = make_tokenizer(model)
-        self.marks = model is not None  # bytes have no mark for the beginning, and that for the end belongs elsewhere
+        # The byte tokenizer has no token for the beginning of a text, and would append its end token to the prompt.
+        self.add_special_tokens = model is not None
         self.batch_size = batch_size
 
     def collate(self, prompts: list[str]) -> dict[str, Tensor]:
         """Tokenize a batch."""
         tokens = self.tokenizer(
-            prompts, padding=True, add_special_tokens=self.marks, return_token_type_ids=False, return_tensors="pt"
+            prompts,
+            padding=True,
+            add_special_tokens=self.add_special_tokens,
+            return_token_type_ids=False,
+            return_tensors="pt",
         )
         return dict(tokens)
 
     def predict_dataloader(self) -> DataLoader[str]:
-        """Return the prompts in their order."""
+        """Return the prompts in order."""
         return DataLoader(self.prompts, batch_size=self.batch_size, collate_fn=self.collate)
 
 
 class PrintTexts(BasePredictionWriter):
-    """Prints each prompt with what follows it, as soon as its batch is done."""
+    """Prints each prompt with its continuation as soon as its batch is done."""
 
     def __init__(self) -> None:
         super().__init__("batch")
@@ -91,31 +96,38 @@ class PrintTexts(BasePredictionWriter):
 
 
 def learn_the_zen(checkpoint: Path, accelerator: str) -> None:
-    """Let finetune_lm.py learn the Zen of Python by heart, so that there is something to say."""
+    """Make finetune_lm.py learn the Zen of Python by heart, so that there is something to generate."""
     text = checkpoint.with_name("zen.txt")
     text.write_text(zen_of_python(), encoding="utf-8")
     finetune_lm.main([*LESSON, f"--text={text}", f"--save={checkpoint}", f"--accelerator={accelerator}"])
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; what cannot work is said here, before any work."""
+    """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
-    parser.add_argument("prompt", nargs="*", help="texts to go on with")
+    parser.add_argument("prompt", nargs="*", help="texts to continue")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="NAME", help="a causal language model from the Hugging Face hub")
     source.add_argument("--weights", type=recipe.file, metavar="FILE", help="a checkpoint of finetune_lm.py")
     parser.add_argument("--prompts", type=recipe.file, metavar="FILE", help="a UTF-8 file with a prompt in each line")
-    parser.add_argument("--batch-size", type=recipe.positive, default=8, help="prompts at once (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=recipe.positive, default=32, help="at most (default: %(default)s)")
-    parser.add_argument("--sample", action="store_true", help="draw tokens, in place of taking the likeliest")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights (default: %(default)s)"
+        "--batch-size", type=recipe.positive, default=8, help="prompts per batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--new-tokens", type=recipe.positive, default=32, help="maximum per prompt (default: %(default)s)"
+    )
+    parser.add_argument("--sample", action="store_true", help="sample tokens instead of taking the most likely")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="storage dtype of the weights (default: %(default)s)",
     )
     return recipe.parse(parser, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Load or train a model, then print what it makes of each prompt."""
+    """Load or train a model, then print its continuation of each prompt."""
     options = parse(arguments)
     choices = {
         "generation": {"max_new_tokens": options.new_tokens, "do_sample": options.sample},

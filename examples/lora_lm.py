@@ -1,11 +1,11 @@
-"""Fine-tune a causal language model by adapters: a frozen base, and thin matrices beside its layers that learn (LoRA).
+"""Fine-tune a causal language model with LoRA: the base is frozen, and thin matrices beside its layers are trained.
 
-Frozen weights have no gradients and no optimizer state: in host memory each takes what it is stored in, 2 bytes with
-`--dtype bfloat16`, where full fine-tuning takes 16, and only the adapters' gradients come back from the device.
+Frozen weights have no gradients and no optimizer state. In host memory, each of them takes only its stored size:
+2 bytes with `--dtype bfloat16`, where full fine-tuning takes 16. Only gradients of adapters come back from the device.
 
-    python examples/lora_lm.py                                          # tiny and random, below a minute on a laptop
+    python examples/lora_lm.py                                          # tiny and random, under a minute on a laptop
     python examples/lora_lm.py --model Qwen/Qwen2.5-14B --dtype bfloat16 --text my.txt
-    python examples/lora_lm.py --peft                                   # the adapters of `pip install peft`
+    python examples/lora_lm.py --peft                                   # with adapters of peft (`pip install peft`)
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, and two thin matrices beside it whose product learns what to change.
+    """A frozen linear layer with a LoRA adapter: two thin matrices whose product is a learned update of the weight.
 
     Args:
-        base: The layer.
-        rank: Columns of the first matrix, and rows of the second.
-        alpha: The product counts `alpha / rank` times.
+        base: The layer to adapt.
+        rank: Rank of the update.
+        alpha: The update is scaled by `alpha / rank`.
 
     """
 
@@ -36,17 +36,17 @@ class Adapted(nn.Module):
         self.base = base
         self.down = nn.Linear(base.in_features, rank, bias=False)
         self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)  # so that at first nothing is changed
+        nn.init.zeros_(self.up.weight)  # the adapter changes nothing at first
         self.scale = alpha / rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the layer says, and what the adapter adds to it."""
-        change = self.up(self.down(x.to(self.down.weight.dtype)))  # fp32, also beside a base in bf16
+        """Return the sum of the layer's and the adapter's output."""
+        change = self.up(self.down(x.to(self.down.weight.dtype)))  # in fp32, even if the base is in bf16
         return self.base(x) + (change * self.scale).to(x.dtype)
 
 
 def add_adapters(model: nn.Module, head: nn.Module, rank: int, alpha: float) -> None:
-    """Freeze a model, and put an adapter beside each of its linear layers but the head."""
+    """Freeze a model, and add an adapter to each of its linear layers except the head."""
     model.requires_grad_(False)
     layers = {
         name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head
@@ -59,20 +59,20 @@ def add_adapters(model: nn.Module, head: nn.Module, rank: int, alpha: float) -> 
 
 
 class LoRALM(CausalLM):
-    """A causal language model whose adapters learn.
+    """A causal language model of which only the adapters are trained.
 
     Args:
         model: Name of a hub model. `None` builds a Llama-style one with random weights from the three sizes.
-        layers: Blocks of the random model.
-        hidden: Width of the random model.
-        heads: Attention heads of the random model; they divide `hidden`.
+        layers: Number of blocks in the random model.
+        hidden: Hidden size of the random model.
+        heads: Number of attention heads in the random model; must divide `hidden`.
         lr: Learning rate of AdamW.
-        dtype: What the base is stored in: `"float32"` or `"bfloat16"`. Adapters are in fp32.
-        generation: Arguments of transformers' `generate` for prediction.
-        weights: A checkpoint of `finetune_lm.py`, of the same sizes, for the base.
-        rank: Of the adapters.
-        alpha: Adapters count `alpha / rank` times.
-        peft: Take the adapters of the `peft` package in place of those above.
+        dtype: Storage dtype of the base: `"float32"` or `"bfloat16"`. Adapters are in fp32.
+        generation: Arguments for transformers' `generate` in prediction.
+        weights: A checkpoint of `finetune_lm.py`, with the same sizes, for the base.
+        rank: Rank of the adapters.
+        alpha: The adapters' output is scaled by `alpha / rank`.
+        peft: Use the adapters of the `peft` package instead of those above.
 
     """
 
@@ -98,29 +98,29 @@ class LoRALM(CausalLM):
             inject_adapter_in_model(config, self.model)
         else:
             add_adapters(self.model, self.model.get_output_embeddings(), rank, alpha)
-        self.strict_loading = False  # a checkpoint has the adapters alone
+        self.strict_loading = False  # a checkpoint contains only the adapters
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW over the adapters."""
-        learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(learning, lr=self.hparams["lr"], fused=True)
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trainable, lr=self.hparams["lr"], fused=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave the frozen base out of the checkpoint."""
-        learning = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        trainable = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: value for name, value in state.items() if name in learning}
+        checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trainable}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; what cannot work is said here, before any work."""
+    """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=60, batch_size=8, lr=1e-2)
     add_model_and_text(parser)
     adapters = parser.add_argument_group("adapters")
     adapters.add_argument("--rank", type=recipe.positive, default=8, help="(default: %(default)s)")
     adapters.add_argument("--alpha", type=float, default=16, help="strength times rank (default: %(default)s)")
-    adapters.add_argument("--peft", action="store_true", help="take those of the peft package")
+    adapters.add_argument("--peft", action="store_true", help="use the adapters of the peft package")
     adapters.add_argument("--save", metavar="FILE", help="write the adapters when training is over")
     options = recipe.parse(parser, arguments)
     check_sizes(parser, options)
@@ -128,13 +128,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train the adapters, then say how the loss fell and what was streamed."""
+    """Train the adapters, then print how the loss fell and what was streamed."""
     options = parse(arguments)
     losses = recipe.Losses()
     trainer = recipe.trainer(options, [losses], max_steps=options.steps)
     model = LoRALM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "rank", "alpha", "peft"]})
-    learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    recipe.say(f"{learning} of {sum(parameter.numel() for parameter in model.parameters())} parameters learn")
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    recipe.say(f"{trainable} of {sum(parameter.numel() for parameter in model.parameters())} parameters are trained")
     trainer.fit(model, TextData(options.text, options.model, options.batch_size, options.length, options.stride))
     if options.save is not None:
         trainer.save_checkpoint(options.save)

@@ -1,6 +1,6 @@
-"""What the recipes learn from when nothing is given to them: text and images that every machine has.
+"""Default training data for the recipes: text and images that are available on every machine.
 
-Nothing is downloaded. The texts are parts of CPython; the images are numbers written by a font that comes with Pillow.
+Nothing is downloaded. The texts are parts of CPython; the images are numbers drawn with a font that comes with Pillow.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def read_text(path: str | None) -> str:
     """Return the text of a file, or of Python's reference manual."""
     if path is not None:
         return Path(path).read_text(encoding="utf-8")
-    # `help("if")` prints from here; CPython ships these chapters as a module, so they are found offline.
+    # CPython ships these chapters as a module; `help("if")` prints from it.
     from pydoc_data.topics import topics
 
     return "\n".join(topics.values())
 
 
 def zen_of_python() -> str:
-    """Return the nineteen lines that `import this` prints; it keeps them under rot13."""
+    """Return the text that `import this` prints, which the module stores in rot13."""
     with contextlib.redirect_stdout(io.StringIO()):
         import this
     return codecs.decode(this.s, "rot13")
@@ -35,18 +35,18 @@ def zen_of_python() -> str:
 
 @functools.cache
 def default_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Return Pillow's own font; to make it takes longer than to draw with it."""
+    """Return Pillow's own font, cached because loading it takes longer than drawing with it."""
     return ImageFont.load_default(size)
 
 
 class WrittenNumbers(Dataset[tuple[Image.Image, str]]):
-    """Small pictures of numbers, each in its own colours, place, size and tilt, with the number as text.
+    """Small pictures of numbers, each with its own colors, position, size and tilt, and the number as text.
 
     Args:
-        count: How many there are.
+        count: Number of pictures.
         digits: Digits of each number.
         side: Height and width in pixels.
-        first: Which one to begin with: sets that do not overlap have different pictures.
+        first: Index of the first picture: ranges that do not overlap contain different pictures.
 
     """
 
@@ -57,19 +57,19 @@ class WrittenNumbers(Dataset[tuple[Image.Image, str]]):
         self.first = first
 
     def __len__(self) -> int:
-        """Return how many pictures there are."""
+        """Return the number of pictures."""
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Image.Image, str]:
-        """Draw the picture of this index, the same one each time."""
+        """Draw the picture with this index, the same one each time."""
         if not 0 <= index < self.count:
-            raise IndexError(index)  # which ends a loop over this set
-        chance = random.Random(self.first + index)
-        text = "".join(chance.choices("0123456789", k=self.digits))
-        paper = tuple(chance.randrange(0, 100) for _ in range(3))
-        ink = tuple(chance.randrange(156, 256) for _ in range(3))
+            raise IndexError(index)  # ends a `for` loop over this dataset
+        rng = random.Random(self.first + index)
+        text = "".join(rng.choices("0123456789", k=self.digits))
+        paper = tuple(rng.randrange(0, 100) for _ in range(3))
+        ink = tuple(rng.randrange(156, 256) for _ in range(3))
         picture = Image.new("RGB", (self.side, self.side), paper)
-        font = default_font(round(self.side * chance.uniform(0.8, 1.0) / self.digits**0.5))
-        middle = tuple(self.side * chance.uniform(0.45, 0.55) for _ in range(2))
+        font = default_font(round(self.side * rng.uniform(0.8, 1.0) / self.digits**0.5))
+        middle = tuple(self.side * rng.uniform(0.45, 0.55) for _ in range(2))
         ImageDraw.Draw(picture).text(middle, text, fill=ink, font=font, anchor="mm")
-        return picture.rotate(chance.uniform(-10, 10), Image.Resampling.BILINEAR, fillcolor=paper), text
+        return picture.rotate(rng.uniform(-10, 10), Image.Resampling.BILINEAR, fillcolor=paper), text

@@ -1,4 +1,4 @@
-"""The engine without Lightning: a plain PyTorch loop around a model that is streamed.
+"""The engine without Lightning: a plain PyTorch loop over a streamed model.
 
 python examples/plain_loop.py
 """
@@ -19,7 +19,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what the layers make of `x` to `x`."""
+        """Return the residual sum of `x` and the layers' output."""
         return x + self.inner(x)
 
 
@@ -28,21 +28,21 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(64) for _ in range(12)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    pipeline = superpipeline(model, k=2)  # the accelerator if there is one, else the CPU
+    pipeline = superpipeline(model, k=2)  # on the accelerator if there is one, otherwise on the CPU
 
     for step in range(31):
         x = torch.randn(32, 64, device=pipeline.device)
         with pipeline.step():
             loss = nn.functional.mse_loss(model(x), x.flip(1))
             loss.backward()
-        optimizer.step()  # gradients and weights are ordinary CPU tensors out here
+        optimizer.step()  # outside of the step, gradients and weights are ordinary CPU tensors
         optimizer.zero_grad()
         if step % 10 == 0:
             print(f"step {step:2d}  loss {loss.item():.4f}")
 
     print(pipeline.summary())
     print(f"{pipeline.stats.loads} loads of units in {pipeline.stats.steps} steps")
-    pipeline.detach()  # the model is a plain one again
+    pipeline.detach()  # the model is an ordinary CPU model again
 
 
 if __name__ == "__main__":

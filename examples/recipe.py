@@ -1,7 +1,7 @@
-"""What the scripts here share: options of their command lines, the Trainer these options ask for, the losses it saw.
+"""Code that the example scripts share: command-line options, the Trainer they describe, and a record of losses.
 
-All of it is plain Lightning. The strategy is one argument of the Trainer: with nothing but defaults, `trainer` returns
-what `Trainer(strategy="superpipeline")` is.
+All of it is plain Lightning. The strategy is one argument of the Trainer: with default options, `trainer` returns
+the equivalent of `Trainer(strategy="superpipeline")`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sp_lightning
 
 PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 
-say = rank_zero_only(print)  # with several devices the script runs once for each
+say = rank_zero_only(print)  # with several devices, the script runs once per device
 
 
 def positive(text: str) -> int:
@@ -53,12 +53,14 @@ def folder(text: str) -> str:
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that knows where and how to compute; each script adds what is its own."""
+    """Return a parser with the options for devices, precision and streaming; each script adds its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     run = parser.add_argument_group("running")
     run.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: %(default)s)")
     run.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="where to compute")
-    run.add_argument("--devices", type=positive, default=1, help="how many, a process for each (default: %(default)s)")
+    run.add_argument(
+        "--devices", type=positive, default=1, help="number of devices, with one process each (default: %(default)s)"
+    )
     run.add_argument("--precision", choices=PRECISIONS, default="32-true", help="as in Trainer (default: %(default)s)")
     stream = parser.add_argument_group("streaming")
     stream.add_argument("--strategy", choices=["superpipeline", "auto"], default="superpipeline")
@@ -85,7 +87,7 @@ def add_training(parser: argparse.ArgumentParser, *, steps: int, batch_size: int
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; what cannot work is said here, before any work."""
+    """Parse the command line, and report invalid options before any work begins."""
     options = parser.parse_args(arguments)
     if options.strategy == "superpipeline":
         try:
@@ -109,7 +111,7 @@ def trainer(options: argparse.Namespace, callbacks: Sequence[L.Callback] = (), *
         accelerator=_accelerator(options.accelerator, streaming),
         devices=options.devices,
         precision=options.precision,
-        # says what the units are, and what came of it
+        # reports which units were found, and what was streamed
         callbacks=[*callbacks, *([sp_lightning.SuperpipelineCallback()] if streaming else [])],
         logger=False,
         enable_checkpointing=False,
@@ -119,12 +121,12 @@ def trainer(options: argparse.Namespace, callbacks: Sequence[L.Callback] = (), *
 
 
 def _accelerator(name: str, streaming: bool) -> str:
-    """Return where to compute: Apple's GPUs, which Lightning would choose on a Mac, cannot stream."""
+    """Return the accelerator to use. Apple's GPUs, which Lightning would choose on a Mac, cannot stream."""
     return "cpu" if streaming and name == "auto" and torch.backends.mps.is_available() else name
 
 
 def steps_then_validation(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the Trainer's arguments for a run of so many steps, with a validation at its end and nowhere else."""
+    """Return the Trainer's arguments for a run of `options.steps` steps with a single validation, at the end."""
     return {
         "max_steps": options.steps,
         "val_check_interval": options.steps,
@@ -134,7 +136,7 @@ def steps_then_validation(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Losses(L.Callback):
-    """Keeps the loss of every step, and how long they took."""
+    """Records the loss of every step and the total training time."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -145,7 +147,7 @@ class Losses(L.Callback):
         self.start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        """Keep the loss of this step."""
+        """Record the loss of this step."""
         self.values.append(float(outputs["loss"]))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -153,6 +155,6 @@ class Losses(L.Callback):
         self.seconds = time.perf_counter() - self.start
 
     def __str__(self) -> str:
-        """Say how far the loss fell."""
+        """Return the first and the last loss, and the time, in one line."""
         first, last = self.values[0], self.values[-1]
         return f"Loss: first {first:.4f}, last {last:.4f} ({len(self.values)} steps in {self.seconds:.1f} s)"

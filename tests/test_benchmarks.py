@@ -470,8 +470,8 @@ def test_a_step_lasts_until_the_next_begins(monkeypatch):
     monkeypatch.setattr("suite.module.time.perf_counter", lambda: next(now))
     clock = Clock(torch.device("cpu"))
     for step in range(4):
-        clock.begins()
-        clock.gave(torch.tensor(float(step)))
+        clock.mark_start()
+        clock.record_value(torch.tensor(float(step)))
     assert clock.seconds() == [1.0, 2.0, 3.0]
     assert clock.values() == [0.0, 1.0, 2.0, 3.0]
 

@@ -1,10 +1,10 @@
-"""The bench: superpipeline beside what users would pick instead, on the same workloads, in one run.
+"""Benchmark superpipeline against what users would choose instead, on the same workloads, in one run.
 
     python examples/benchmarks/bench.py list                                            # sets, workloads, systems
     python examples/benchmarks/bench.py run --set toy --time-limit 120 --output x.json  # runs on any laptop
     python examples/benchmarks/bench.py render x.json --plots FOLDER                    # tables and pictures from JSON
 
-`docs/performance.md` says what is measured, and how to read it.
+`docs/performance.md` explains what is measured, and how to read the results.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDERS = [str(HERE), str(HERE.parent), str(HERE.parents[1])]  # with the suite, the examples, the package
+FOLDERS = [str(HERE), str(HERE.parent), str(HERE.parents[1])]  # contain the suite, the examples, the package
 sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line. Names are checked before anything runs."""
+    """Parse the command line. Names are checked before anything runs."""
     from recipe import file, positive
     from suite.sets import SETS, WORKLOADS
     from suite.systems import SYSTEMS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="say what there is")
+    commands.add_parser("list", help="list sets, workloads and systems")
     run = commands.add_parser(
         "run", help="measure, and write JSON", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -37,15 +37,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[], metavar="NAME", help="single workloads")
     run.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="NAME", help="systems")
     run.add_argument("--rounds", type=positive, default=2, help="how often everything is measured, in turns")
-    run.add_argument("--warm-up", type=positive, default=5, help="steps of each process that do not count")
-    run.add_argument("--steps", type=positive, default=10, help="steps of each process that count")
-    run.add_argument("--time-limit", type=float, default=540.0, help="seconds for all of it")
+    run.add_argument("--warm-up", type=positive, default=5, help="warm-up steps of each process, which do not count")
+    run.add_argument("--steps", type=positive, default=10, help="measured steps of each process")
+    run.add_argument("--time-limit", type=float, default=540.0, help="seconds for the whole run")
     run.add_argument(
-        "--host-memory", type=size, metavar="SIZE", help="host memory that is there once it is used: 120GB"
+        "--host-memory",
+        type=size,
+        metavar="SIZE",
+        help="host memory that the machine provides once it is used, such as 120GB",
     )
-    run.add_argument("--revision", metavar="COMMIT", help="what is measured, where there is no git repository")
+    run.add_argument("--revision", metavar="COMMIT", help="the measured commit, if there is no git repository")
     run.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    render = commands.add_parser("render", help="print tables of what was measured")
+    render = commands.add_parser("render", help="print the results as tables")
     render.add_argument("result", type=file, help="JSON file")
     render.add_argument("--plots", type=Path, metavar="FOLDER", help="folder to write pictures to, as SVG and PNG")
     options = parser.parse_args(arguments)
@@ -55,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def size(text: str) -> int:
-    """Read an amount of memory."""
+    """Parse an amount of memory."""
     from sp_lightning.pipeline.sizes import parse_bytes
 
     try:
@@ -65,7 +68,7 @@ def size(text: str) -> int:
 
 
 def list_all() -> None:
-    """Print sets with their workloads, and systems."""
+    """Print all sets with their workloads, and all systems."""
     from suite.sets import ABOUT, SETS
     from suite.systems import SYSTEMS
 
@@ -79,12 +82,12 @@ def list_all() -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure."""
+    """Run the benchmark, and write the results."""
     from suite.runner import Settings
     from suite.runner import run as measure
     from suite.sets import SETS, WORKLOADS
 
-    # Processes that are started find the same modules.
+    # Child processes have to find the same modules.
     os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
     names = [workload.name for name in arguments.sets for workload in SETS[name]] + arguments.workloads
     settings = Settings(
@@ -101,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def render(arguments: argparse.Namespace) -> None:
-    """Print tables, and draw."""
+    """Print the report, and draw the plots."""
     from suite.plots import write_plots
     from suite.report import report
 
@@ -113,7 +116,7 @@ def render(arguments: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do what the command line says."""
+    """Run the command given on the command line."""
     options = parse(arguments)
     {"list": lambda _: list_all(), "run": run, "render": render}[options.command](options)
 

@@ -1,12 +1,12 @@
-"""The optimizer's step on the host: a unit at a time, in one pass, against torch's own step for each tensor.
+"""Benchmark the optimizer's step on the host: one unit at a time in a single pass, against torch's own step.
 
     python examples/benchmarks/host_step.py
     python examples/benchmarks/host_step.py --parameters 50e6 --tensors 50 5000 --threads 1 2 --json out.json
 
-Three kinds of work: the update alone; clipping by norm before it; and what mixed precision needs, a gradient that comes
-in bf16 and is cast, clipped, and a bf16 copy of the new weight for the device. Plain training does these as passes of
-their own over memory. All variants take turns, in changing order, and the median of each counts, because others may use
-the machine.
+There are three kinds of work: the update alone; the update after clipping by norm; and the work of mixed precision,
+where a bf16 gradient is cast and clipped, and the new weight is copied to bf16 for the device. Plain training makes a
+separate pass over memory for each of these. The variants take turns, in alternating order, and the median of each
+counts, because others may use the machine.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.optimizer.stepping import Scaling, UnitStep
 
-FACTOR = 0.5  # what clipping multiplies with; as large as one likes, it is not the time of a step that depends on it
+FACTOR = 0.5  # what clipping multiplies by; the time of a step does not depend on its value
 
 
-def neighbours(tensors: int, elements: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Tensors that lie side by side, as those of a unit do."""
+def adjacent_tensors(tensors: int, elements: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return tensors that are adjacent in memory, as those of a unit are."""
     return list(torch.randn(tensors, elements).to(dtype).unbind())
 
 
 @dataclass
 class Unit:
-    """Weights, and their gradients and copies in both dtypes."""
+    """Weights with fp32 gradients, bf16 gradients as they arrive from the device, and bf16 copies."""
 
     masters: list[nn.Parameter]
     gradients: list[Tensor]
@@ -43,14 +43,14 @@ class Unit:
 
     @classmethod
     def make(cls, tensors: int, elements: int) -> Unit:
-        """Random numbers."""
-        masters = [nn.Parameter(memory) for memory in neighbours(tensors, elements)]
-        gradients = neighbours(tensors, elements)
-        return cls(masters, gradients, *(neighbours(tensors, elements, torch.bfloat16) for _ in range(2)))
+        """Make a unit of random numbers."""
+        masters = [nn.Parameter(memory) for memory in adjacent_tensors(tensors, elements)]
+        gradients = adjacent_tensors(tensors, elements)
+        return cls(masters, gradients, *(adjacent_tensors(tensors, elements, torch.bfloat16) for _ in range(2)))
 
 
 def plain_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
-    """Torch's own step, with what goes before and after it as passes of their own."""
+    """Return torch's own step, with separate passes for the work before and after it."""
     optimizer = torch.optim.AdamW(unit.masters, lr=1e-4, **options)
     factor = torch.tensor(FACTOR)
 
@@ -72,7 +72,7 @@ def plain_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
 
 
 def unit_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
-    """The same by units."""
+    """Return a step that does the same work unit by unit."""
     optimizer = torch.optim.AdamW(unit.masters, lr=1e-4, **options)
     hyper = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     gradients = unit.arrived if work == "mixed" else unit.gradients
@@ -91,19 +91,19 @@ VARIANTS: dict[str, Callable[[Unit, str], Callable[[], None]]] = {
 
 
 def median_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The milliseconds that each takes: medians of so many rounds, every other one in the opposite order."""
+    """Return the median milliseconds of each step over `rounds` rounds, every other one in the opposite order."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 2):
         for name in list(steps)[:: 1 if turn % 2 else -1]:
             start = time.perf_counter()
             steps[name]()
-            if turn >= 2:  # the first steps make the state, and find out what lies where
+            if turn >= 2:  # the first steps create the state and find out which tensors are adjacent
                 times[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(each) for name, each in times.items()}
 
 
 def measure(tensors: int, elements: int, threads: int, rounds: int) -> list[dict[str, Any]]:
-    """Every variant of every kind of work."""
+    """Measure every variant of every kind of work, and print a row for each kind."""
     torch.set_num_threads(threads)
     unit = Unit.make(tensors, elements)
     rows = []
@@ -124,10 +124,12 @@ def measure(tensors: int, elements: int, threads: int, rounds: int) -> list[dict
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=50e6, help="elements in all, about")
-    parser.add_argument("--tensors", type=int, nargs="+", default=[50, 5000], help="in how many tensors they are")
+    parser.add_argument("--parameters", type=float, default=50e6, help="approximate number of elements in total")
+    parser.add_argument(
+        "--tensors", type=int, nargs="+", default=[50, 5000], help="number of tensors they are divided into"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads that torch computes with")
     parser.add_argument("--rounds", type=int, default=20, help="how often each variant is measured")
     parser.add_argument("--json", help="file to write the results to")

@@ -1,11 +1,11 @@
-"""What the engine itself costs: host work per unit and step, and a step's time over plain Lightning's.
+"""Measure the engine's own cost: host work per unit and step, and the time of a step relative to plain Lightning.
 
     python examples/benchmarks/overhead.py            # both, on the CPU
     python examples/benchmarks/overhead.py --json out.json
 
-Host work is measured on units that compute next to nothing, so that what is left is the engine; a plain loop over the
-same modules in the same run is subtracted. The ratio is measured under Lightning, on blocks that compute for
-`--block-ms`, with all units on the device (k >= N), where a step should cost what plain Lightning's costs. Both take
+Host work is measured on units that compute next to nothing, minus the time of a plain loop over the same modules in the
+same run, so what is left is the engine. The ratio is measured under Lightning, on blocks that compute for `--block-ms`,
+with all units on the device (k >= N), where a step should cost what plain Lightning's costs. Both measurements take
 turns and medians are compared, because timings on a shared machine drift.
 """
 
@@ -30,7 +30,7 @@ from sp_lightning import SuperpipelineStrategy, superpipeline
 
 
 def make_chain(blocks: int, width: int) -> nn.Sequential:
-    """Equal blocks of two layers and a norm."""
+    """Make a chain of equal blocks, each with two layers and a norm."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(
@@ -41,7 +41,7 @@ def make_chain(blocks: int, width: int) -> nn.Sequential:
 
 
 def make_step(model: nn.Module, batch: Tensor) -> Callable[[], float]:
-    """A training step that returns its seconds."""
+    """Return a training step that returns its own time in seconds."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> float:
@@ -55,7 +55,7 @@ def make_step(model: nn.Module, batch: Tensor) -> Callable[[], float]:
 
 
 def take_turns(steps: list[Callable[[], float]], rounds: int, warm_up: int = 3) -> list[list[float]]:
-    """Seconds of each of the steps, taken in turns."""
+    """Run the steps in turns, and return the seconds of each."""
     for _ in range(warm_up):
         for step in steps:
             step()
@@ -63,7 +63,7 @@ def take_turns(steps: list[Callable[[], float]], rounds: int, warm_up: int = 3) 
 
 
 def host_work_per_unit(blocks: int, rounds: int, k: int) -> float:
-    """Microseconds per unit and step that the engine adds to modules that compute next to nothing."""
+    """Return the microseconds per unit and step that the engine adds to modules that compute next to nothing."""
     plain = make_chain(blocks, width=8)
     streamed = copy.deepcopy(plain)
     batch = torch.ones(1, 8)
@@ -87,7 +87,7 @@ class Chain(L.LightningModule):
         self.start = time.perf_counter()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Any loss."""
+        """Return some loss."""
         return self.chain(batch).square().mean()
 
     def on_train_batch_end(self, outputs: object, batch: Tensor, batch_idx: int) -> None:
@@ -95,12 +95,12 @@ class Chain(L.LightningModule):
         self.seconds.append(time.perf_counter() - self.start)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Return plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def time_fit(strategy: str | SuperpipelineStrategy, blocks: int, width: int, rows: int, steps: int) -> list[float]:
-    """Seconds of each training step of a fit, the first ones left out."""
+    """Return the seconds of each training step of a fit, except the first two."""
     model = Chain(blocks, width)
     trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=steps + 2, barebones=True)
     trainer.fit(model, DataLoader(torch.randn(rows * (steps + 2), width), batch_size=rows))
@@ -108,12 +108,12 @@ def time_fit(strategy: str | SuperpipelineStrategy, blocks: int, width: int, row
 
 
 def step_ratio(blocks: int, rounds: int, block_ms: float) -> tuple[float, float]:
-    """Time of a step with k >= N over plain Lightning's, and the milliseconds that a block computes."""
+    """Return the time of a step with k >= N relative to plain Lightning, and the milliseconds a block computes for."""
     width, rows = 256, 256
     while (measured := 1e3 * statistics.median(time_fit("auto", 1, width, rows, steps=5))) < block_ms:
         rows = int(rows * max(1.2, 1.1 * block_ms / measured))
     ratios = []
-    for _ in range(rounds):  # in turns, because a machine that others use drifts
+    for _ in range(rounds):  # in turns, because timings on a shared machine drift
         plain = statistics.median(time_fit("auto", blocks, width, rows, steps=4))
         ours = statistics.median(time_fit(SuperpipelineStrategy(k=blocks), blocks, width, rows, steps=4))
         ratios.append(ours / plain)
@@ -121,11 +121,13 @@ def step_ratio(blocks: int, rounds: int, block_ms: float) -> tuple[float, float]
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=12, help="blocks in the chain")
     parser.add_argument("--rounds", type=int, default=7, help="how often each kind is measured")
-    parser.add_argument("--block-ms", type=float, default=20.0, help="milliseconds that a block of the ratio computes")
+    parser.add_argument(
+        "--block-ms", type=float, default=20.0, help="milliseconds that a block computes for in the ratio"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads that torch computes with")
     parser.add_argument("--json", help="file to write the results to")
     return parser.parse_args()

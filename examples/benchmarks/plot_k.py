@@ -1,9 +1,9 @@
-"""Draw device memory and step time over k from measured runs.
+"""Plot device memory and step time over k from measured runs.
 
     python examples/benchmarks/plot_k.py k.json --output k.png              # or k.svg
     python examples/benchmarks/plot_k.py keep.json recompute.json -o k.svg  # several runs in one picture
 
-The files are what `sweep_k.py` writes: a title, a device, and points of `k`, `step_seconds` and `device_bytes`.
+The files are written by `sweep_k.py`: a title, a device, and points with `k`, `step_seconds` and `device_bytes`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLORS = ("backward", "stall", "load", "step", "gradients")
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a panel shows."""
+    """The quantity that a panel shows."""
 
     title: str
     value_of: Callable[[dict[str, Any]], float]
@@ -35,10 +35,10 @@ class Quantity:
 
 
 def plot(runs: Sequence[dict[str, Any]]) -> Drawing:
-    """Two panels side by side, one line for each run.
+    """Draw two panels side by side, with one line for each run.
 
     Args:
-        runs: What `sweep_k.py` has measured.
+        runs: Results of `sweep_k.py`.
 
     Raises:
         ValueError: If a run has no points.
@@ -70,7 +70,7 @@ def _draw_panel(
     ks = sorted({point["k"] for point in points})
     highest = 1.12 * max(map(value_of, points))
 
-    def x_of(k: int) -> float:  # every measured k as far from the next one: they are powers of two, mostly
+    def x_of(k: int) -> float:  # measured ks are evenly spaced, because most are powers of two
         return (left + right) / 2 if len(ks) == 1 else left + 24 + (right - left - 48) * ks.index(k) / (len(ks) - 1)
 
     def y_of(value: float) -> float:
@@ -93,9 +93,9 @@ def _draw_panel(
 
 
 def main() -> None:
-    """Read, draw and write."""
+    """Read the results, draw them, and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="files that sweep_k.py has written")
+    parser.add_argument("results", type=Path, nargs="+", help="files written by sweep_k.py")
     parser.add_argument("-o", "--output", type=Path, required=True, help="picture to write: .png or .svg")
     arguments = parser.parse_args()
     if arguments.output.suffix not in (".png", ".svg"):

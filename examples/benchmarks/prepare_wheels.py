@@ -1,35 +1,35 @@
-"""Collects as wheels what a GPU machine with Python 3.12 and without a registry lacks for the bench and the tests.
+"""Collect the wheels that a GPU machine with Python 3.12 and no package registry lacks for the benchmark and the tests.
 
     python examples/benchmarks/prepare_wheels.py          # here, into examples/benchmarks/wheels, which git ignores
 
-The machine has torch, torchvision, pytorch-lightning, transformers and accelerate: neither these nor what they bring
-are collected. The rest (rivals, `lightning`, pytest and its plugins) is small, so all of it is taken along, needed or
-not. `on_a_gpu.md`, in this folder, says how it is installed there, beside what the machine has, of which nothing is
-changed. DeepSpeed is given out as source only; its wheel is built here without kernels.
+The machine has torch, torchvision, pytorch-lightning, transformers and accelerate, so neither these nor their
+dependencies are collected. The rest (rivals, `lightning`, pytest and its plugins) is small, so all of it is taken
+along, needed or not. `on_a_gpu.md`, in this folder, explains how it is installed there without changing what the
+machine has. DeepSpeed is distributed only as source; its wheel is built here, without kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess  # it runs pip, with arguments from this file
+import subprocess  # runs pip, with arguments from this file
 import sys
 from pathlib import Path
 
 ALONE = ["torchao==0.18.0", "diffusers==0.42.1", "lightning==2.6.6"]
-"""What these need beside the machine's own is listed below."""
+"""Collected without dependencies; those that the machine lacks are listed below."""
 BUILT = ["deepspeed==0.19.8"]
 IMPORTED = ["einops", "hjson", "importlib-metadata", "msgpack", "ninja", "py-cpuinfo", "pydantic", "requests"]
-"""What the rivals import beside what the machine has; these bring what they need themselves."""
+"""What the rivals import and the machine lacks; collected with dependencies."""
 TESTS = ["hypothesis", "jsonargparse[signatures,ruamel]", "pytest", "pytest-timeout", "pytest-xdist"]
-"""What tests import, and what pyproject.toml asks of pytest; these, too, bring what they need."""
+"""What the tests import, and what pyproject.toml requires of pytest; collected with dependencies."""
 MACHINE = [
     "--only-binary=:all:",
     "--implementation=cp",
     "--python-version=3.12",
     *(f"--platform={tag}_x86_64" for tag in ("manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014")),
 ]
-LIMIT = 64 * 2**20  # what may be carried to the machine
+LIMIT = 64 * 2**20  # the most that can be carried to the machine
 
 
 def pip(*arguments: str) -> None:
@@ -39,7 +39,7 @@ def pip(*arguments: str) -> None:
 
 
 def collect(folder: Path) -> list[Path]:
-    """Put the wheels into a folder, in place of those that are there: pip installs none if one has two versions.
+    """Replace the wheels in a folder by new ones, because pip installs none if there are two versions of one.
 
     Returns:
         The wheels.
@@ -53,9 +53,9 @@ def collect(folder: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Collect, and say what came."""
+    """Collect the wheels, and print their sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "wheels", help="where to")
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "wheels", help="where to put them")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {wheel.name: wheel.stat().st_size for wheel in collect(folder)}

@@ -1,11 +1,11 @@
-"""Measure device memory and step time over k: what a model pays in time for every unit that is not on the device.
+"""Measure device memory and step time over k: how much time every unit that is not on the device costs.
 
     python examples/benchmarks/sweep_k.py --output k.json         # on the accelerator if there is one, else on the CPU
-    python examples/benchmarks/plot_k.py k.json --output k.png    # the picture
+    python examples/benchmarks/plot_k.py k.json --output k.png    # the plot
 
-Blocks of attention-free transformer size (a norm, two linear layers and a GELU) are trained with AdamW. Every k is
-measured in the same process, several times in turns, because timings on a shared machine drift; the median is kept.
-Device memory is what torch's allocator counts; on a CPU it is what the engine counts.
+The model is a stack of transformer blocks without attention (a norm, two linear layers and a GELU), trained with AdamW.
+Every k is measured in the same process, several times in turns, because timings on a shared machine drift; the median
+is kept. Device memory is counted by torch's allocator, or on a CPU by the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sp_lightning import superpipeline
 
 @dataclass
 class Point:
-    """What was measured for one k."""
+    """The measurements for one k."""
 
     k: int
     k_prime: int
@@ -34,7 +34,7 @@ class Point:
 
 
 def make_model(blocks: int, width: int) -> nn.Sequential:
-    """Equal blocks."""
+    """Make a stack of equal blocks."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(
@@ -45,7 +45,7 @@ def make_model(blocks: int, width: int) -> nn.Sequential:
 
 
 def measure(arguments: argparse.Namespace, k: int) -> Point:
-    """Seconds of a step, and the most device memory of all steps."""
+    """Measure the median seconds of a step and the peak device memory of all steps."""
     model = make_model(arguments.blocks, arguments.width)
     pipeline = superpipeline(
         model, arguments.device, k=k, k_prime=min(k, arguments.k_prime), activations=arguments.activations

@@ -1,1 +1,1 @@
-"""The bench: workloads, systems, a process for each measurement, rooflines, reports. `../bench.py` is its command."""
+"""The benchmark suite: workloads, systems, one process per measurement, rooflines, reports. Run it by `../bench.py`."""

@@ -1,4 +1,4 @@
-"""What a step of a workload has to do at least, in numbers: parameters, bytes that move, multiplications."""
+"""The minimum work of a step of a workload, in numbers: parameters, bytes to move, operations."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from suite.workloads import Workload
 
 @dataclass(frozen=True)
 class Demand:
-    """The work of one step, for one sample where it grows with the batch.
+    """The work of one step, per sample where it grows with the batch.
 
     Attributes:
-        parameters: Numbers in all weights.
-        trained: Numbers in those that learn.
-        sent_bytes: All weights as they are computed with.
-        trained_bytes: Those of them that learn; as many are gradients.
-        flops_per_sample: Multiplications and additions of forward, and of backward in training; none is counted twice,
-            also where blocks are computed again.
-        model_flops_per_sample: The same as it is usually given: two for each parameter and token, two more for the
-            gradient that is passed on, and two for each that learns ("6N"). None where items are not tokens.
+        parameters: Number of parameters.
+        trained: Number of trained parameters.
+        sent_bytes: Bytes of all weights in the compute dtype.
+        trained_bytes: Bytes of the trained weights among them, which is also the size of their gradients.
+        flops_per_sample: Multiplications and additions of forward, and in training of backward, without those of
+            recomputed blocks.
+        model_flops_per_sample: The same by the usual convention: two for each parameter and token, two more for the
+            gradient that is passed on, and two for each trained parameter ("6N"). None if items are not tokens.
     """
 
     parameters: int
@@ -36,10 +36,10 @@ class Demand:
 
 
 def demand_of(workload: Workload) -> Demand:
-    """Count with one sample, with tensors that have shapes and no memory.
+    """Count the demand of one sample, on tensors that have shapes but no memory.
 
-    Libraries initialise meta tensors without looking at them, but look at masks in forward; they know fake tensors as
-    what must not be looked at.
+    Libraries can initialize meta tensors, but read the values of masks in forward; with fake tensors, they know that
+    they must not.
     """
     with torch.device("meta"):
         network = workload.network().eval()
@@ -65,10 +65,10 @@ def demand_of(workload: Workload) -> Demand:
 
 
 def describe(workload: Workload) -> dict[str, Any]:
-    """A workload as JSON: what it is, and what it demands, or why that could not be counted."""
+    """Describe a workload as JSON: its options, and its demand or why that could not be counted."""
     left_out = ("name", "network", "batch")
     options = {name: value for name, value in vars(workload).items() if name not in left_out}
     try:
         return {**options, "demand": asdict(demand_of(workload)), "error": None}
-    except Exception as error:  # of a library that is new here; it must not cost the measurements
+    except Exception as error:  # a new version of a library may raise anything, which must not prevent the measurements
         return {**options, "demand": None, "error": f"{type(error).__name__}: {error}"}

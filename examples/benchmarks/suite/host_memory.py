@@ -1,7 +1,7 @@
-"""Host memory: how much there is, how much is left, and the most that a process took.
+"""Host memory: how much there is, how much is free, and the peak of a process.
 
 A container may have less than its machine; the smaller number counts. Some virtual machines begin with little memory
-and get more as it is used, so that what they say at first is not what they can do: `grow` makes it true.
+and get more as it is used, so they report too little at first: `grow` makes them provide it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
-_LARGEST_PIECE, _LEAST_PIECE = 1 << 30, 1 << 24  # what is taken at once
-_KEPT = 0.04  # of all memory: twice what the bench ends a process for
-_PATIENCE = 15.0  # seconds in which nothing more comes
+_LARGEST_PIECE, _LEAST_PIECE = 1 << 30, 1 << 24  # what is allocated at once
+_KEPT = 0.04  # of all memory: twice the reserve below which the benchmark ends a process
+_PATIENCE = 15.0  # seconds without progress before giving up
 
 
 def total_bytes() -> int:
-    """The memory of this machine or container."""
+    """Return the total memory of this machine or container."""
     limit = _cgroup("memory.max")
     total = _meminfo()["MemTotal"]
     return total if limit is None else min(total, limit)
 
 
 def free_bytes() -> int:
-    """What a new process could have; what is only a cache of files is free."""
+    """Return the memory that a new process could have; file caches count as free."""
     free = _meminfo()["MemAvailable"]
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     if limit is None or used is None:
@@ -35,13 +35,13 @@ def free_bytes() -> int:
 
 
 def grow(target: int) -> dict[str, float]:
-    """Take memory, piece by piece, until so much is taken or free, or no more comes; and give it back.
+    """Allocate memory, piece by piece, until `target` is reached or no more comes, and give it back.
 
     Args:
-        target: Bytes.
+        target: Bytes that should be allocated or free.
 
     Returns:
-        What was free before, what could be taken, and the seconds that it took.
+        What was free before, the most that was allocated and free together, and how many seconds it took.
     """
     taken: list[Any] = []
     begin = changed = time.monotonic()
@@ -61,11 +61,11 @@ def grow(target: int) -> dict[str, float]:
 
 
 def _take(nbytes: int) -> Any:
-    return torch.ones(nbytes, dtype=torch.uint8)  # written by all cores at once
+    return torch.ones(nbytes, dtype=torch.uint8)  # written to by all cores at once
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had resident, page-locked memory of its own included."""
+    """Return the peak resident memory of this process, including its own pinned memory."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -78,7 +78,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _cgroup(name: str) -> int | None:
-    """A number of this container; None if there is no such file, or no limit."""
+    """Return a number of this container; None if there is no such file, or no limit."""
     try:
         text = (_CGROUP / name).read_text().strip()
     except OSError:

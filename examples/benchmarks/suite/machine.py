@@ -1,4 +1,4 @@
-"""What a result was measured on and with: without it a number means nothing."""
+"""A description of the machine and the software, without which a number means nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HERE = Path(__file__).resolve().parent
 
 
 def describe(revision: str | None = None) -> dict[str, Any]:
-    """GPU, driver, versions, git revision, host memory and cores.
+    """Describe GPU, driver, versions, git revision, host memory and cores.
 
     Args:
-        revision: The commit, for where git cannot be asked.
+        revision: The commit, in case git is not available.
     """
     return {
         **_gpu(),
@@ -37,12 +37,12 @@ def describe(revision: str | None = None) -> dict[str, Any]:
 
 
 def host() -> dict[str, int]:
-    """Host memory, which may grow."""
+    """Return total and free host memory, which may grow."""
     return {"host_bytes": host_memory.total_bytes(), "host_free_bytes": host_memory.free_bytes()}
 
 
 def _gpu() -> dict[str, Any]:
-    """None of it without a GPU. Asks nvidia-smi, so that this process holds no memory of the device."""
+    """Describe the GPU, if there is one. This asks nvidia-smi, so that this process holds no device memory."""
     asked = _run("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits")
     if not asked:
         return {"gpu": None, "driver": None, "device_bytes": None}
@@ -65,7 +65,7 @@ def _version(package: str) -> str | None:
 
 
 def _revision(given: str | None) -> dict[str, Any]:
-    """The commit, and whether files differ from it, which is not known where git or the repository is missing."""
+    """Return the commit, and whether files differ from it, which is unknown without git or a repository."""
     commit = _run("git", "-C", str(_HERE), "rev-parse", "HEAD")
     if commit is None:
         return {"revision": given, "modified": None}

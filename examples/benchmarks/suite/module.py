@@ -1,4 +1,4 @@
-"""The LightningModule that all systems run, its data, and the clock that all are measured with."""
+"""The LightningModule that all systems run, its data, and the clock that measures them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from suite.workloads import Workload
 
 
 class BenchModule(L.LightningModule):
-    """What a user would write around the network; the system makes the optimizer.
+    """The module that a user would write around the network; the system makes the optimizer.
 
     Args:
         network: The model, on the host.
-        workload: What it does.
-        system: How.
+        workload: The workload to run.
+        system: The system that runs it.
     """
 
     def __init__(self, network: Network, workload: Workload, system: System) -> None:
@@ -45,17 +45,17 @@ class BenchModule(L.LightningModule):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return self.system.make_optimizer(learning, self.workload)
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return self.system.make_optimizer(trainable, self.workload)
 
 
 class Batches(Dataset[dict[str, Tensor]]):
-    """Two batches in turn, in page-locked memory where there is a GPU: making data is not what is measured.
+    """Two alternating batches, in pinned memory if there is a GPU, because making data is not to be measured.
 
     Args:
-        workload: Whose batches.
-        steps: How many are given.
-        pinned: Whether they are page-locked.
+        workload: The workload that makes the batches.
+        steps: Number of batches in total.
+        pinned: Whether they are in pinned memory.
     """
 
     def __init__(self, workload: Workload, steps: int, pinned: bool) -> None:
@@ -74,18 +74,18 @@ class Batches(Dataset[dict[str, Tensor]]):
         return self._pool[index % len(self._pool)]
 
     def loader(self) -> DataLoader[dict[str, Tensor]]:
-        """The same for a Trainer: each batch as it is."""
+        """Return a loader for a Trainer that yields each batch as it is."""
         return DataLoader(self, batch_size=None)
 
 
 class Clock(L.Callback):
-    """When each step began, and what it gave.
+    """Records when each step began, and the value it computed.
 
-    A step lasts from its beginning to the beginning of the next: what a system leaves to be done under the next step,
-    or before it, is counted. On a GPU events mark the beginnings, so that measuring makes nobody wait.
+    A step lasts from its beginning to the beginning of the next, so work that a system leaves to be done during the
+    next step, or before it, is counted. On a GPU, events mark the beginnings, so measuring makes nothing wait.
 
     Args:
-        device: Where is computed.
+        device: The device that forward and backward run on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,20 +93,20 @@ class Clock(L.Callback):
         self._marks: list[Any] = []
         self._values: list[Tensor] = []
 
-    def begins(self) -> None:
-        """A step begins."""
+    def mark_start(self) -> None:
+        """Record that a step begins."""
         if self._on_gpu:
             self._marks.append(torch.cuda.Event(enable_timing=True))
             self._marks[-1].record()
         else:
             self._marks.append(time.perf_counter())
 
-    def gave(self, value: Tensor) -> None:
-        """The step gave this number."""
+    def record_value(self, value: Tensor) -> None:
+        """Record the value that the step computed."""
         self._values.append(value.detach())
 
     def seconds(self) -> list[float]:
-        """The time of each step but the last, which none follows."""
+        """Return the time of each step except the last, which no other step follows."""
         pairs = zip(self._marks, self._marks[1:], strict=False)
         if not self._on_gpu:
             return [end - begin for begin, end in pairs]
@@ -114,21 +114,21 @@ class Clock(L.Callback):
         return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
 
     def values(self) -> list[float]:
-        """What each step gave."""
+        """Return the value of each step."""
         return [float(value) for value in self._values]
 
     @override
     def on_train_batch_start(self, *_: Any) -> None:
-        self.begins()
+        self.mark_start()
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        self.gave(outputs["loss"])
+        self.record_value(outputs["loss"])
 
     @override
     def on_predict_batch_start(self, *_: Any) -> None:
-        self.begins()
+        self.mark_start()
 
     @override
     def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        self.gave(outputs)
+        self.record_value(outputs)

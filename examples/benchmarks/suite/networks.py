@@ -1,7 +1,7 @@
-"""The networks of the workloads: shapes of well-known models, called as their libraries mean them to be called.
+"""The networks of the workloads: shapes of well-known models, called the way their libraries intend.
 
-Each takes a batch as keyword arguments and gives the number that it is trained by, or compared by in inference: a loss,
-or the mean of the tokens that it generated. Dropout and stochastic depth are off, so that all systems compute the same.
+Each takes a batch as keyword arguments and returns the value it is trained on, or compared by in inference: a loss, or
+the mean of the generated tokens. Dropout and stochastic depth are off, so that all systems compute the same.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from sp_lightning import chunked_cross_entropy
 
 
 class Network(nn.Module, ABC):
-    """A model, and where its blocks are: systems that want to be told shard, group or move these."""
+    """A model that names its blocks, for systems that need to be told what to shard, group or move."""
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        """The repeated blocks, in the order of forward. With what lies outside of them they are the whole model."""
+        """Return the repeated blocks, in the order of forward; the rest of the model lies outside of them."""
 
     def checkpoint_blocks(self) -> None:
-        """Switch activation checkpointing of blocks on, without reentrance."""
+        """Enable non-reentrant activation checkpointing for each block."""
         for block in self.blocks():
             block.forward = _Checkpointed(block.forward)  # type: ignore[method-assign]
 
     @abstractmethod
     def forward(self, **batch: Tensor) -> Tensor:
-        """Compute the number."""
+        """Compute the loss, or the value that inference is compared by."""
 
     def multiply(self, **batch: Tensor) -> None:
-        """Do the multiplications of forward and leave out what asks for values, so that meta tensors can count them."""
+        """Run the multiplications of forward, but nothing that needs values, so that fake tensors can count them."""
         self(**batch)
 
 
 class _Checkpointed:
-    """A forward that saves its inputs alone."""
+    """A forward that saves only its inputs."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -55,9 +55,9 @@ class _Checkpointed:
 
 
 class LossHead(nn.Module):
-    """A language model's head that computes the loss itself, without having all logits in memory.
+    """A language model's head that computes the loss itself, without all logits in memory.
 
-    As a module with a weight of its own it is streamed, sharded and gathered like any other, by every system.
+    Because it is a module with its own weight, every system streams, shards or gathers it like any other.
     """
 
     def __init__(self, width: int, vocabulary: int) -> None:
@@ -70,11 +70,11 @@ class LossHead(nn.Module):
 
 
 class CausalLM(Network):
-    """A decoder of transformers that learns to predict the next token.
+    """A transformers decoder that is trained to predict the next token.
 
     Args:
-        config: The decoder's configuration; its embedding and its head are tied if that says so.
-        adapters: Rank of the adapters that learn in place of all weights; zero for none.
+        config: The decoder's configuration, which also says whether its embedding and head are tied.
+        adapters: Rank of the adapters that are trained instead of all weights; zero for none.
     """
 
     def __init__(self, config: Any, adapters: int = 0) -> None:
@@ -86,7 +86,7 @@ class CausalLM(Network):
         if config.tie_word_embeddings:
             self.head.weight = self.body.get_input_embeddings().weight
         if adapters:
-            with default_dtype(torch.float32):  # beside a base in bf16
+            with default_dtype(torch.float32):  # also if the base is in bf16
                 add_adapters(self, self.head, rank=adapters, alpha=2 * adapters)
 
     @override
@@ -104,11 +104,11 @@ class CausalLM(Network):
 
 
 class Generator(Network):
-    """A causal language model of transformers that goes on with its prompts, greedily.
+    """A transformers causal language model that continues its prompts, greedily.
 
     Args:
         config: The model's configuration.
-        new_tokens: How many tokens each prompt gets.
+        new_tokens: Number of tokens to generate for each prompt.
     """
 
     def __init__(self, config: Any, new_tokens: int) -> None:
@@ -116,7 +116,7 @@ class Generator(Network):
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_config(config)
-        # Random weights must not end a text before the others: no token is the end.
+        # No token ends a text, because with random weights some texts would end before others.
         self._new_tokens = new_tokens
         self.model.generation_config.update(
             max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -140,11 +140,11 @@ class Generator(Network):
 
 
 class OwnLoss(Network):
-    """A model of transformers that computes its loss from the batch: vision, CLIP, LLaVA.
+    """A transformers model that computes its loss from the batch: vision, CLIP, LLaVA.
 
     Args:
-        build: Makes it.
-        options: Arguments of its forward beside the batch.
+        build: Builds the model.
+        options: Arguments of its forward in addition to the batch.
     """
 
     def __init__(self, build: Callable[[], nn.Module], **options: Any) -> None:
@@ -163,7 +163,7 @@ class OwnLoss(Network):
 
 
 class Llava(OwnLoss):
-    """A LLaVA of transformers."""
+    """A transformers LLaVA."""
 
     @override
     def multiply(self, **batch: Tensor) -> None:
@@ -174,10 +174,10 @@ class Llava(OwnLoss):
 
 
 class Classifier(Network):
-    """A convolutional network of torchvision that learns classes.
+    """A torchvision convolutional network that is trained to classify.
 
     Args:
-        build: Makes it.
+        build: Builds the network.
     """
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
@@ -198,7 +198,7 @@ class Classifier(Network):
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make floating-point tensors of a dtype."""
+    """Set the default floating-point dtype within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,4 +1,4 @@
-"""Pictures of a file of results, as SVG and PNG: bars for each workload, memory and time over k. From JSON alone."""
+"""Plots of a result, as SVG and PNG: bars for each workload, memory and time over k. Made only from the JSON file."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from sp_lightning.timeline.drawing import Box, Drawing, Line, Text, text_width, 
 from suite.results import Entry, entries
 
 WIDTH, ROW, TOP = 1120, 30, 108
-NAMES = 250  # where the first panel begins
+NAMES = 250  # x of the first panel, after the names
 _PANELS = ((250, 520), (560, 810), (850, 1100))
-_CUT = 120  # letters of an error
+_CUT = 120  # characters of an error that are shown
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a panel of bars shows.
+    """The quantity that a panel of bars shows.
 
     Attributes:
-        title: Its heading.
-        value_of: The number of an entry; None if nobody measured it.
-        words: How such a number is written.
-        color: Of the bars.
-        limit_of: What it can be at best, marked by a line; None if there is no such thing.
+        title: Heading of the panel.
+        value_of: Returns the value of an entry; None if it was not measured.
+        words: Formats a value.
+        color: Color of the bars.
+        limit_of: Returns the best possible value, which a line marks; None if there is no limit.
     """
 
     title: str
@@ -53,14 +53,14 @@ _QUANTITIES = (
 
 
 def write_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw everything.
+    """Draw all plots.
 
     Args:
-        result: What `bench.py run` has written.
-        folder: Where to write; made if it is missing.
+        result: A result of `bench.py run`.
+        folder: Folder to write to; created if it does not exist.
 
     Returns:
-        The SVG files. Beside each is a PNG of the same name.
+        The SVG files. Next to each is a PNG of the same name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     machine = result["machine"]["gpu"] or "CPU, emulated device"
@@ -79,7 +79,7 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def bars(name: str, machine: str, of_workload: Sequence[Entry]) -> Drawing:
-    """A row for each system, a panel for each quantity; what did not work has its error in place of bars."""
+    """Draw a row for each system and a panel for each quantity; a failed system shows its error instead of bars."""
     drawing = Drawing(WIDTH, TOP + ROW * len(of_workload) + 24)
     drawing.add(Text(28, 40, name, 22, bold=True), Text(28, 64, machine, 13, "muted"))
     for number, entry in enumerate(of_workload):
@@ -99,7 +99,7 @@ def _draw_bars(drawing: Drawing, sides: tuple[float, float], quantity: Quantity,
     if not highest:
         return  # a CPU has no device memory to count
     drawing.add(Text(left, TOP - 14, quantity.title, 14, bold=True))
-    longest = right - left - 80  # the number stands behind its bar
+    longest = right - left - 80  # the number follows its bar
     for number, (entry, value) in enumerate(zip(of_workload, values, strict=True)):
         if value is None:
             continue
@@ -113,7 +113,7 @@ def _draw_bars(drawing: Drawing, sides: tuple[float, float], quantity: Quantity,
 
 
 def windows(name: str, machine: str, of_workload: Sequence[Entry]) -> Drawing | None:
-    """Device memory and step time over k, a line for each system and each way to choose k_prime; None without any."""
+    """Plot device memory and step time over k, a line for each system and choice of k_prime; None if there are none."""
     lines: dict[str, list[dict[str, Any]]] = {}
     for entry in of_workload:
         device_bytes = entry.device_bytes or entry.counted_device_bytes if entry.ok else None

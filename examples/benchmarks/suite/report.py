@@ -1,4 +1,4 @@
-"""The report, as Markdown: the machine, its rooflines, a table for each workload. Made from JSON alone."""
+"""The report in Markdown: the machine, its rooflines, a table for each workload. Made only from the JSON file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sp_lightning.timeline import readable_seconds
 from suite.results import Entry, entries
 from suite.targets import targets
 
-_MUCH = 0.02  # how much the numbers that systems computed may differ from each other, relatively
+_MUCH = 0.02  # relative tolerance between the values that systems computed
 _NOTHING = "-"
 _HEAD = (
     "system",
@@ -27,10 +27,10 @@ _HEAD = (
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """All of it.
+    """Return the whole report.
 
     Args:
-        result: What `bench.py run` has written.
+        result: A result of `bench.py run`.
     """
     found = entries(result)
     parts = [
@@ -47,7 +47,7 @@ def report(result: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -59,7 +59,7 @@ def _machine(result: Mapping[str, Any]) -> str:
         gpu = f"{m['gpu']} ({readable_bytes(m['device_bytes'])}, driver {m['driver']})"
     packages = ", ".join(f"{name} {version}" for name, version in m["packages"].items())
     changed = " with changes" if m["modified"] else ""
-    ended = "" if result["complete"] else " **Not everything was measured: it ended, or was ended, before.**"
+    ended = "" if result["complete"] else " **Not everything was measured: the run ended, or was ended, early.**"
     return (
         f"{result['began']}, {gpu}; {m['cpu']}, {m['cores']} cores, {readable_bytes(m['host_bytes'])} of host memory;"
         f" Python {m['python']}, {packages}; revision {m['revision']}{changed}. Rounds: {s['rounds']}, of"
@@ -70,14 +70,14 @@ def _machine(result: Mapping[str, Any]) -> str:
 def _rooflines(result: Mapping[str, Any]) -> str:
     roof = result["rooflines"]
     if roof is None:
-        return f"Not measured: {result.get('rooflines_error', {}).get('message', 'it ended before')}"
+        return f"Not measured: {result.get('rooflines_error', {}).get('message', 'the run ended early')}"
     rows = [
         ("host to device", f"{roof['to_device_bytes_per_second'] / 1e9:.1f} GB/s"),
         ("device to host", f"{roof['to_host_bytes_per_second'] / 1e9:.1f} GB/s"),
         ("both at once, together", f"{roof['both_ways_bytes_per_second'] / 1e9:.1f} GB/s"),
     ]
     for dtype, rate in roof["adamw_parameters_per_second"].items():
-        moved = rate * (28 if dtype == "float32" else 14)  # four numbers are read for each parameter, three written
+        moved = rate * (28 if dtype == "float32" else 14)  # per parameter, four numbers are read and three written
         rows.append((f"AdamW on the host, {dtype}", f"{rate / 1e9:.2f} * 10^9 parameters/s ({moved / 1e9:.0f} GB/s)"))
     for dtype, rate in roof["matmul_flops"].items():
         rows.append((f"matrix product, {dtype}", f"{rate / 1e12:.1f} TFLOP/s"))
@@ -92,7 +92,7 @@ def _description(entry: Entry) -> str:
     demand = d["demand"]
     parameters = ""
     if demand is not None:
-        frozen = "" if demand["trained"] == demand["parameters"] else f" ({demand['trained'] / 1e6:.1f}M learn)"
+        frozen = "" if demand["trained"] == demand["parameters"] else f" ({demand['trained'] / 1e6:.1f}M trained)"
         billions = demand["parameters"] / 1e9
         parameters = (f"{billions:.2f}B" if billions >= 1 else f"{1e3 * billions:.1f}M") + f" parameters{frozen}, "
     parts = [f"{parameters}{what}, {d['precision']}"]
@@ -101,7 +101,7 @@ def _description(entry: Entry) -> str:
     if d["device_limit"] is not None:
         parts.append(f"device limited to {d['device_limit'] / 1e9:g} GB")
     if d["checkpointing"]:
-        parts.append("activation checkpointing for whoever does not choose by itself")
+        parts.append("activation checkpointing for systems that make no choice of their own")
     note = f" Note: {d['note']}." if d["note"] else ""
     uncounted = f" Its work could not be counted: {d['error']}." if d["error"] else ""
     return f"{'; '.join(parts)}.{note}{uncounted}"
@@ -145,10 +145,10 @@ def _device_memory(entry: Entry) -> str:
 
 
 def _value(entry: Entry, reference: float | None) -> str:
-    """What was computed, marked where it is not what the first system computed."""
+    """Return the computed value, marked if it differs from that of the first system."""
     if entry.value is None or reference is None:
         return _NOTHING
-    differs = not abs(entry.value - reference) <= _MUCH * abs(reference)  # also if it is no number
+    differs = not abs(entry.value - reference) <= _MUCH * abs(reference)  # NaN differs, too
     return f"{entry.value:.4g}" + (" **differs**" if differs else "")
 
 

@@ -1,4 +1,4 @@
-"""What a file of results says of each system on each workload: the runs of all rounds together. Knows JSON alone."""
+"""The results of each system on each workload, with the runs of all rounds together. Read only from the JSON file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Entry:
     """One system on one workload, with a window and a number of samples.
 
     Attributes:
-        workload: Its name.
-        system: Its name.
-        title: What it is called in tables, with its window.
+        workload: Name of the workload.
+        system: Name of the system.
+        title: Name of the system in tables, with its window.
         window: k and k_prime; None for the system's own choice.
-        samples: In a step.
-        runs: Those that worked.
-        errors: Of those that did not, without repetition.
-        description: The workload, as in the file.
+        samples: Samples per step.
+        runs: The runs that succeeded.
+        errors: Errors of the runs that failed, without repetition.
+        description: The workload, as described in the file.
     """
 
     workload: str
@@ -36,17 +36,17 @@ class Entry:
 
     @property
     def ok(self) -> bool:
-        """Whether anything was measured."""
+        """Whether any run succeeded."""
         return bool(self.runs)
 
     @property
     def step_seconds(self) -> list[float]:
-        """Every step of every round."""
+        """The seconds of every measured step of every round."""
         return [seconds for run in self.runs for seconds in run["step_seconds"]]
 
     @property
     def seconds(self) -> float:
-        """Their median."""
+        """The median time of a step."""
         return statistics.median(self.step_seconds)
 
     @property
@@ -56,50 +56,50 @@ class Entry:
 
     @property
     def items_per_second(self) -> float:
-        """Tokens or images."""
+        """Tokens or images per second."""
         return self.items / self.seconds
 
     @property
     def tflops(self) -> float | None:
-        """10^12 operations per second as they are usually given (6N); None where items are not tokens."""
+        """10^12 operations per second by the usual convention (6N); None if items are not tokens."""
         demand = self.description.get("demand")
         each = demand and demand["model_flops_per_sample"]
         return each * self.samples / self.seconds / 1e12 if each else None
 
     @property
     def limit(self) -> Mapping[str, Any] | None:
-        """The least time that a step can take; None if that is not known."""
+        """The least time that a step can take; None if unknown."""
         return self.runs[0].get("limit")
 
     @property
     def times_limit(self) -> float | None:
-        """How many times that a step takes."""
+        """The median time of a step over its limit; None if the limit is unknown."""
         return None if self.limit is None else self.seconds / self.limit["seconds"]
 
     @property
     def device_bytes(self) -> int | None:
-        """The most device memory of all rounds; None if nobody counted."""
+        """The peak of device memory over all rounds; None if it was not counted."""
         return self._most("device_peak_bytes")
 
     @property
     def counted_device_bytes(self) -> int | None:
-        """The most that the system itself counted, where torch does not; None if it does not count."""
+        """The peak that the system itself counted, for devices where torch does not; None if it did not count."""
         counted = [run["facts"].get("counted_device_peak_bytes") for run in self.runs]
         return max((count for count in counted if count is not None), default=None)
 
     @property
     def host_bytes(self) -> int | None:
-        """The most host memory of all rounds that the process had resident."""
+        """The peak resident host memory of the process over all rounds."""
         return self._most("host_peak_bytes")
 
     @property
     def host_taken_bytes(self) -> int | None:
-        """The most host memory that was missing on the machine while it ran."""
+        """The largest drop in the machine's free host memory while it ran."""
         return self._most("host_taken_bytes")
 
     @property
     def value(self) -> float | None:
-        """What the last measured step gave."""
+        """The value that the last measured step computed."""
         run = self.runs[0]
         last = run["warm_up"] + run["steps"]
         return run["values"][last - 1] if len(run["values"]) >= last else None
@@ -109,7 +109,7 @@ class Entry:
 
 
 def entries(result: Mapping[str, Any]) -> dict[str, list[Entry]]:
-    """All that a file says, by workload, in the order of the file's first round."""
+    """Return all entries of a result, by workload, in the order of the first round."""
     found: dict[tuple[Any, ...], Entry] = {}
     for run in result["runs"]:
         window = tuple(run["window"]) if run["window"] else None
@@ -129,7 +129,7 @@ def entries(result: Mapping[str, Any]) -> dict[str, list[Entry]]:
 
 
 def find(among: Iterable[Entry], *systems: str) -> list[Entry]:
-    """Those of some systems that were measured."""
+    """Return the measured entries of some systems."""
     return [entry for entry in among if entry.system in systems and entry.ok]
 
 

@@ -1,20 +1,20 @@
-"""How fast this machine is, and from that the least time that a step can take.
+"""The rates of this machine, and the least time that they allow for a step.
 
-Five numbers are measured in the same run as everything else: page-locked copies to the device, to the host, and both at
-once; AdamW on the host with torch's fused kernel; and a large matrix product on the device. Without a GPU copies are
-those of the emulated device, from memory to memory, and the product is the CPU's.
+Five rates are measured in the same run as everything else: pinned copies to the device, to the host, and both at once;
+AdamW on the host with torch's fused kernel; and a large matrix product on the device. Without a GPU, copies go from
+memory to memory, as on the emulated device, and the CPU computes the product.
 
-A step takes at least as long as the busiest of four, if all of them run at once and nobody waits:
+A step takes at least as long as the busiest of these four, if all of them run at once and nothing waits:
 
-    compute     operations of forward and backward, none computed twice    / rate of the matrix product
-    to device   weights that the host has stepped, as they are computed
-                with; frozen ones (and in inference all) as far as the
+    compute     operations of forward and backward, without recomputation  / rate of the matrix product
+    to device   weights that the host has stepped, in the compute dtype;
+                frozen ones (and in inference all) to the extent that the
                 device has no room for them, once for each pass            / rate of copies to the device
-    to host     gradients of what learns, as they were computed            / rate of copies to the host
-    optimizer   numbers that learn                                         / rate of AdamW
+    to host     gradients of trained weights, as they were computed        / rate of copies to the host
+    optimizer   trained parameters                                         / rate of AdamW
 
-For a system that keeps everything on the device it is computing alone. Where copies go both ways at once more slowly
-than each alone, the two cannot both reach their limit; the rates of both at once are in the result for that.
+For a system that keeps everything on the device, only computing counts. If simultaneous copies in both directions are
+slower than each alone, the two cannot both reach their limit; the result contains the rate of both at once for that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def measure(quick: bool) -> dict[str, Any]:
     """Measure all rooflines.
 
     Args:
-        quick: Small amounts, for a machine without a GPU.
+        quick: Whether to use small amounts, for a machine without a GPU.
 
     Returns:
         Rates: bytes, parameters and operations per second.
@@ -54,17 +54,17 @@ def measure(quick: bool) -> dict[str, Any]:
 def limit(
     description: Mapping[str, Any], samples: int, rooflines: Mapping[str, Any], device_bytes: int | None, offloads: bool
 ) -> dict[str, Any]:
-    """The least time of a step, as this module's introduction says.
+    """Return the least time of a step, as defined in this module's docstring.
 
     Args:
-        description: A workload, as `demand.describe` gives it.
-        samples: In a step.
-        rooflines: What `measure` gave.
+        description: A workload, as described by `demand.describe`.
+        samples: Samples per step.
+        rooflines: The rates from `measure`.
         device_bytes: Memory of the device; None if nothing limits it.
         offloads: Whether the system keeps anything on the host.
 
     Returns:
-        Seconds of each of the four, the largest of them, and which that is.
+        The seconds of each of the four, and the largest of them with its name.
     """
     demand, precision, trains = description["demand"], description["precision"], description["kind"] == "train"
     multiplied_as = "float32" if precision == "32-true" else "bfloat16"
@@ -90,7 +90,7 @@ def _copies_of_gpu(nbytes: int) -> dict[str, float]:
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    torch.cuda.synchronize()  # the memory is the current stream's until then
+    torch.cuda.synchronize()  # until then, the memory belongs to the current stream
 
     def up() -> None:
         with torch.cuda.stream(streams[0]):
@@ -138,7 +138,7 @@ def _copy_rates(nbytes: int, up: float, down: float, both: float) -> dict[str, f
 
 
 def _adamw(parameters: int, dtype: torch.dtype, rounds: int) -> float:
-    """Parameters per second: one large tensor, so that nothing but memory and cores is the limit."""
+    """Return parameters per second, over one large tensor, so that only memory and cores are the limit."""
     weight = torch.nn.Parameter(torch.full((parameters,), 0.5, dtype=dtype))
     weight.grad = torch.full_like(weight, 0.01)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -149,7 +149,7 @@ def _adamw(parameters: int, dtype: torch.dtype, rounds: int) -> float:
 
 
 def _matmul(size: int, dtype: torch.dtype, device: torch.device, rounds: int) -> float:
-    """Operations per second of a product of square matrices, several in a row."""
+    """Return operations per second of a product of square matrices, several in a row."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out: Tensor = torch.empty_like(left)
     times = 5
@@ -169,6 +169,6 @@ def _median_seconds(work: Callable[[], Any], rounds: int, wait: Callable[[], Any
         work()
         if wait is not None:
             wait()
-        if turn >= 2:  # the first ones touch new memory, and choose kernels
+        if turn >= 2:  # the first rounds touch new memory and choose kernels
             seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)

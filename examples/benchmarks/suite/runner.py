@@ -1,7 +1,7 @@
-"""What runs when: rooflines first, then every system on every workload, each in a process of its own.
+"""The order of measurements: rooflines first, then every system on every workload, each in its own process.
 
-Systems take turns, round after round and every other round in the opposite order, because machines drift. The file is
-written after every process, so that whatever ends the bench leaves what was measured until then.
+Systems take turns, round after round, and every other round in the opposite order, because machines drift. The file is
+written after every process, so whatever ends the benchmark, everything measured until then is kept.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from suite.worker import Job, failure, record
 from suite.workloads import Workload
 
 SCHEMA = 1
-_PATIENCE = 4  # how many times its even share of the time that is left one process may take
-_LEAST_SECONDS = 20.0  # and at least these: a process begins with imports
-_HOST_RESERVE = 0.02  # of host memory; with less of it left a process is ended before the machine is in trouble
-_HOST_SHRUNK = 0.9  # of what was free: with less the machine has lost memory, or something holds it
+_PATIENCE = 4  # a process may take this many times its even share of the remaining time
+_LEAST_SECONDS = 20.0  # the least time for a process, because it begins with imports
+_HOST_RESERVE = 0.02  # of host memory; with less of it free, a process is ended before the machine is in trouble
+_HOST_SHRUNK = 0.9  # of what was free; with less, the machine has lost memory, or something holds it
 _POLL = 0.05  # seconds
 _TIME_IS_UP = "the bench's time limit was reached"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line chose.
+    """The choices made on the command line.
 
     Attributes:
-        workloads: What to run.
-        systems: Names of systems.
+        workloads: Workloads to run.
+        systems: Names of the systems to run.
         rounds: How often everything is measured.
         warm_up: Steps of each process that do not count.
         steps: Steps of each process that count.
-        time_limit: Seconds for all of it.
-        host_bytes: Host memory that the machine can have and may not say that it has; None for what it says.
-        revision: The commit, for where git cannot be asked.
+        time_limit: Seconds for the whole run.
+        host_bytes: Host memory that the machine can have but may not report yet; None to rely on what it reports.
+        revision: The commit, in case git is not available.
     """
 
     workloads: Sequence[Workload]
@@ -59,7 +59,7 @@ class Settings:
 
 
 def jobs_of(settings: Settings) -> Iterator[Job]:
-    """All that is to be measured, in order."""
+    """Yield all jobs to measure, in order."""
     for turn in range(settings.rounds):
         for workload in settings.workloads:
             systems = [
@@ -73,15 +73,15 @@ def jobs_of(settings: Settings) -> Iterator[Job]:
 
 
 def run(settings: Settings, output: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure everything that time allows, and write it to a file as it comes.
+    """Measure as much as time allows, and write each measurement to a file as it comes.
 
     Args:
-        settings: What to run.
-        output: The file.
-        say: Told what happens, a line each.
+        settings: The workloads and systems to run, and how.
+        output: The file to write.
+        say: Called with a line of text for each event.
 
     Returns:
-        What was written.
+        The result that was written.
     """
     end = time.monotonic() + settings.time_limit
     result: dict[str, Any] = {
@@ -121,7 +121,7 @@ def run(settings: Settings, output: Path, say: Callable[[str], None]) -> dict[st
 
 
 def outcome(run: dict[str, Any]) -> str:
-    """What came of a job, in a few words."""
+    """Describe the outcome of a job in one line."""
     if run["error"] is not None:
         return f"{run['status']}: {run['error']['type']}: {run['error']['message']}"
     return f"{sum(run['step_seconds']) / len(run['step_seconds']):.4g} s a step"
@@ -148,7 +148,7 @@ def _run_job(job: Job, processes: Processes, result: dict[str, Any], end: float,
 
 
 def _grow_host(target: int | None, processes: Processes, result: dict[str, Any], end: float) -> int | None:
-    """Have so much host memory free, where the machine gives it; return what can be had."""
+    """Make sure that `target` bytes of host memory are free, if possible; return how many there can be."""
     seconds = end - time.monotonic()
     if target is None or host_memory.free_bytes() >= _HOST_SHRUNK * target or seconds <= 0:
         return target
@@ -158,7 +158,7 @@ def _grow_host(target: int | None, processes: Processes, result: dict[str, Any],
 
 
 def _not_again(job: Job, runs: Sequence[dict[str, Any]]) -> str | None:
-    """Why a job needs no process: the same, or less of the same, did not work before."""
+    """Return why a job is skipped: the same, with as many samples or fewer, has failed before."""
     window = None if job.window is None else list(job.window)
     for run in runs:
         same = (run["workload"], run["system"], run["window"] and list(run["window"])) == (
@@ -176,7 +176,7 @@ def _did_not_work(run: dict[str, Any]) -> bool:
 
 
 def _save(result: dict[str, Any], output: Path) -> None:
-    """Write the file in one go: whoever ends the bench does not end it in the middle of a line."""
+    """Write the file atomically, so that ending the benchmark cannot leave half a file."""
     draft = output.with_suffix(".part")
     draft.write_text(json.dumps(result, indent=1), encoding="utf-8")
     draft.replace(output)
@@ -184,16 +184,16 @@ def _save(result: dict[str, Any], output: Path) -> None:
 
 @dataclass
 class Processes:
-    """Runs functions in new processes, ends those that take too long or too much, and reads what they wrote.
+    """Runs functions in new processes, ends those that take too long or too much memory, and reads their results.
 
-    With a GPU each is a new interpreter, as CUDA asks for. Without one they are forked from a process that has imported
-    what takes seconds and has done nothing else.
+    With a GPU, each process is a new interpreter, as CUDA requires. Without one, they are forked from a process that
+    has done the slow imports and nothing else.
 
     Attributes:
-        folder: For their files.
+        folder: Folder for their files.
         on_gpu: Whether there is a GPU.
-        host_taken: How much more host memory was in use while the last one ran than before, at most: page-locked
-            memory and processes of its own included, and whatever else ran on the machine.
+        host_taken: The largest increase in used host memory while the last process ran. It includes pinned memory and
+            child processes, and whatever else ran on the machine.
     """
 
     folder: Path
@@ -214,7 +214,7 @@ class Processes:
         Args:
             function: Called with the argument, a file to write JSON to, and a file for what it prints.
             argument: Anything that can be pickled.
-            seconds: For how long it may run.
+            seconds: How long it may run.
 
         Returns:
             What it wrote, or None and the reason.
@@ -235,7 +235,7 @@ class Processes:
         return json.loads(written.read_text(encoding="utf-8")), {}
 
     def _watch(self, process: Any, seconds: float) -> tuple[str, str] | None:
-        """Wait for the end of a process; say why it has to be ended before."""
+        """Wait for a process to end; return why it has to be ended early, if it does."""
         end = time.monotonic() + seconds
         reserve = _HOST_RESERVE * host_memory.total_bytes()
         before = least = host_memory.free_bytes()
@@ -249,7 +249,7 @@ class Processes:
             elif time.monotonic() > end:
                 why = "TimedOut", f"it took more than {seconds:.0f} s"
                 with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGUSR1)  # writes to the log what it hangs in
+                    os.kill(process.pid, signal.SIGUSR1)  # makes it write to the log where it hangs
                 time.sleep(1.0)
             process.join(_POLL)
         self.host_taken = used - used_before
@@ -257,13 +257,13 @@ class Processes:
 
 
 def _call(function: Callable[[Any, Path, Path], None], argument: Any, written: Path, log: Path) -> None:
-    """What a process does. It ends with its function: threads that a system has left behind do not keep it."""
+    """Run a function as a process, and exit when it returns, even if a system has left threads behind."""
     function(argument, written, log)
     os._exit(0)
 
 
 def _end(process: Any) -> None:
-    """End a process and those that it started: the group that it leads."""
+    """Kill a process and its children, which are the process group that it leads."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.is_alive():

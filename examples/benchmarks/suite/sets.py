@@ -1,10 +1,10 @@
 """The workloads themselves, in named sets.
 
-Batches are of texts of 1024 tokens, so that 8 samples are "8K tokens". What learns with AdamW under `bf16-mixed` has
-fp32 masters and moments: 16 bytes for each parameter. 8B of them are 128 GB, more than a machine with 128 GiB can give
-beside everything else, so 7B and 8B learn under `bf16-true`: weights, gradients and moments in bf16, 8 bytes for each
-parameter, for every system that can. The set `masters` has fp32 masters at the largest sizes that may fit; each of its
-workloads says so in its note, which goes into the report.
+Batches consist of texts of 1024 tokens, so 8 samples are "8K tokens". Under `bf16-mixed`, AdamW keeps fp32 masters and
+moments: 16 bytes for each parameter. For 8B parameters that is 128 GB, more than a machine with 128 GiB can provide on
+top of everything else. 7B and 8B models therefore train under `bf16-true`: weights, gradients and moments in bf16, 8
+bytes for each parameter, for every system that supports it. The set `masters` has fp32 masters at the largest sizes
+that may fit; each of its workloads says so in its note, which goes into the report.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from functools import cache
 from suite import shapes
 from suite.workloads import Window, Workload
 
-GB = 10**9  # what cards are named by; limits of 24, 80 ... are of these
+GB = 10**9  # GPUs are named by these, and limits of 24, 80 ... are multiples of them
 _LENGTH = 1024
 _BF16 = "AdamW in bf16 without fp32 masters (8 bytes a parameter), so that 128 GiB of host memory hold it"
 
 
 def _windows(units: int) -> tuple[Window, ...]:
-    """Windows over k, moved one at a time, and some that are moved together, as the paper varies both."""
+    """Return windows over k, with single and with larger transfers, because the paper varies both k and k'."""
     ks = [k for k in (1, 2, 4, 8, 16, 32) if k < units]
     return (*((k, 1) for k in ks), *((k, k // 2) for k in ks if k >= 4), (units, 1))
 
 
 def _lm(name: str, shape: str, thousands: int, **more: object) -> Workload:
-    """Full fine-tuning with clipping, so many thousand tokens in a step."""
+    """Return full fine-tuning with clipping, with the given thousands of tokens per step."""
     vocabulary = shapes.DECODERS[shape][1].get("vocab_size", 50_257)
     return Workload(
         name=name,
@@ -46,7 +46,7 @@ def _unclipped(workload: Workload) -> Workload:
 
 
 def _scoring(workload: Workload, name: str) -> Workload:
-    """The same forward and nothing else, in bf16."""
+    """Return inference with the same forward, in bf16."""
     return replace(workload, name=name, kind="inference", precision="bf16-true", clipping=None)
 
 
@@ -87,7 +87,7 @@ def _paper() -> list[Workload]:
 
 @cache
 def _small() -> list[Workload]:
-    """1.5B and 3B, where all rivals fit; clipping on and off."""
+    """1.5B and 3B, where all rivals fit; with and without clipping."""
     clipped = [_lm(f"{shape}-8k", shape, 8) for shape in ("qwen2.5-1.5b", "qwen2.5-3b")]
     return [*clipped, *(_unclipped(workload) for workload in clipped)]
 
@@ -106,7 +106,7 @@ def _capped(shape: str, gigabytes: int, thousands: int) -> Workload:
 
 @cache
 def _large() -> list[Workload]:
-    """7B and 8B on a device of 24 GB and of 80 GB; clipping on and off."""
+    """7B and 8B on a device of 24 GB and of 80 GB; with and without clipping."""
     clipped = [_capped(shape, limit, 8) for shape in ("llama-3.1-8b", "qwen2.5-7b") for limit in (24, 80)]
     return [*clipped, *(_unclipped(workload) for workload in clipped)]
 
@@ -139,7 +139,7 @@ def _masters() -> list[Workload]:
 
 
 def _lora() -> list[Workload]:
-    """Adapters beside a frozen 8B in bf16, on a device of 12 GB."""
+    """Adapters on a frozen 8B in bf16, on a device of 12 GB."""
     full = _capped("llama-3.1-8b", 12, 8)
     return [
         replace(
@@ -147,13 +147,13 @@ def _lora() -> list[Workload]:
             name="llama-3.1-8b-lora-12g-8k",
             network=shapes.lora_lm("llama-3.1-8b", rank=16),
             precision="bf16-mixed",
-            note="the base is frozen in bf16; adapters of rank 16 beside all linear layers learn in fp32",
+            note="the base is frozen in bf16; adapters of rank 16 on all linear layers are trained in fp32",
         )
     ]
 
 
 def _vision() -> list[Workload]:
-    """Convolutions over large images, where activations are what fills a device."""
+    """Convolutions over large images, where activations fill the device."""
     resnet = Workload(
         name="resnet152-1024px",
         kind="train",
@@ -174,7 +174,7 @@ def _vision() -> list[Workload]:
 
 
 def _generation() -> list[Workload]:
-    """Prompts that an 8B goes on with, on a device of 8 GB."""
+    """An 8B that continues prompts, on a device of 8 GB."""
     new_tokens = 8
     return [
         Workload(
@@ -194,7 +194,7 @@ def _generation() -> list[Workload]:
 
 
 def _batch() -> list[Workload]:
-    """The largest batch in 40 GB: how many samples a second can be had from the same device memory."""
+    """The largest batch in 40 GB: how many samples per second the same device memory allows."""
     gpt2 = _lm("gpt2-xl-40g-batch", "gpt2-xl", 4, device_limit=40 * GB, ladder=(4, 8, 16, 32, 64, 128))
     vit = replace(
         _paper()[1], name="vit-bigg-40g-batch", windows=(), device_limit=40 * GB, ladder=(32, 64, 128, 256, 512)
@@ -204,7 +204,7 @@ def _batch() -> list[Workload]:
 
 
 def _toy() -> list[Workload]:
-    """Every kind, small enough for a laptop without a GPU."""
+    """Every kind of workload, small enough for a laptop without a GPU."""
     lm = Workload(
         name="toy-lm",
         kind="train",
@@ -249,6 +249,6 @@ def _toy() -> list[Workload]:
 _BUILDERS = (_toy, _paper, _small, _large, _tokens, _masters, _lora, _vision, _generation, _batch)
 SETS: dict[str, list[Workload]] = {build.__name__.strip("_"): build() for build in _BUILDERS}
 ABOUT: dict[str, str] = {build.__name__.strip("_"): str(build.__doc__) for build in _BUILDERS}
-"""What each set is, in a sentence."""
+"""A description of each set, in one sentence."""
 WORKLOADS: dict[str, Workload] = {workload.name: workload for each in SETS.values() for workload in each}
 """All workloads by name."""

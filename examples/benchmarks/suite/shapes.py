@@ -1,6 +1,6 @@
-"""Published shapes of models, as configurations of transformers and networks of torchvision; and batches for them.
+"""Published model shapes, as transformers configurations and torchvision networks, and batches for them.
 
-transformers takes seconds to import, so each configuration is made when its workload is built.
+transformers takes seconds to import, so each configuration is created only when its workload is built.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Names of configuration classes, and their numbers."""
+"""Names of configuration classes, and their arguments."""
 
 _BIGG_VISION = {
     "hidden_size": 1664,
@@ -87,7 +87,7 @@ _TOY_TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
 
 
 def decoder_config(shape: str, **changes: Any) -> Any:
-    """Make the configuration of one of `DECODERS`, with some numbers changed."""
+    """Make the configuration of one of `DECODERS`, with some arguments changed."""
     import transformers
 
     name, numbers = DECODERS[shape]
@@ -95,12 +95,12 @@ def decoder_config(shape: str, **changes: Any) -> Any:
 
 
 def causal_lm(shape: str, **changes: Any) -> Callable[[], Network]:
-    """Return what builds a decoder that learns with all of its weights."""
+    """Return a function that builds a decoder of which all weights are trained."""
     return lambda: CausalLM(decoder_config(shape, **changes))
 
 
 def lora_lm(shape: str, rank: int) -> Callable[[], Network]:
-    """Return what builds a decoder that is frozen in bf16 and learns with adapters in fp32."""
+    """Return a function that builds a decoder, frozen in bf16, with trainable adapters in fp32."""
 
     def build() -> Network:
         with default_dtype(torch.bfloat16):
@@ -110,12 +110,12 @@ def lora_lm(shape: str, rank: int) -> Callable[[], Network]:
 
 
 def generator(shape: str, new_tokens: int) -> Callable[[], Network]:
-    """Return what builds a decoder that goes on with prompts."""
+    """Return a function that builds a decoder that continues prompts."""
     return lambda: Generator(decoder_config(shape), new_tokens)
 
 
 def vision_transformer(toy: bool = False) -> Callable[[], Network]:
-    """Return what builds a ViT-bigG/14 that learns a thousand classes, or a small one with ten."""
+    """Return a function that builds a ViT-bigG/14 with a thousand classes, or a small one with ten."""
 
     def build() -> Network:
         from transformers import ViTConfig, ViTForImageClassification
@@ -127,7 +127,7 @@ def vision_transformer(toy: bool = False) -> Callable[[], Network]:
 
 
 def clip(toy: bool = False) -> Callable[[], Network]:
-    """Return what builds a CLIP of the size of OpenCLIP's ViT-bigG/14, or a small one."""
+    """Return a function that builds a CLIP of the size of OpenCLIP's ViT-bigG/14, or a small one."""
 
     def build() -> Network:
         from transformers import CLIPConfig, CLIPModel
@@ -143,12 +143,12 @@ IMAGE_TOKEN = 0
 
 
 def llava(toy: bool = False) -> Callable[[], Network]:
-    """Return what builds a LLaVA-1.5 7B (CLIP-L/14 at 336 pixels, Llama 2 7B), or a small one."""
+    """Return a function that builds a LLaVA-1.5 7B (CLIP-L/14 at 336 pixels, Llama 2 7B), or a small one."""
 
     def build() -> Network:
         from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-        text = DECODERS["toy"][1] if toy else {"vocab_size": 32_064}  # the rest of Llama 2 7B are defaults
+        text = DECODERS["toy"][1] if toy else {"vocab_size": 32_064}  # all other defaults are those of Llama 2 7B
         config = LlavaConfig(
             vision_config=CLIPVisionConfig(**(_TOY_VISION if toy else _CLIP_L)),
             text_config=LlamaConfig(**text),
@@ -160,7 +160,7 @@ def llava(toy: bool = False) -> Callable[[], Network]:
 
 
 def torchvision_classifier(name: str, **options: Any) -> Callable[[], Network]:
-    """Return what builds a network of torchvision."""
+    """Return a function that builds a torchvision network."""
 
     def build() -> Network:
         from torchvision.models import get_model
@@ -174,12 +174,12 @@ def torchvision_classifier(name: str, **options: Any) -> Callable[[], Network]:
 
 
 def tokens(vocabulary: int, length: int) -> Batch:
-    """Return what makes texts."""
+    """Return a function that makes batches of texts."""
     return lambda samples, generator: {"input_ids": _integers(vocabulary, (samples, length), generator)}
 
 
 def images(side: int, classes: int = 1000) -> Batch:
-    """Return what makes square pictures, and their classes."""
+    """Return a function that makes batches of square images with their classes."""
     return lambda samples, generator: {
         "pixel_values": _pixels(samples, side, generator),
         "labels": _integers(classes, (samples,), generator),
@@ -187,7 +187,7 @@ def images(side: int, classes: int = 1000) -> Batch:
 
 
 def pairs(vocabulary: int, length: int, side: int) -> Batch:
-    """Return what makes pictures, and texts that belong to them."""
+    """Return a function that makes batches of images with matching texts."""
     return lambda samples, generator: {
         "pixel_values": _pixels(samples, side, generator),
         "input_ids": _integers(vocabulary, (samples, length), generator),
@@ -195,7 +195,7 @@ def pairs(vocabulary: int, length: int, side: int) -> Batch:
 
 
 def talks(vocabulary: int, length: int, side: int, patches: int) -> Batch:
-    """Return what makes pictures, each of which is so many tokens at the beginning of a text that is learned."""
+    """Return a function that makes batches of images, each taking `patches` tokens at the start of a training text."""
 
     def make(samples: int, generator: torch.Generator) -> dict[str, Tensor]:
         text = 1 + _integers(vocabulary - 1, (samples, length), generator)

@@ -1,4 +1,4 @@
-"""What the bench has to show, and whether a file of results shows it. "Not measured" is an answer."""
+"""The targets of the benchmark, and whether a result meets them. "Not measured" is a valid answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Found = Mapping[str, Sequence[Entry]]
 
 
 def targets(found: Found) -> list[tuple[str, str, str]]:
-    """Rows: a target, what was measured of it, and whether it is met.
+    """Return a row for each target: the target, what was measured, and whether it is met.
 
     Args:
         found: All entries, by workload.
@@ -40,7 +40,7 @@ def _trains_tokens(entry: Entry) -> bool:
 
 
 def _pairs(found: Found) -> Iterator[tuple[Entry, Entry]]:
-    """Ours beside plain Lightning, where both trained the same large steps and torch counted their memory."""
+    """Yield ours with plain Lightning, where both trained the same large steps and torch counted their memory."""
     for of_workload in found.values():
         for plain in find(of_workload, CEILING):
             for ours in find(of_workload, *_ALL_OF_OURS):
@@ -56,7 +56,7 @@ def _saving(ours: Entry, plain: Entry) -> float:
 
 
 def _best_saving(found: Found, least: float) -> tuple[str, str]:
-    """The fastest of those that save enough, else whoever saves most."""
+    """Report the fastest of those that save enough, or otherwise the one that saves most."""
     pairs = list(_pairs(found))
     if not pairs:
         return _NOT_MEASURED
@@ -113,7 +113,7 @@ def _near_limit(found: Found) -> tuple[str, str]:
 
 
 def _largest_batches(found: Found) -> tuple[str, str]:
-    """By workloads that climb a ladder of batches on a limited device: our best beside their largest."""
+    """Compare, for workloads that climb a ladder of batch sizes on a limited device, our best to their largest."""
     told, met = [], []
     for name, of_workload in found.items():
         description = of_workload[0].description

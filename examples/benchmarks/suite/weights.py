@@ -1,7 +1,7 @@
 """Random weights, made in seconds for billions of parameters, and the same for every system.
 
-Libraries would draw each weight from a distribution of its own, on one core, for minutes. Here nothing is initialised
-while a model is built, and then every matrix is filled with pieces of one block of noise.
+Libraries would draw each weight from its own distribution, on one core, which takes minutes. Here, nothing is
+initialized while a model is built; afterwards, every matrix is filled with pieces of one block of noise.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from suite.networks import Network, default_dtype
 from suite.workloads import Workload
 
 _NOISE = 1 << 22  # numbers in the block
-_SHIFT = 65_537  # where the next weight begins in it, so that no two layers are alike
-_DEVIATION = 0.02  # usual for transformers
+_SHIFT = 65_537  # how much later in the block the next weight begins, so that no two layers are alike
+_DEVIATION = 0.02  # the usual standard deviation for transformers
 _DRAWS = {Tensor.normal_, Tensor.uniform_}
 
 
 class _NoInit(TorchFunctionMode):
-    """Leaves new memory as it is, where weights would be initialised; memory that is not touched costs nothing."""
+    """Skips the initialization of weights, because memory that is not touched costs nothing."""
 
     @override
     def __torch_function__(
@@ -33,7 +33,7 @@ class _NoInit(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
-        if func in _DRAWS:  # `trunc_normal_` draws again until numbers are within bounds: zeros are
+        if func in _DRAWS:  # `trunc_normal_` draws until all values are within bounds, and zeros are
             return args[0].zero_()
         return func(*args, **kwargs)
 
@@ -59,7 +59,7 @@ def fill(module: nn.Module, seed: int = 0) -> None:
 
 
 def _tile(memory: Tensor, block: Tensor, start: int) -> None:
-    """Fill memory with the block, again and again, beginning somewhere in it."""
+    """Fill memory with repetitions of the block, beginning at `start` within it."""
     first = block[start : start + memory.numel()]
     memory[: len(first)] = first
     rest = memory[len(first) :]

@@ -1,4 +1,4 @@
-"""One system on one workload, in a process of its own: builds, runs, and gives what was measured as one record."""
+"""The code of one measuring process: build a workload, run it on a system, and write the measurements as one record."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from suite.systems.base import System
 from suite.weights import build_network
 from suite.workloads import Window, Workload
 
-_SPARE = 1  # the step after those that are measured, whose beginning is the end of the last
+_SPARE = 1  # one step after the measured ones: its beginning is the end of the last one
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures.
+    """The measurement that one process makes.
 
     Attributes:
-        workload: Its name.
-        system: Its name.
+        workload: Name of the workload.
+        system: Name of the system.
         window: k and k_prime; None for the system's own choice.
-        samples: In a step.
-        round: How often the same was measured before.
+        samples: Samples per step.
+        round: Index of the round, which is how often the same was measured before.
         warm_up: Steps that do not count.
         steps: Steps that count.
     """
@@ -60,39 +60,39 @@ class Job:
 
 
 def record(job: Job, status: str, **values: Any) -> dict[str, Any]:
-    """A record of JSON about a job: `status` is "ok", "failed" or "skipped", and what is not "ok" has an `error`."""
+    """Return the JSON record of a job. `status` is "ok", "failed" or "skipped"; the last two have an `error`."""
     return {**asdict(job), "status": status, "error": None, **values}
 
 
 def failure(kind: str, message: str, details: str = "") -> dict[str, str]:
-    """What a record says of an error: its type, its first line, and the end of whatever else there is."""
+    """Describe an error for a record: its type, the first line of its message, and the end of the details."""
     return {"type": kind, "message": message.strip().partition("\n")[0], "details": details[-4000:]}
 
 
 def run(job: Job, path: Path, log: Path) -> None:
-    """Measure, and write the record. Any error is part of the record.
+    """Measure, and write the record. Errors become part of the record.
 
     Args:
-        job: What to measure.
-        path: File to write.
-        log: File for what is printed.
+        job: The measurement to make.
+        path: File to write the record to.
+        log: File for everything that is printed.
     """
     _begin(log)
     try:
         result = measure(job)
-    except BaseException as error:  # also what a system ends the process with
+    except BaseException as error:  # including what a system raises to end the process
         error_of = failure(type(error).__name__, str(error), traceback.format_exc())
         result = record(job, "failed", error=error_of, host_peak_bytes=host_memory.peak_bytes())
     path.write_text(json.dumps(result), encoding="utf-8")
 
 
 def prepare(names: Sequence[str], path: Path, log: Path) -> None:
-    """Measure rooflines, count what workloads demand, and write both.
+    """Measure the rooflines, compute the demand of each workload, and write both.
 
     Args:
-        names: Of workloads.
-        path: File to write.
-        log: File for what is printed.
+        names: Names of the workloads.
+        path: File to write the results to.
+        log: File for everything that is printed.
     """
     _begin(log)
     measured = rooflines.measure(quick=not torch.cuda.is_available())
@@ -103,22 +103,22 @@ def prepare(names: Sequence[str], path: Path, log: Path) -> None:
 
 
 def grow_host(nbytes: int, path: Path, log: Path) -> None:
-    """Make the machine have the memory that it can have (see `host_memory`), and write how that went.
+    """Make the machine provide all the memory it can have (see `host_memory`), and write how that went.
 
     Args:
-        nbytes: How much that is.
-        path: File to write.
-        log: File for what is printed.
+        nbytes: How much memory that is.
+        path: File to write the outcome to.
+        log: File for everything that is printed.
     """
     _begin(log)
     path.write_text(json.dumps(host_memory.grow(nbytes)), encoding="utf-8")
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Measure in this process.
+    """Make a measurement in this process.
 
     Returns:
-        The record, of status "ok".
+        The record, with status "ok".
     """
     workload = replace(WORKLOADS[job.workload], samples=job.samples)
     system = make_system(job.system, job.window)
@@ -165,7 +165,7 @@ def _run_trainer(
         gradient_clip_val=workload.clipping,
         callbacks=callbacks,
         use_distributed_sampler=False,
-        barebones=True,  # neither bars nor loggers nor checkpoints
+        barebones=True,  # no progress bars, loggers or checkpoints
         **arguments,
     )
     if workload.kind == "train":
@@ -177,12 +177,12 @@ def _run_trainer(
 def _run_plainly(
     module: L.LightningModule, workload: Workload, batches: Batches, clock: Clock, device: torch.device
 ) -> None:
-    """Predict as Lightning would, for a module whose weights lie where its system wants them."""
+    """Predict as Lightning would, with a module whose weights the system has placed itself."""
     with torch.inference_mode():
         for index in range(len(batches)):
             batch = {name: _as_input(tensor, workload, device) for name, tensor in batches[index].items()}
-            clock.begins()
-            clock.gave(module.predict_step(batch, index))
+            clock.mark_start()
+            clock.record_value(module.predict_step(batch, index))
 
 
 def _as_input(tensor: Tensor, workload: Workload, device: torch.device) -> Tensor:
@@ -191,7 +191,7 @@ def _as_input(tensor: Tensor, workload: Workload, device: torch.device) -> Tenso
 
 
 def _device(workload: Workload) -> torch.device:
-    """The device, with no more memory than the workload allows. A CPU is never limited."""
+    """Return the device, limited to the memory that the workload allows. A CPU is never limited."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", 0)
@@ -202,7 +202,7 @@ def _device(workload: Workload) -> torch.device:
 
 
 def _device_memory(device: torch.device) -> dict[str, int | None]:
-    """The most that torch's allocator gave out, and the most that it took; nobody counts a CPU."""
+    """Return the peaks of allocated and reserved memory; None on a CPU, where torch counts neither."""
     if device.type != "cuda":
         return {"device_peak_bytes": None, "device_reserved_bytes": None}
     return {
@@ -212,13 +212,13 @@ def _device_memory(device: torch.device) -> dict[str, int | None]:
 
 
 def _begin(log: Path) -> None:
-    """Make this process one of its own: ended with those it starts, output to a file, first to go without memory."""
+    """Set up the process: its own session, output to a file, first candidate of the OOM killer, fewer warnings."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent before a process that hangs is ended
-    with suppress(OSError):  # not every kernel has it
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent to a hanging process before it is ended
+    with suppress(OSError):  # not available on every kernel
         Path("/proc/self/oom_score_adj").write_text("1000")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")

@@ -1,6 +1,6 @@
-"""What is measured: a model's shape, its batch, and what a step has to do. The same for every system.
+"""Workloads: a model's shape, its batch, and what a step has to do. They are the same for every system.
 
-A workload says nothing about how it is computed; that is a system's business. Weights are random.
+A workload does not say how it is computed; that is up to the system. Weights are random.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Window = tuple[int, int]
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step does.
+    """The work of a step.
 
     Attributes:
-        name: Unique.
-        kind: Whether weights learn.
-        network: Builds the model. Its `forward` takes a batch as keyword arguments and gives the loss, or whatever
-            number inference is compared by.
-        batch: Makes so many samples with random numbers of a generator.
-        samples: How many samples there are in a step.
-        items: What counts as work in a sample.
-        items_per_sample: How many of them a sample has.
+        name: Unique name.
+        kind: Training or inference.
+        network: Builds the model. Its `forward` takes a batch as keyword arguments and returns the loss, or the value
+            that inference is compared by.
+        batch: Makes a given number of samples, with random numbers from a generator.
+        samples: Samples per step.
+        items: The unit that work is counted in.
+        items_per_sample: Number of items in a sample.
         precision: As in Lightning's Trainer.
-        learning_rate: Of AdamW.
-        clipping: The norm that gradients are clipped to; None if they are not.
-        checkpointing: Whether what blocks save for backward does not fit the device, so that whoever has nothing better
-            computes their forward twice.
-        device_limit: Bytes that the process may take on the device; None for all there is.
-        passes: How often the weights are needed in a step of inference: once for each token that is generated.
-        windows: Values of k and k_prime to measure, for systems that have them, beside their own choice.
-        ladder: Numbers of samples to climb, as far as each system gets; empty for `samples` alone.
+        learning_rate: Learning rate of AdamW.
+        clipping: The norm that gradients are clipped to; None for no clipping.
+        checkpointing: Whether what blocks save for backward does not fit on the device, so that systems with nothing
+            better use activation checkpointing.
+        device_limit: Bytes of device memory that the process may use; None for all of it.
+        passes: How often a step of inference needs the weights: once for each generated token.
+        windows: Values of k and k_prime to measure in addition to the system's own choice, for systems that have them.
+        ladder: Increasing numbers of samples to try, as far as each system gets; empty for `samples` alone.
         note: What a reader of the results has to know.
     """
 
@@ -63,5 +63,5 @@ class Workload:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The dtype that weights are kept and stepped in: bf16 without fp32 masters under `bf16-true`."""
+        """The dtype that weights are stored and stepped in: bf16 without fp32 masters under `bf16-true`."""
         return torch.bfloat16 if self.precision == "bf16-true" else torch.float32

@@ -1,4 +1,4 @@
-"""All systems. Each has a file of its own, and `base.py` says what they have in common."""
+"""All systems. Each has its own file; `base.py` defines what they have in common."""
 
 from suite.systems.accelerate import Accelerate
 from suite.systems.base import System
@@ -27,15 +27,15 @@ SYSTEMS: dict[str, type[System]] = {
         Diffusers,
     )
 }
-"""In the order of the table: the ceiling first."""
+"""All systems by name, in the order of the table: the ceiling comes first."""
 
 
 def make_system(name: str, window: Window | None = None) -> System:
-    """Make a system by its name.
+    """Make the system with the given name.
 
     Args:
         name: One of `SYSTEMS`.
-        window: k and k_prime, for one that takes them.
+        window: k and k_prime, for a system that takes them.
 
     Raises:
         ValueError: If there is no such system, or it does not take a window.

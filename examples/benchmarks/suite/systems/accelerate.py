@@ -1,7 +1,7 @@
-"""accelerate's `cpu_offload`: each module's weights are copied up before its forward, and dropped after it.
+"""accelerate's `cpu_offload`: each module's weights are copied to the device before its forward, and dropped after it.
 
-Read against accelerate 1.15.0. The weights are page-locked first, which accelerate does not do by itself and any user
-can: its copies then run at the speed of the link, though computing waits for each.
+Written against accelerate 1.15.0. The weights are pinned first, which accelerate does not do by itself but any user can
+do: its copies then run at the speed of the link, although computing waits for each of them.
 """
 
 from __future__ import annotations

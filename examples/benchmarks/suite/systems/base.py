@@ -1,13 +1,13 @@
-"""What a system is: how one way to fit a model into memory is asked to train or to predict.
+"""The interface of a system, which is one way to fit a model into memory for training or prediction.
 
-All systems run the same `BenchModule` on the same batches under the same clock. A system says which Trainer it wants,
-which optimizer, and what it does to the module before; it neither builds the model nor measures itself. Each gets the
-settings that its own documentation recommends for one device, written down beside the code with the reason.
+All systems run the same `BenchModule` on the same batches under the same clock. A system chooses the arguments of the
+Trainer and the optimizer, and may modify the module beforehand; it neither builds the model nor measures itself. Each
+gets the settings that its own documentation recommends for one device, with the reasons next to the code.
 
-The order in a process of its own (see `worker.py`):
+The order of calls in a process (see `worker.py`):
 
-    why_not                  None, or the reason that is reported in place of numbers; asked by the bench beforehand
-    prepare                  once the module has its weights, on the host
+    why_not                  called beforehand: None, or the reason to report instead of numbers
+    prepare                  when the module has its weights, on the host
     trainer_arguments        then the Trainer runs `fit` or `predict`, in which Lightning calls
         configure_model          where FSDP2 shards
         make_optimizer           as `configure_optimizers`
@@ -36,18 +36,18 @@ class System:
         window: k and k_prime; None leaves the choice to the system.
 
     Attributes:
-        name: What it is called on the command line and in JSON.
-        title: What it is called in tables.
-        kinds: What it can do.
+        name: Name on the command line and in JSON.
+        title: Name in tables.
+        kinds: Kinds of workloads that it supports.
         packages: Modules that it imports beyond the package's own dependencies.
         needs_cuda: Whether it does not work on the CPU.
-        takes_windows: Whether it has k and k_prime. Those that do are measured with each of `Workload.windows`.
+        takes_windows: Whether it has k and k_prime. If so, it is measured with each of `Workload.windows`.
         runs_in_trainer: Whether the Trainer runs it. If not, `predict_step` of the module that `prepare` returns is
-            called in a plain loop, with batches on the device: for systems that place the weights themselves, where a
-            strategy of Lightning would move them.
-        offloads: Whether weights, gradients or optimizer state live on the host. The limit of a system that does not is
+            called in a plain loop, with batches on the device. This is for systems that place the weights themselves,
+            because a Lightning strategy would move them.
+        offloads: Whether weights, gradients or optimizer state live on the host. If not, the system's limit is
             computing alone.
-        observed_steps: Steps that it wants after those that are measured, to look at itself.
+        observed_steps: Additional steps after the measured ones, in which the system may observe itself.
     """
 
     name: ClassVar[str]
@@ -64,7 +64,7 @@ class System:
         self.window = window
 
     def why_not(self, workload: Workload) -> str | None:
-        """Say why it cannot run the workload on this machine, as far as that is known beforehand."""
+        """Return why it cannot run the workload on this machine, as far as that is known beforehand; None if it can."""
         missing = [package for package in self.packages if find_spec(package) is None]
         if missing:
             return f"{', '.join(missing)} is not installed"
@@ -75,37 +75,37 @@ class System:
         return None
 
     def checkpoints_blocks(self, workload: Workload) -> bool:
-        """Whether the model's own activation checkpointing is on; systems that choose for activations say no."""
+        """Tell whether to use the model's activation checkpointing; systems that manage activations return False."""
         return workload.checkpointing
 
     def prepare(self, module: L.LightningModule, workload: Workload, device: torch.device) -> L.LightningModule:
-        """Do what comes before the Trainer; return the module to run.
+        """Prepare the module before the Trainer is built, and return the module to run.
 
         Args:
-            module: With its weights, on the host.
-            workload: What it will do.
-            device: Where it will compute.
+            module: The module with its weights, on the host.
+            workload: The workload to run.
+            device: The device that it will compute on.
         """
         return module
 
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
-        """Arguments of the Trainer: strategy, precision, plugins, callbacks. Not devices, nor clipping or steps."""
+        """Return the Trainer's strategy, precision, plugins and callbacks, but not devices, clipping or steps."""
         return {"strategy": "auto", "precision": workload.precision}
 
     def configure_model(self, module: L.LightningModule, workload: Workload) -> None:
-        """Called by Lightning as the module's `configure_model`: in the strategy's contexts, before optimizers."""
+        """Modify the module in Lightning's `configure_model`: in the strategy's contexts, before optimizers exist."""
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.Optimizer:
-        """Make the optimizer of what learns: AdamW, by torch's fused kernel."""
+        """Make the optimizer of the trainable parameters: AdamW with torch's fused kernel."""
         optimizer = torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True)
-        # Lightning refuses to clip for one that may unscale gradients by itself; nothing is scaled here.
+        # Lightning refuses to clip for an optimizer that may unscale gradients itself; nothing is scaled here.
         optimizer._step_supports_amp_scaling = False
         return optimizer
 
     def waits(self) -> dict[str, float] | None:
-        """Seconds, shares and rates that the system measured of itself after the run; None if it does not."""
+        """Return the seconds, shares and rates that the system measured of itself; None if it does not measure any."""
         return None
 
     def facts(self) -> dict[str, Any]:
-        """What else the system says about the run: what it chose, what it counted."""
+        """Return what else the system reports about the run: its choices and counters."""
         return {}

@@ -1,20 +1,20 @@
-"""Lightning's `DeepSpeedStrategy` with offload: ZeRO-2 (optimizer on the host) and ZeRO-3 (weights, too).
+"""Lightning's `DeepSpeedStrategy` with offload: ZeRO-2 (optimizer on the host) and ZeRO-3 (weights on the host, too).
 
-Read against deepspeed 0.19.8 and lightning 2.6.6. The settings go in as DeepSpeed's own configuration, because the
-strategy's arguments reach only some of them. What differs from defaults, and why:
+Written against deepspeed 0.19.8 and lightning 2.6.6. The settings are passed as DeepSpeed's own configuration, because
+the strategy's arguments cover only some of them. These settings differ from the defaults:
 
 - `pin_memory` is on: Lightning's default is off, DeepSpeed's is on, and pageable copies never overlap.
 - `DeepSpeedCPUAdam` is the optimizer, as both recommend, with the defaults of `torch.optim.AdamW`.
-- `reduce_bucket_size` is 5e7 elements, as `stage3_prefetch_bucket_size` is by default. Nothing is reduced on one
-  device: a bucket is only what gradients are collected in, and two of 2e8 (Lightning's) or 5e8 (DeepSpeed's) elements
-  would take 0.8 or 2 GB of the device.
-- `overlap_comm` is on: gradients then go down on a stream of their own.
-- `sub_group_size` is DeepSpeed's 1e9, where Lightning's 1e12 would step and copy the whole model at once.
+- `reduce_bucket_size` is 5e7 elements, the default of `stage3_prefetch_bucket_size`. Nothing is reduced on one device:
+  a bucket only collects gradients, and two of 2e8 (Lightning's default) or 5e8 (DeepSpeed's) elements would take 0.8 or
+  2 GB of the device.
+- `overlap_comm` is on, so gradients are copied to the host on a separate stream.
+- `sub_group_size` is DeepSpeed's 1e9, because Lightning's 1e12 would step and copy the whole model at once.
 - `check_grad_overflow` is off: bf16 has fp32's range, and plain training does not look for infinities either.
-- Under `bf16-true` masters and moments are bf16, as in plain training.
-- Parameters without a dimension become vectors of one: ZeRO's broadcast fails for them.
+- Under `bf16-true`, masters and moments are bf16, as in plain training.
+- Zero-dimensional parameters become vectors of length one, because ZeRO's broadcast fails for them.
 
-Under `bf16-mixed` DeepSpeed keeps weights in bf16 and masters in fp32 instead of casting by operation.
+Under `bf16-mixed`, DeepSpeed keeps weights in bf16 and masters in fp32 instead of casting per operation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing_extensions import override
 from suite.systems.scalars import WithoutScalars
 from suite.workloads import Kind, Workload
 
-_ADAMW_WEIGHT_DECAY = 0.01  # of torch.optim.AdamW; DeepSpeedCPUAdam's default is 0
+_ADAMW_WEIGHT_DECAY = 0.01  # the default of torch.optim.AdamW; that of DeepSpeedCPUAdam is 0
 
 
 class DeepSpeedZeRO2(WithoutScalars):
@@ -44,7 +44,10 @@ class DeepSpeedZeRO2(WithoutScalars):
     stage: ClassVar[int] = 2
 
     def config(self, workload: Workload) -> dict[str, Any]:
-        """DeepSpeed's configuration; Lightning adds clipping, and would ask a batch sampler for the batch's size."""
+        """Return DeepSpeed's configuration.
+
+        Lightning adds clipping. The batch size is set here because Lightning would ask a batch sampler for it.
+        """
         zero = {
             "stage": self.stage,
             "offload_optimizer": {"device": "cpu", "pin_memory": True},
@@ -91,7 +94,7 @@ class DeepSpeedZeRO2(WithoutScalars):
 
 
 class DeepSpeedZeRO3(DeepSpeedZeRO2):
-    """ZeRO-3: weights on the host, too, and fetched module by module."""
+    """ZeRO-3: weights are on the host, too, and fetched module by module."""
 
     name = "deepspeed-zero3"
     title = "DeepSpeed ZeRO-3 offload"
@@ -112,13 +115,13 @@ class DeepSpeedZeRO3(DeepSpeedZeRO2):
 
     @override
     def configure_model(self, module: L.LightningModule, workload: Workload) -> None:
-        """Hand the weights to DeepSpeed one by one; otherwise it begins with the whole model on the device."""
+        """Hand the weights to DeepSpeed one by one; otherwise it would start with the whole model on the device."""
         import deepspeed
 
         strategy = module.trainer.strategy
         dtype = torch.bfloat16 if workload.precision.startswith("bf16") else torch.float32
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
-        for buffer in module.buffers():  # of which DeepSpeed takes care only if it moves the model
+        for buffer in module.buffers():  # DeepSpeed moves buffers only if it moves the model
             buffer.data = buffer.data.to(strategy.root_device)
         deepspeed.zero.Init(module=module, config_dict_or_path=strategy.config)

@@ -6,7 +6,7 @@ from suite.systems.base import System
 
 
 class Device(System):
-    """Lightning's own strategy for one device, with nothing set: what a `System` does unless it says otherwise."""
+    """Lightning's own single-device strategy with default settings, which is the default behavior of a `System`."""
 
     name = "device"
     title = "plain Lightning"

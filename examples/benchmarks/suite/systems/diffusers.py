@@ -1,11 +1,11 @@
-"""diffusers' group offloading, on any module: groups of layers come up on a stream of their own while others compute.
+"""diffusers' group offloading, on any module: groups of layers are copied on a separate stream while others compute.
 
-Read against diffusers 0.42.1. The settings, and why:
+Written against diffusers 0.42.1. The settings, with their reasons:
 
-- `offload_type="leaf_level"`: its documentation has it as the one that takes least memory, and as fast as others where
-  there are streams. `block_level` finds lists of blocks only among a module's own children, and moves what lies beside
-  them (embeddings, the head) without a stream, without page-locked memory, and back to the host again.
-- `use_stream=True`: weights are page-locked once, and copied ahead of time in the order of the first forward.
+- `offload_type="leaf_level"`: according to its documentation, this takes the least memory, and is as fast as the others
+  if there are streams. `block_level` finds lists of blocks only among a module's own children, and moves everything
+  else (embeddings, the head) without a stream, without pinned memory, and back to the host again.
+- `use_stream=True`: weights are pinned once, and copied ahead of time in the order of the first forward.
 - `record_stream=True`: the host need not wait for the device before it drops a group's weights.
 """
 
@@ -34,7 +34,7 @@ class Diffusers(System):
     def prepare(self, module: L.LightningModule, workload: Workload, device: torch.device) -> L.LightningModule:
         from diffusers.hooks import apply_group_offloading
 
-        streams = device.type == "cuda"  # there are none on a CPU, and diffusers refuses
+        streams = device.type == "cuda"  # diffusers refuses streams on a CPU, which has none
         apply_group_offloading(
             module.network,
             onload_device=device,

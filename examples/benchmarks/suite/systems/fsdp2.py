@@ -1,14 +1,15 @@
-"""FSDP2 with `CPUOffloadPolicy`, in Lightning's `ModelParallelStrategy`: one process, a group of one.
+"""FSDP2 with `CPUOffloadPolicy`, in Lightning's `ModelParallelStrategy`, with a single process.
 
-Read against torch 2.15 and lightning 2.6.6. The settings, and why:
+Written against torch 2.15 and lightning 2.6.6. The settings, with their reasons:
 
-- Each block is a group of its own and the rest of the model the root's, as FSDP2's documentation and torchtitan do it.
-- `CPUOffloadPolicy(pin_memory=True)` is the default: weights, gradients and optimizer state are in page-locked memory.
-- `bf16-mixed` is FSDP2's own `MixedPrecisionPolicy`: masters stay fp32 and blocks compute in bf16. Autocast on top of
-  it would find nothing left to cast. Gradients are reduced in bf16, too: with one process nothing is added up.
-- The process group has gloo beside nccl, without which the norm of gradients on the host cannot be computed
-  (pytorch#148532).
-- Parameters without a dimension become vectors of one, as `fully_shard` asks for.
+- Each block is its own group, and the rest of the model belongs to the root, as in FSDP2's documentation and
+torchtitan. - `CPUOffloadPolicy(pin_memory=True)` is the default: weights, gradients and optimizer state are in pinned
+memory. - `bf16-mixed` is FSDP2's own `MixedPrecisionPolicy`: masters stay fp32 and blocks compute in bf16. Autocast on
+top of
+  it would find nothing left to cast. Gradients are also reduced in bf16: with one process, nothing is added up.
+- The process group uses gloo in addition to nccl, because without it the norm of gradients on the host cannot be
+  computed (pytorch#148532).
+- Zero-dimensional parameters become vectors of length one, as `fully_shard` requires.
 """
 
 from __future__ import annotations

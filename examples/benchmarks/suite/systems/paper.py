@@ -1,15 +1,15 @@
-"""The paper's scheme, plain: a window of k blocks moves through the model, k' of them at a time (arXiv 2410.08791).
+"""The paper's plain scheme: a window of k blocks moves through the model, k' of them at a time (arXiv 2410.08791).
 
-Written anew from the paper's idea, not from its authors' code, as the baseline. Where a block is to compute that is not
-on the device, the next k' blocks come up, after as many have gone down as the window has no room for. All of it is in
-the order of the program: ordinary copies between the device and pageable memory, on the stream that computes, and the
-host waits for each. Weights and gradients are copied back when a block leaves. What is in no block stays on the device,
-and so do buffers and weights that several blocks share.
+This baseline is reimplemented from the paper's idea, not from its authors' code. When a block that is not on the device
+has to compute, the next k' blocks are copied to the device, after enough others have left to make room in the window.
+Everything happens in program order: ordinary copies between the device and pageable memory, on the compute stream, and
+the host waits for each of them. Weights and gradients are copied back when a block leaves. What is in no block stays on
+the device, and so do buffers and weights that several blocks share.
 
-What the idea leaves open in training is done in the simplest way that is exact: weights that autograd saves are looked
-up again in backward (a saved one would stay on the device as long as the graph), and when backward is over all blocks
-return to the host, where the optimizer steps them. With k as large as the model nothing leaves, and all is as in plain
-Lightning. Casts of weights that `bf16-mixed` saves for backward do stay on the device.
+What the idea leaves open for training is done in the simplest exact way. Weights that autograd saves are looked up
+again in backward, because a saved one would stay on the device as long as the graph. When backward is over, all blocks
+return to the host, where the optimizer steps them. If k covers the whole model, nothing leaves, and everything is as in
+plain Lightning. Casts of weights that `bf16-mixed` saves for backward do stay on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from suite.workloads import Window, Workload
 class Paper(System):
     """A window of k blocks with synchronous swaps.
 
-    The paper leaves k and k' to the user. Unless told, the window is the smallest in which one block can come while
+    The paper leaves k and k' to the user. The default is the smallest window in which one block can arrive while
     another stays.
     """
 
@@ -65,12 +65,12 @@ class Paper(System):
 
 
 class PaperStrategy(SingleDeviceStrategy):
-    """Lightning's strategy for one device, but for where the weights are.
+    """Lightning's single-device strategy, except for the placement of the weights.
 
     Args:
-        device: Where blocks compute.
-        k: How many of them are there at once.
-        k_prime: How many come at once.
+        device: The device that blocks compute on.
+        k: Number of blocks on the device at once.
+        k_prime: Number of blocks copied at once.
     """
 
     def __init__(self, device: torch.device, k: int, k_prime: int) -> None:
@@ -80,12 +80,12 @@ class PaperStrategy(SingleDeviceStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Send what is in no block; blocks are sent when they are needed."""
+        """Move everything outside of blocks to the device; blocks follow when they are needed."""
         assert self.model is not None
         blocks = self.model.network.blocks()
         self.swapper = Swapper(blocks, self.root_device, *self.window)
         users = Counter(module for block in blocks for module in block.modules())
-        # Each module of a block: with activation checkpointing, backward calls what is in the block, and not the block.
+        # Each module of a block needs the hook: with activation checkpointing, backward calls those and not the block.
         self._hooks = [
             module.register_forward_pre_hook(lambda *_, index=index: self.swapper.enter(index))
             for index, block in enumerate(blocks)
@@ -117,14 +117,14 @@ class PaperStrategy(SingleDeviceStrategy):
 
 
 class _Place(NamedTuple):
-    """Which block a weight is part of."""
+    """A weight, and the block that it is part of."""
 
     block: int
     parameter: nn.Parameter
 
 
 class _Lookup(NamedTuple):
-    """What autograd keeps in place of a weight, or of a view of one."""
+    """What autograd saves instead of a weight, or of a view of one."""
 
     place: _Place
     size: torch.Size
@@ -133,18 +133,18 @@ class _Lookup(NamedTuple):
 
 
 class Swapper:
-    """Moves blocks.
+    """Moves blocks between host and device.
 
     Args:
-        blocks: In the order of forward.
-        device: Where they compute.
-        k: How many of them are on the device at once.
-        k_prime: How many come at once.
+        blocks: The blocks, in the order of forward.
+        device: The device that they compute on.
+        k: Number of blocks on the device at once.
+        k_prime: Number of blocks copied at once.
 
     Attributes:
-        direction: Where the next blocks are: 1 in forward, -1 in backward.
-        loads: How many blocks have come so far.
-        there: Which blocks are on the device, in the order in which they came.
+        direction: Direction in which blocks are used: 1 in forward, -1 in backward.
+        loads: Number of blocks copied to the device so far.
+        there: Indices of the blocks on the device, in the order in which they arrived.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device, k: int, k_prime: int) -> None:
@@ -165,7 +165,7 @@ class Swapper:
         return tensor in self._weights
 
     def enter(self, index: int) -> None:
-        """See to it that a block is on the device, before it computes."""
+        """Make sure that a block is on the device before it computes."""
         if index in self.there:
             return
         ahead = range(index, index + self.direction * self.k_prime, self.direction)
@@ -176,13 +176,13 @@ class Swapper:
             self._come(block)
 
     def leave_all(self) -> None:
-        """Send all blocks back to the host, unless there is room for all of them."""
+        """Move all blocks back to the host, unless the window has room for all of them."""
         if self.k < len(self):
             for block in list(self.there):
                 self._leave(block)
 
     def weights_looked_up(self) -> AbstractContextManager[None]:
-        """A context in which autograd keeps no weights, but looks them up in backward."""
+        """Return a context in which autograd does not save weights, but looks them up in backward."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _come(self, block: int) -> None:
@@ -212,7 +212,7 @@ class Swapper:
 
 
 def _move(weight: nn.Parameter, device: torch.device) -> None:
-    """Copy a weight and its gradient, also where both places are in the host's memory."""
+    """Copy a weight and its gradient, even if source and destination are both host memory."""
     weight.data = weight.data.to(device, copy=True)
     if weight.grad is not None:
         weight.grad.data = weight.grad.data.to(device, copy=True)

@@ -1,4 +1,4 @@
-"""For systems that shard parameters, and take none without a dimension, such as CLIP's `logit_scale`."""
+"""For systems that shard parameters but do not support zero-dimensional ones, such as CLIP's `logit_scale`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from suite.workloads import Workload
 
 
 class WithoutScalars(System):
-    """Gives each parameter without a dimension one of size one: what FSDP2's error tells users to do.
+    """Turns each zero-dimensional parameter into a vector of length one, as FSDP2's error message recommends.
 
-    It is broadcast as before, so that all numbers stay the same.
+    It is broadcast as before, so all numbers stay the same.
     """
 
     @override

@@ -1,7 +1,7 @@
-"""This package's strategy: as a user names it, with given k and k_prime, and as users ask for less device memory.
+"""This package's strategy: with its own choices, with given k and k_prime, and set to use less device memory.
 
-Left to itself it takes what device memory there is, if only for activations that would otherwise be computed again. How
-little it can do with shows where activations are.
+By default it uses all available device memory, if only to keep activations that would otherwise be recomputed. Systems
+that recompute all activations show how little it needs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SuperpipelineRecompute(Superpipeline):
 
 
 class SuperpipelineLeast(SuperpipelineRecompute):
-    """The same with one unit on the device at a time: as little device memory as there can be."""
+    """The same with one unit on the device at a time, which takes the least device memory possible."""
 
     name = "superpipeline-least"
     title = "superpipeline_recompute, k=1"
@@ -74,9 +74,9 @@ class SuperpipelineLeast(SuperpipelineRecompute):
 
 
 class _Observer(L.Callback):
-    """Records the last steps, with the numbers that `SuperpipelineCallback` logs, and keeps what the engine chose.
+    """Records the last steps, with the metrics that `SuperpipelineCallback` logs, and keeps the engine's choices.
 
-    The callback itself would record in the middle of what is measured.
+    The callback itself would record in the middle of the measured steps.
     """
 
     def __init__(self, steps: int) -> None:
@@ -87,19 +87,19 @@ class _Observer(L.Callback):
         self._recording: Recording | None = None
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
-        """Begin to record when the steps that are left are ours."""
+        """Begin to record when only the observed steps are left."""
         self._begin(trainer, index, trainer.max_steps)
 
     def on_predict_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
-        """Begin to record when the steps that are left are ours."""
+        """Begin to record when only the observed steps are left."""
         self._begin(trainer, index, sum(trainer.num_predict_batches))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Read what was recorded."""
+        """Evaluate the recording."""
         self._end(trainer)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Read what was recorded."""
+        """Evaluate the recording."""
         self._end(trainer)
 
     def _begin(self, trainer: L.Trainer, index: int, steps: float) -> None:
@@ -121,7 +121,7 @@ class _Observer(L.Callback):
             "k_prime": plan.k_prime,
             "pinned": plan.pinned,
             "host_bytes_per_parameter": plan.host_bytes_per_parameter,
-            # On a CPU this is what would be on a device: torch counts nothing there.
+            # On a CPU, where torch counts nothing, this is the memory that a device would hold.
             "counted_device_peak_bytes": device_memory(pipeline)[0],
             "misses": pipeline.stats.misses,
             "recomputed": pipeline.stats.recomputed,

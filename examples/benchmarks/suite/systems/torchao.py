@@ -1,13 +1,13 @@
 """torchao's `CPUOffloadOptimizer`: weights on the device, the optimizer and its state on the host.
 
-Read against torchao 0.18.0. The settings, and why:
+Written against torchao 0.18.0. The settings, with their reasons:
 
-- `offload_gradients=True`: a gradient leaves the device as soon as it is on the host. There is no accumulation here,
-  which is what this rules out.
-- The optimizer inside is `torch.optim.AdamW(fused=True)`, torchao's own choice.
+- `offload_gradients=True`: a gradient's device memory is freed as soon as the gradient is on the host. This rules out
+  accumulation, which is not used here.
+- The inner optimizer is `torch.optim.AdamW(fused=True)`, torchao's own choice.
 
-Gradients are copied down during backward, so clipping would come too late: its documentation rules it out, and nothing
-would say so.
+Gradients are copied to the host during backward, so clipping would come too late: the documentation rules it out, but
+there would be no error.
 """
 
 from __future__ import annotations
@@ -46,6 +46,6 @@ class TorchAO(System):
         optimizer: Any = CPUOffloadOptimizer(
             parameters, torch.optim.AdamW, offload_gradients=True, lr=workload.learning_rate, fused=True
         )
-        # What an optimizer has for Lightning, and this one lacks: options, and a state to be moved to the device.
+        # Lightning expects these attributes of an optimizer: default options, and a state to move to the device.
         optimizer.defaults, optimizer.state = {}, {}
         return optimizer
