@@ -33,7 +33,7 @@ class Measured:
     def add(self, at: tuple[int, int], size: int, call: Footprint) -> None:
         """One more call, in this pass."""
         before = self.passes.get(at)
-        self.passes[at] = call if before is None else before.and_also(call)
+        self.passes[at] = call if before is None else before.combined_with(call)
         self.size = max(self.size, size)
 
     def forget(self, step: int) -> None:
