@@ -676,7 +676,7 @@ def test_backward_after_close_says_so(scene: Scene) -> None:
     scene.call(exp(large()), 9)
     scene.offloader.close()
     assert scene.pool.held == 0
-    with pytest.raises(RuntimeError, match="activations that superpipeline had on the host.*before `detach"):
+    with pytest.raises(RuntimeError, match="activations that were offloaded to the host.*before `detach"):
         y.sum().backward()
 
 
