@@ -91,7 +91,7 @@ class SideEffects:
         for inner, _ in self._modes:
             for hook in (*inner._forward_pre_hooks.values(), *inner._forward_hooks.values()):
                 self._look_at(hook, own=False)
-        self._num_own_places = len(self._before)
+        self._inputs_from = len(self._before)
         self._watched: list[_Held] = []
         self.include(inputs)
 
@@ -120,7 +120,7 @@ class SideEffects:
         self._seen.clear()
         self._changed = [held.tensor for held in changed if held.copy is not None]
         self._copies = {id(held.tensor): held.copy for held in changed if held.copy is not None}
-        self._before = [*self._differing(self._before[: self._num_own_places]), *self._before[self._num_own_places :]]
+        self._before = [*self._differing(self._before[: self._inputs_from]), *self._before[self._inputs_from :]]
         lost = [held.tensor for held in changed if held.copy is None]
         if lost:
             return f"changes a tensor of shape {list(lost[0].shape)} in place"
@@ -220,12 +220,12 @@ class SideEffects:
                 self._look_at(value, own)
 
     def _hold(self, tensor: Tensor, own: bool) -> None:
-        tells = not tensor.is_inference()
-        if isinstance(tensor, nn.Parameter) or not (tells or torch.is_inference_mode_enabled()):
+        has_version = not tensor.is_inference()
+        if isinstance(tensor, nn.Parameter) or not (has_version or torch.is_inference_mode_enabled()):
             return  # an inference tensor cannot be changed outside of inference mode
-        is_worth_it = (own or not tells) and tensor.grad_fn is None and tensor.nbytes <= self._largest
+        is_worth_it = (own or not has_version) and tensor.grad_fn is None and tensor.nbytes <= self._largest
         copy = tensor.detach().clone() if is_worth_it else None
-        self._held[id(tensor)] = _Held(tensor, tensor._version if tells else None, copy)
+        self._held[id(tensor)] = _Held(tensor, tensor._version if has_version else None, copy)
 
 
 _PLACES = (dict, list, set, deque, types.CellType, torch.Generator)

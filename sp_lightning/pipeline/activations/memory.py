@@ -175,7 +175,7 @@ class Offloaded(NamedTuple):
 
 
 class Leftover(NamedTuple):
-    """What is left of an activation that autograd dropped: its memory, and a copy that nothing has waited for yet."""
+    """Memory that an activation no longer needs, and a copy into or out of it that nothing has waited for yet."""
 
     host: Piece
     device: Tensor | None

@@ -74,7 +74,7 @@ class Bundle:
         """The name of the unit."""
         return "" if self.unit is None else self.unit.name
 
-    def waiting(self) -> list[Activation]:
+    def alive(self) -> list[Activation]:
         """Return the activations that autograd has not dropped yet."""
         return [activation for found in self._activations.values() if (activation := found()) is not None]
 
@@ -163,7 +163,7 @@ class Offloader:
 
     def _send(self, bundle: Bundle) -> None:
         """Start copying a bundle's activations to the host."""
-        here = [a for a in bundle.waiting() if a.stage is Stage.DEVICE and a.is_worth_a_copy()]
+        here = [a for a in bundle.alive() if a.stage is Stage.DEVICE and a.is_worth_a_copy()]
         negligible = _smallest(here, sum(activation.held for activation in here) // _NEGLIGIBLE)
         for activation in [activation for activation in here if activation not in negligible]:
             activation.host = self._pool.take(activation.nbytes)
@@ -243,8 +243,8 @@ class Offloader:
         """Fetch what backward needs now, for the nodes of a call, and what it will need next."""
         with self._lock:
             # what was saved last is used first
-            wanted = [*reversed(bundle.waiting()), *reversed(bundle.before.waiting() if bundle.before else [])]
-            needed = {*wanted, *(activation for other in bundle.around for activation in other.waiting())}
+            wanted = [*reversed(bundle.alive()), *reversed(bundle.before.alive() if bundle.before else [])]
+            needed = {*wanted, *(activation for other in bundle.around for activation in other.alive())}
             for activation in needed:
                 if activation.stage is Stage.LEAVING:
                     self._cancel(activation)

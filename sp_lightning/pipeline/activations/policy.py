@@ -63,7 +63,7 @@ class Activations:
         self.when_backward_ends: Callable[[], None] = lambda: None
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
-        self._inside = False
+        self._is_in_call = False
         self._warned: set[str] = set()
 
     def recompute_from_now_on(self) -> bool:
@@ -87,7 +87,7 @@ class Activations:
         return (
             (self.auto is not None or self._policy == "recompute")
             and member.is_streamed
-            and not self._inside
+            and not self._is_in_call
             and torch.is_grad_enabled()
             and not in_backward()
             and self._saved.are_alone()
@@ -107,7 +107,7 @@ class Activations:
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit under the policy that was chosen for it."""
         self.called[member.name] += 1
-        self._inside = True
+        self._is_in_call = True
         try:
             if self.auto is None:
                 return self._recompute(member, args, kwargs)[0]
@@ -120,7 +120,7 @@ class Activations:
             self._policy = policy
             return member.module(*args, **kwargs)
         finally:
-            self._inside = False
+            self._is_in_call = False
             if self.auto is not None:
                 self._policy = "keep"
                 self.auto.end_call(member)
@@ -154,7 +154,7 @@ class Activations:
         try:
             yield
         except CannotRunAgain as error:
-            # and all others whose inputs have changed by now, or each of them would fail in a retry of its own
+            # calls whose inputs have changed as well: or each of them would fail in a retry of its own
             changed = (other.member.name for other in self._dropped if other.has_changed)
             self.never_again.update(changed, [call.member.name])
             self.auto.measure_again()
@@ -184,7 +184,7 @@ class Activations:
 
 
 def _has_its_own_weights(member: Member) -> bool:
-    """Tell whether no weight is replaced, as `functional_call` does it: the replacement would be gone in backward."""
+    """Tell whether no weight is replaced, as by `functional_call`: the replacement would be gone in backward."""
     return all(
         any(place.parameters.get(place.key) is own for own in (place.weight.master, place.weight.twin.parameter))
         for place in member.places
