@@ -1,6 +1,6 @@
 """Saved activations that wait on the host: sent when their unit is left, fetched one unit ahead of backward.
 
-[Note: an activation's way]
+[Note: the life of an activation]
 While a unit's forward runs, what autograd saves is noted, and nothing more. When the unit is left, each piece of memory
 among it is copied to the host once, however many views of it were saved (q, k and v of one projection). The device
 memory is held until the next unit is left. Then computing waits for the copy, so whoever gets that memory next writes

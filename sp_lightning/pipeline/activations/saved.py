@@ -49,7 +49,10 @@ class _Handle:
 
 
 class Kept:
-    """Any other saved tensor, with the version that autograd would have checked. It can be dropped and filled again."""
+    """A saved tensor that is held as it is, with the version that autograd would have checked.
+
+    It can be dropped, and filled again.
+    """
 
     __slots__ = ("__weakref__", "_counted", "_like", "_meter", "tensor", "version")
 
@@ -97,7 +100,7 @@ class Kept:
 
 
 class _Delegated(NamedTuple):
-    """Any other saved tensor, packed by the hooks that were on top before ours."""
+    """A saved tensor that was packed by the hooks that were on top before ours."""
 
     packed: Any
     unpack: Callable[[Any], Tensor]
