@@ -1,1 +1,1 @@
-"""What autograd saves of a unit's call: kept, computed again, or waiting on the host."""
+"""The tensors that autograd saves during a unit's call: kept, recomputed, or offloaded to the host."""

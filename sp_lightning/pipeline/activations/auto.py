@@ -1,8 +1,8 @@
-"""`activations="auto"`: measured in the first steps, chosen between steps (see choice.py for the choice itself).
+"""`activations="auto"`: units are measured in the first steps, and policies chosen between steps (see choice.py).
 
-Nobody knows beforehand whether what a model saves will fit. So units are measured while they recompute, which takes
-the least memory that can be had without copies: what a call saves is there when it ends, and its second forward is
-timed. A call with larger inputs than those that were measured recomputes, too, and is measured.
+Nobody knows in advance whether what a model saves will fit. So units are measured while they recompute, which takes the
+least memory that is possible without copies: what a call saves is there when it ends, and its second forward is timed.
+A call with larger inputs than any that was measured recomputes as well, and is measured.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.host import available_host_memory
 from sp_lightning.pipeline.weights.units import Member
 
-_ROOM = 2  # how many times what would be offloaded must be free on the host
+_HOST_ROOM = 2  # offload only if the host has this many times as much memory free as would be offloaded
 
 
 class AutoPolicy:
-    """Measures units and chooses for each.
+    """Measures units and chooses a policy for each.
 
     Args:
-        backend: Whose memory and whose copies.
-        meter: Counts what is held.
-        budget: Tells how many bytes activations may take now.
-        never_again: Members that must not recompute, as backward has shown.
-        tells: Whether to say so if nothing fits. A planner may yet make room, and says so itself.
+        backend: Times forwards and copies, and tells how much device memory is allocated.
+        meter: Counts what is held for backward.
+        budget: Returns how many bytes activations may take now.
+        never_again: Members that must not recompute, because that has failed in backward.
+        tells: Whether to warn if nothing fits. A planner can still make room, and warns by itself.
 
     Attributes:
-        turn: The most bytes that were taken after the last unit: by a loss.
-        outside: The most bytes that were saved outside of units besides: by a norm between them.
+        turn: The most bytes that were taken at the turn, after the last unit's forward: by a loss, say.
+        outside: The most bytes that were saved outside of units elsewhere: by a norm between them, say.
         reserve: Bytes that must stay free besides, for gradients of activations; 0 where the device tells what
-            operations take, and each unit and the turn have their share of that.
+            operations take, because units and the turn include it then.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class AutoPolicy:
         self._chosen: dict[str, Policy] = {}
         self._in_use: dict[str, Policy] = {}  # in this step
         self._measuring: set[str] = set()  # in this step
-        self._turn: int | None = None  # saved after the last unit in this step
-        self._at_turn = 0  # what operations were seen to take there besides
-        self._is_first = True  # step that is measured
-        self._reached: str | None = None  # the member that backward has come to last
+        self._saved_at_turn: int | None = None  # in this step
+        self._workspace_at_turn = 0
+        self._is_first_step = True  # of those that are measured
+        self._reached: str | None = None  # the member that backward has reached last
         self._second_forwards: list[tuple[Measured, int, Any, Any]] = []
-        self._tells = tells
+        self._warns = tells
         self._choice_is_outdated = False
         self._workspace = Workspace(backend, meter)
         self.turn = 0
@@ -70,24 +70,24 @@ class AutoPolicy:
         self.reserve = 0
 
     def begin_step(self) -> None:
-        """Choose anew if the last step has measured anything, or if there is another amount of room."""
+        """Begin a step; choose anew if the last one has measured anything, or if the room has changed."""
         self._workspace.end()
-        if self._measuring and not self._pass:  # no backward came: half of it was not seen
+        if self._measuring and not self._pass:  # no backward came, so half of the step was not seen
             self.measure_again()
         if (self._measuring or self._choice_is_outdated) and self._units:
             self._choose()
         self._choice_is_outdated = False
         self._step += 1
         self._pass = 0
-        self._turn = self._reached = None
+        self._saved_at_turn = self._reached = None
         self._in_use = {}
         self._measuring.clear()
 
     def prescribe(self, policies: Mapping[str, Policy] | None) -> None:
-        """Somebody has chosen for all members that were measured; what is measured later is chosen here again.
+        """Use these policies for all members that were measured, until something is measured again.
 
         Args:
-            policies: What happens to the activations of each member; None to choose here, for what there is room now.
+            policies: The policy of each member; None to choose here, for the room that there is now.
         """
         self._choice_is_outdated = policies is None
         if policies is not None:
@@ -95,21 +95,21 @@ class AutoPolicy:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the inputs of the largest calls that were measured."""
+        """Bytes of the inputs of each member's largest measured call, in total."""
         return sum(unit.size for unit in self._units.values())
 
     @property
     def counts_operations(self) -> bool:
-        """Whether what operations take is part of what units and the turn are said to take."""
+        """Whether the memory that operations take is included in what units and the turn take."""
         return self._workspace.is_known
 
     @property
     def in_use(self) -> Mapping[str, Policy]:
-        """What was done with the activations of each member that was called in the last step."""
+        """The policy that each member had in the last step, if it was called."""
         return self._in_use
 
     def ways(self) -> dict[str, list[Way]]:
-        """What can happen to the activations of each member that was measured, in the order of the forward."""
+        """Return the ways that are open to each measured member, in the order of the forward."""
         self._take_times()
         link = self._link_for_offloading()
         staying = list(dict.fromkeys(measured.unit for measured in self._units.values()))[-STAYING:]
@@ -119,12 +119,12 @@ class AutoPolicy:
         }
 
     def policy(self, member: Member, size: int) -> Policy:
-        """What happens to the activations of a call with inputs of this many bytes."""
+        """Return the policy for a call whose inputs have this many bytes, and note whether the call is measured."""
         unit = self._units.get(member.name)
         if unit is None or size > unit.size or not unit.is_measured:
             if not self._measuring:
-                self._is_first = not self._units
-                if not self._is_first:  # in the first step, what stays is made, too
+                self._is_first_step = not self._units
+                if not self._is_first_step:  # the first one also allocates memory that stays
                     self._workspace.begin()
             self._measuring.add(member.name)
         policy = "recompute" if member.name in self._measuring else self._chosen[member.name]
@@ -132,16 +132,16 @@ class AutoPolicy:
         return policy
 
     def note(self, member: Member, size: int, call: Footprint) -> None:
-        """A forward that can be recomputed has run."""
+        """Record the footprint of a call that recomputes."""
         if member.name in self._measuring:
             assert member.unit is not None
             weights = sum(weight.compute_bytes for weight in member.unit.weights)
             unit = self._units.setdefault(member.name, Measured(member.unit_name, weights))
-            seen = 0 if self._is_first else size  # inputs as large as the first step's are looked at once more
+            seen = 0 if self._is_first_step else size  # inputs as large as the first step's are measured once more
             unit.add((self._step, self._pass), seen, call)
 
     def measure_again(self) -> None:
-        """The last step begins anew, or is not finished, and what it has measured counts no more."""
+        """Discard what the last step has measured, because it is run again or was not finished."""
         for unit in self._units.values():
             unit.forget(self._step)
         self._units = {name: unit for name, unit in self._units.items() if unit.passes}
@@ -149,59 +149,59 @@ class AutoPolicy:
         self._choice_is_outdated = True
 
     def end_call(self, member: Member) -> None:
-        """A unit's forward has run."""
+        """Note that a unit's forward has run."""
         self._end_stretch(member.name)
 
     def begin_backward(self) -> None:
-        """Backward has begun; what it has not come to is still held."""
-        if self._turn is None:
-            self._turn = self._meter.added
+        """Note how much was saved after the last unit; as backward only begins, all of it is still held."""
+        if self._saved_at_turn is None:
+            self._saved_at_turn = self._meter.added
 
     def reach(self, member: Member) -> None:
-        """Backward has come to a unit."""
-        if self._workspace.is_measured:
+        """Note that backward has reached a unit."""
+        if self._workspace.is_measuring:
             self._end_stretch(self._reached)
             self._reached = member.name
 
     def end_backward(self) -> None:
-        """Backward has ended; now, because users count the device's memory anew between steps, too."""
+        """End the last stretch together with backward: between steps users reset memory statistics, too."""
         self._pass += 1
         if self._reached is not None:
             self._end_stretch(self._reached)
             self._reached = None
 
     def mark(self) -> Any:
-        """This moment on the device."""
+        """Return a mark of this moment on the device."""
         return self._backend.mark()
 
     def note_second_forward(self, member: Member, begin: Any, end: Any) -> None:
-        """It has run again, between these two moments."""
+        """Record that a member's forward has run again between these two marks."""
         if member.name in self._measuring:
             self._second_forwards.append((self._units[member.name], self._step, begin, end))
 
     def look(self) -> None:
-        """Work out what the last step has shown of activations that are not a unit's."""
+        """Update `turn`, `outside` and `reserve` from what the last step has shown."""
         working = max((unit.footprint.working for unit in self._units.values()), default=0)
         self.reserve = 0 if self._workspace.is_known else working
         if self._in_use:
-            used = [self._used(name, ways) for name, ways in self.ways().items() if name in self._in_use]
-            saved = self._turn or 0
-            self.turn = max(self.turn, saved + self._at_turn)
+            used = [self._way_used(name, ways) for name, ways in self.ways().items() if name in self._in_use]
+            saved = self._saved_at_turn or 0
+            self.turn = max(self.turn, saved + self._workspace_at_turn)
             self.outside = max(self.outside, self._meter.step_peak - peak(used, saved))
 
-    def _used(self, name: str, ways: Sequence[Way]) -> Way:
-        """The way of a member that was in use, with nothing but what autograd saves."""
+    def _way_used(self, name: str, ways: Sequence[Way]) -> Way:
+        """Return the way that a member used, without the workspace of its operations."""
         of = {way.policy: way for way in ways}
         way = of.get(self._in_use[name], of["keep"])
         return replace(way, working=way.working - self._units[name].workspace)
 
     def _end_stretch(self, member: str | None) -> None:
-        """What a member's forward or backward took shows now; or, if it is none, what passed between the two."""
+        """Attribute the workspace of the stretch that ends to a member, or to the turn if there is none."""
         taken = self._workspace.end_stretch()
         if member in self._units:
             self._units[member].workspace = max(self._units[member].workspace, taken)
         else:
-            self._at_turn = max(self._at_turn, taken)
+            self._workspace_at_turn = max(self._workspace_at_turn, taken)
 
     def _choose(self) -> None:
         self.look()
@@ -212,10 +212,10 @@ class AutoPolicy:
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
         needed = peak(chosen, self.turn) + apart
         is_measured = all(unit.is_measured for unit in self._units.values())
-        if needed > limit and is_measured and self._tells:
-            self._tells = False
+        if needed > limit and is_measured and self._warns:
+            self._warns = False
             warnings.warn(
-                f"`activations='auto'`: activations take {readable_bytes(needed)} on the device at least, and there is "
+                f"`activations='auto'`: activations take at least {readable_bytes(needed)} on the device, and there is "
                 f"room for {readable_bytes(max(0, limit))}. Use smaller batches, or a larger `memory_budget`.",
                 stacklevel=2,
             )
@@ -226,10 +226,10 @@ class AutoPolicy:
         self._second_forwards.clear()
 
     def _link_for_offloading(self) -> Link | None:
-        """How fast copies are; None if the host has no room for activations."""
+        """Return the speed of copies; None if there is nothing to offload, or no room for it on the host."""
         large = sum(unit.footprint.large for unit in self._units.values())
         room = available_host_memory()
-        if not large or (room is not None and room < _ROOM * large):
+        if not large or (room is not None and room < _HOST_ROOM * large):
             return None
         if self._link is None:
             self._link = Link.measured(self._backend)

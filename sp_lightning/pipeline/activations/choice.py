@@ -2,10 +2,10 @@
 
 [Note: the peak]
 From its forward to its backward a unit holds something: all that it saved, or its inputs alone. While it computes, in
-forward and in backward, more of it is there. Units before it in the forward hold theirs all that time, units after it
-nothing any more, or nothing yet. What the unit before saved may still be leaving for the host, or be coming back
-already. So the peak is the largest, over all units, of what the units before one hold, what of the last of them is on
-its way, and what that one needs to compute; or, at the turn, what all units hold and what is taken after them.
+forward and in backward, it takes more. Meanwhile the units before it hold theirs, and those after it hold nothing yet,
+or nothing any more. What the unit before it saved may still be leaving for the host, or be coming back already. So the
+peak is the largest, over all units, of what the units before one hold, what of the last of them is under way, and what
+that one needs to compute; or, at the turn from forward to backward, what all units hold and what is taken after them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MOST_STATES = 256  # far more than a model of equal blocks has; beyond it the c
 
 @dataclass(frozen=True)
 class Way:
-    """One way for one unit.
+    """One way for a unit to have its activations in backward.
 
     Args:
         policy: What happens to its activations.
         held: Bytes on the device from its forward to its backward.
         working: Bytes on the device while it computes.
-        seconds: What it costs.
-        leaving: Bytes that are on their way to the host while the unit after it computes, and back in backward.
+        seconds: The time that it costs.
+        leaving: Bytes that are on their way to the host while the next unit computes, and back in backward.
     """
 
     policy: Policy
@@ -39,7 +39,7 @@ class Way:
 
 
 class _State(NamedTuple):
-    """A choice for the first units: what they hold, what they cost, what is leaving, and the last of them."""
+    """A choice for the first units: what they hold, cost and have under way, the last way, and the state before it."""
 
     held: int
     seconds: float
@@ -49,10 +49,10 @@ class _State(NamedTuple):
 
 
 def peak(ways: Sequence[Way], turn: int = 0) -> int:
-    """The most bytes that are on the device at once, for one way per unit, in the order of the forward.
+    """Return the most bytes that are on the device at once.
 
     Args:
-        ways: One for each unit.
+        ways: One for each unit, in the order of the forward.
         turn: Bytes that are taken after the last unit.
     """
     held = most = leaving = 0
@@ -64,11 +64,11 @@ def peak(ways: Sequence[Way], turn: int = 0) -> int:
 
 
 def choose(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> list[Way]:
-    """The cheapest ways whose peak is within the budget, or, if there are none, those whose peak is the lowest.
+    """Return the cheapest ways whose peak is within the budget or, if there are none, those with the lowest peak.
 
     Args:
-        units: The ways of each unit, in the order of the forward.
-        budget: Bytes.
+        units: The ways that are open to each unit, in the order of the forward.
+        budget: Bytes that the peak may reach.
         turn: Bytes that are taken after the last unit.
     """
     return _choose([*units, [Way("keep", 0, turn, 0.0)]], budget)[:-1]
@@ -99,7 +99,7 @@ def _cheapest(units: Sequence[Sequence[Way]], budget: int) -> list[Way] | None:
             for way in ways
             if state.held + state.leaving + way.working <= budget
         ]
-        states = _worth_keeping(reached)
+        states = _undominated(reached)
         if not states:
             return None
     last: _State | None = min(states, key=lambda state: (state.seconds, state.held))
@@ -110,8 +110,8 @@ def _cheapest(units: Sequence[Sequence[Way]], budget: int) -> list[Way] | None:
     return chosen[::-1]
 
 
-def _worth_keeping(states: list[_State]) -> list[_State]:
-    """Without those that another one is as good as in every respect."""
+def _undominated(states: list[_State]) -> list[_State]:
+    """Leave out each state that another one is at least as good as in every respect."""
     kept: list[_State] = []
     least: dict[int, float] = {}  # seconds, by what is leaving, among those that hold no more
     for state in sorted(states, key=lambda state: state[:3]):

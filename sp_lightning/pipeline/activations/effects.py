@@ -1,14 +1,14 @@
-"""What a forward changes besides making its outputs, so that it can run once more as if for the first time.
+"""Side effects of a forward, recorded so that it can run again as if for the first time.
 
-BatchNorm moves its running statistics, spectral_norm goes one power iteration further, a key/value cache grows, a
-user's hook writes into a list, a layer counts its calls. A forward that runs again in backward must begin with all of
-that as it was before the first time, and must not leave a second trace.
+BatchNorm updates its running statistics, spectral_norm goes one power iteration further, a key/value cache grows, a
+user's hook appends to a list, a layer counts its calls. A forward that runs again in backward must begin with all of
+that as it was before the first run, and must not leave a second trace.
 
-What can change is found by looking: the module's attributes and buffers, what its hooks hold on to, the objects among
-its inputs. Of lists, dicts, sets and attributes a shallow copy tells what was changed; tensors of the module are copied
-whole, since they change in place, unless they are very large. After the forward only what it did change is still
-remembered, and what the objects among its inputs contained, which others may change as well: a model that puts into a
-cache what its block has computed. What no object leads to is not seen: global variables, files.
+What may change is found by looking: at the module's attributes and buffers, at what its hooks hold, at the objects
+among its inputs. For lists, dicts, sets and attributes a shallow copy shows what has changed; the module's own tensors
+are copied whole, since they change in place, unless they are very large. After the forward only what it has changed is
+still remembered, along with the contents of the objects among its inputs. Others may change those as well, such as a
+model that puts what its block has computed into a cache. What no object leads to is not seen: global variables, files.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_SMALL = 1 << 16  # bytes; running statistics are smaller, masks and tables of positions larger
-MOST = 20_000  # objects in attributes; a data set has more, and to look at them would take longer than a step
+_SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
+MAX_OBJECTS = 20_000  # in attributes; a data set has more, and looking at them would take longer than a step
 
 
 class _Attributes:
-    """The attributes of a module that its own code may change: without torch's bookkeeping, and without weights."""
+    """The attributes of a module that its own code may change, without torch's bookkeeping and without weights."""
 
-    _OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights"})  # an RNN's list of weights, in which the engine swaps
+    _OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights"})  # the latter is an RNN's list of weights
 
     def __init__(self, module: nn.Module) -> None:
         self._all = vars(module)
@@ -47,7 +47,7 @@ class _Attributes:
 
 
 class _Held(NamedTuple):
-    """A tensor as it was before the forward; there is a copy if it belongs to the module, or tells no version."""
+    """A tensor as it was before the forward, with a copy if it belongs to the module or has no version counter."""
 
     tensor: Tensor
     version: int | None
@@ -55,30 +55,33 @@ class _Held(NamedTuple):
 
     @property
     def may_have_changed(self) -> bool:
-        """BatchNorm moves its statistics without moving their version, so what is small is not asked."""
+        """Whether the tensor may have changed, which is assumed of every tensor with a small copy.
+
+        BatchNorm updates its running statistics without incrementing their version.
+        """
         is_small = self.copy is not None and self.copy.nbytes <= _SMALL
         return is_small or self.version is None or self.tensor._version != self.version
 
 
 class SideEffects:
-    """What one forward changes. Make it before that forward, and call `settle` after it.
+    """The side effects of one forward. Create it before that forward, and call `settle` after it.
 
     Args:
-        module: Whose forward it is.
-        inputs: What the module is called with.
-        outside: Objects that the module leads to, and that are not looked into.
-        largest: Bytes of the largest tensor of the module that is copied; if a larger one is changed, that cannot be
-            undone.
+        module: The module whose forward it is.
+        inputs: The arguments of that forward.
+        outside: Objects that the module leads to and that are not to be looked at.
+        largest: Size in bytes of the largest tensor of the module that is copied; if a larger one is changed, that
+            cannot be undone.
     """
 
     def __init__(
         self, module: nn.Module, inputs: Iterable[Any] = (), outside: Iterable[object] = (), largest: int = 1 << 22
     ) -> None:
         self._largest = largest
-        self._before: list[tuple[Any, Any]] = []  # places, and what they contained
+        self._before: list[tuple[Any, Any]] = []  # places and their contents
         self._held: dict[int, _Held] = {}
-        self._changed: list[Tensor] = []  # in place
-        self._copies: dict[int, Tensor] = {}  # of those, by their identity
+        self._changed: list[Tensor] = []  # in place, by the forward
+        self._copies: dict[int, Tensor] = {}  # of the changed tensors, by their identity
         self._seen = set(map(id, outside))
         self._has_scripted_buffers = False
         self._looked_at = 0
@@ -88,36 +91,36 @@ class SideEffects:
         for inner, _ in self._modes:
             for hook in (*inner._forward_pre_hooks.values(), *inner._forward_hooks.values()):
                 self._look_at(hook, own=False)
-        self._of_inputs = len(self._before)
+        self._inputs_from = len(self._before)
         self._watched: list[_Held] = []
         self.include(inputs)
 
     @property
     def found(self) -> Set[int]:
-        """What was looked at, by identity; until `settle`."""
+        """The objects that were looked at, by identity; empty after `settle`."""
         return self._seen
 
     def include(self, inputs: Iterable[Any]) -> None:
-        """Look at these, too, before the forward: it is called with them."""
+        """Look at these arguments of the forward as well; call it before the forward."""
         others = set(self._held)
         for value in inputs:
             self._look_at(value, own=False)
         self._watched += [held for key, held in self._held.items() if key not in others]
 
     def settle(self) -> str | None:
-        """Forget what the forward has not changed.
+        """Forget everything that the forward has not changed.
 
         Returns:
-            What it has changed that cannot be undone, in words; None if all of it can.
+            The reason why the changes cannot be undone, in words; None if they can.
         """
         changed = [held for held in self._held.values() if held.may_have_changed]
-        if self._looked_at > MOST:
-            return f"has more than {MOST} objects in its attributes"
+        if self._looked_at > MAX_OBJECTS:
+            return f"has more than {MAX_OBJECTS} objects in its attributes"
         self._held.clear()
         self._seen.clear()
         self._changed = [held.tensor for held in changed if held.copy is not None]
         self._copies = {id(held.tensor): held.copy for held in changed if held.copy is not None}
-        self._before = [*self._differing(self._before[: self._of_inputs]), *self._before[self._of_inputs :]]
+        self._before = [*self._differing(self._before[: self._inputs_from]), *self._before[self._inputs_from :]]
         lost = [held.tensor for held in changed if held.copy is None]
         if lost:
             return f"changes a tensor of shape {list(lost[0].shape)} in place"
@@ -125,7 +128,7 @@ class SideEffects:
 
     @property
     def cannot_be_undone(self) -> bool:
-        """Whether a tensor that an object among the inputs led to was changed in place since."""
+        """Whether a tensor that an object among the inputs leads to was changed in place since."""
         return any(held.tensor._version != held.version for held in self._watched)
 
     def _differing(self, before: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -140,7 +143,7 @@ class SideEffects:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Everything is as it was before the forward; afterwards, as it is now."""
+        """Restore the state from before the forward for the duration of the block; then return to the present one."""
         copies = {key: copy.clone() for key, copy in self._copies.items()}
         before = self._differing(self._before)
         now = [(place, _read(place)) for place, _ in before]
@@ -158,7 +161,7 @@ class SideEffects:
                 module.training = training
 
     def undo(self) -> None:
-        """Put everything back as it was before the forward, for good; the same tensors hold the values of then."""
+        """Put everything back as it was before the forward, for good; tensors stay the same objects."""
         for tensor in self._changed:
             tensor.data.copy_(self._copies[id(tensor)])
         for place, content in self._differing(self._before):
@@ -178,20 +181,20 @@ class SideEffects:
             self._look_into(module._buffers, own=True)
 
     def _look_at(self, value: Any, own: bool) -> None:
-        """Note what an object contains, and look at that.
+        """Record what an object contains, and look at that in turn.
 
         Args:
             value: The object.
-            own: Whether it is the module's own, so that its tensors are worth a copy. Those of an input or a hook are
+            own: Whether it belongs to the module, so that its tensors are worth a copy. Those of an input or a hook are
                 not: a cache may be large.
         """
-        if id(value) in self._seen or self._looked_at > MOST:
+        if id(value) in self._seen or self._looked_at > MAX_OBJECTS:
             return
         self._seen.add(id(value))
         self._looked_at += 1
         if isinstance(value, Tensor):
             self._hold(value, own)
-        elif isinstance(value, nn.Module):  # not of this unit, a hook's for example: only what it has itself
+        elif isinstance(value, nn.Module):  # not of this unit, a hook's for example: only its own attributes
             self._look_into(_Attributes(value), own)
         elif isinstance(value, _PLACES):
             self._look_into(value, own)
@@ -204,9 +207,9 @@ class SideEffects:
         elif isinstance(value, types.MethodType):
             for half in (value.__self__, value.__func__):
                 self._look_at(half, own)
-        elif isinstance(value, types.FunctionType) and is_of_a_user(value):
+        elif isinstance(value, types.FunctionType) and is_user_defined(value):
             self._look_at(value.__closure__, own)
-        elif hasattr(value, "__dict__") and is_of_a_user(type(value)):
+        elif hasattr(value, "__dict__") and is_user_defined(type(value)):
             self._look_into(vars(value), own)
 
     def _look_into(self, place: Any, own: bool) -> None:
@@ -217,22 +220,22 @@ class SideEffects:
                 self._look_at(value, own)
 
     def _hold(self, tensor: Tensor, own: bool) -> None:
-        tells = not tensor.is_inference()
-        if isinstance(tensor, nn.Parameter) or not (tells or torch.is_inference_mode_enabled()):
-            return  # outside of inference mode nobody can change what was made in it
-        is_worth_it = (own or not tells) and tensor.grad_fn is None and tensor.nbytes <= self._largest
+        has_version = not tensor.is_inference()
+        if isinstance(tensor, nn.Parameter) or not (has_version or torch.is_inference_mode_enabled()):
+            return  # an inference tensor cannot be changed outside of inference mode
+        is_worth_it = (own or not has_version) and tensor.grad_fn is None and tensor.nbytes <= self._largest
         copy = tensor.detach().clone() if is_worth_it else None
-        self._held[id(tensor)] = _Held(tensor, tensor._version if tells else None, copy)
+        self._held[id(tensor)] = _Held(tensor, tensor._version if has_version else None, copy)
 
 
 _PLACES = (dict, list, set, deque, types.CellType, torch.Generator)
 PLAIN = {str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device}
-_NOT_OF_A_USER = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
+_NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
 
 
-def is_of_a_user(definition: type | types.FunctionType) -> bool:
-    """Whether a class or function may hold what a forward changes, unlike a logger or a process group."""
-    return (definition.__module__ or "").partition(".")[0] not in _NOT_OF_A_USER
+def is_user_defined(definition: type | types.FunctionType) -> bool:
+    """Tell whether a class or function may hold what a forward changes, unlike a logger or a process group."""
+    return (definition.__module__ or "").partition(".")[0] not in _NOT_USER_DEFINED
 
 
 def _read(place: Any) -> Any:
@@ -245,7 +248,7 @@ def _read(place: Any) -> Any:
     if isinstance(place, types.CellType):
         try:
             return [place.cell_contents]
-        except ValueError:  # a variable that has no value yet
+        except ValueError:  # an unbound variable
             return []
     return set(place) if isinstance(place, set) else list(place)
 
@@ -281,7 +284,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def _replace(content: Any, copies: dict[int, Tensor]) -> Any:
-    """The same content with copies in place of tensors that were changed."""
+    """Return the same content, with copies in place of tensors that were changed."""
     if isinstance(content, Tensor):
         return content
     if isinstance(content, dict):

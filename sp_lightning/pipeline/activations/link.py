@@ -1,4 +1,4 @@
-"""How fast copies are, and so what it costs to have activations wait on the host."""
+"""The speed of copies, and the cost of offloading that follows from it."""
 
 from __future__ import annotations
 
@@ -9,33 +9,38 @@ from typing import Any, NamedTuple
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.host import HostBuffer
 
-_HIDDEN = 0.1  # how much of its time a copy costs that hides behind computing
+_HIDDEN_COST = 0.1  # the part of its time that a copy costs even if computing hides it
 _PROBE_BYTES = 16 << 20
 
 
 class Link(NamedTuple):
-    """How fast copies are, in bytes per second."""
+    """The speed of copies, in bytes per second.
+
+    Attributes:
+        up: To the device.
+        down: To the host.
+    """
 
     up: float
     down: float
 
     def offload_seconds(self, nbytes: int, weights: int, forward: float, backward: float) -> float:
-        """What it costs to have activations of a unit wait on the host.
+        """Return what it costs, in seconds, to have a unit's activations wait on the host.
 
         Args:
-            nbytes: Their bytes.
+            nbytes: Bytes of the activations.
             weights: Bytes of weights that travel for the unit.
-            forward: Seconds of its forward, under which activations leave.
-            backward: Seconds of its backward, under which weights and activations come.
+            forward: Seconds of its forward, which hides the activations' way out.
+            backward: Seconds of its backward, which hides the way back of weights and activations.
         """
         sending = max(0.0, nbytes / self.down - forward)
         waiting_anyway = max(0.0, weights / self.up - backward)
         fetching = max(0.0, (weights + nbytes) / self.up - backward) - waiting_anyway
-        return sending + fetching + _HIDDEN * nbytes * (1 / self.up + 1 / self.down)
+        return sending + fetching + _HIDDEN_COST * nbytes * (1 / self.up + 1 / self.down)
 
     @staticmethod
     def measured(backend: Backend) -> Link:
-        """Copy a little in both directions; the host waits."""
+        """Measure the link by small copies in both directions; the host waits for them."""
         free = backend.free_memory()
         nbytes = _PROBE_BYTES if free is None else min(_PROBE_BYTES, max(1, free // 4))
         device = backend.allocate(nbytes)

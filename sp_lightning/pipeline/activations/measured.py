@@ -1,4 +1,4 @@
-"""What was measured of one member while it recomputed, and the ways that its activations can go."""
+"""Measurements of one member while it recomputes, and the ways to have its activations that follow from them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from sp_lightning.pipeline.activations.choice import Way
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.recompute import Footprint
 
-_STEPS = 2  # that are measured; the first one also warms things up
-_BACKWARD = 2.0  # how much longer than its forward a unit's backward takes
+_STEPS_TO_MEASURE = 2  # the first one also warms things up
+_BACKWARD_PER_FORWARD = 2.0  # how many times as long as its forward a unit's backward takes
 
 
 class Measured:
-    """What was measured of one member.
+    """Measurements of one member.
 
     Attributes:
         unit: The name of the unit that it belongs to.
         weights: Bytes of weights that travel for that unit.
-        size: Bytes of the inputs of its largest call, but for those of the first step.
-        workspace: The most that operations were seen to take beside what is saved, in its forward or backward.
+        size: Bytes of the inputs of its largest call, those of the first step left out.
+        workspace: The most that operations took besides what is saved, in its forward or backward.
         passes: What its calls took between a forward and its backward, by step and number of the pass in it.
-        seconds: How long its second forwards took, for each step in which it was measured.
+        seconds: How long its second forwards took in each step.
     """
 
     def __init__(self, unit: str, weights: int) -> None:
@@ -31,22 +31,22 @@ class Measured:
         self.seconds: dict[int, float] = {}
 
     def add(self, at: tuple[int, int], size: int, call: Footprint) -> None:
-        """One more call, in this pass."""
+        """Add a call to the pass `at`."""
         before = self.passes.get(at)
-        self.passes[at] = call if before is None else before.and_also(call)
+        self.passes[at] = call if before is None else before.combined_with(call)
         self.size = max(self.size, size)
 
     def forget(self, step: int) -> None:
-        """What it took in this step counts no more."""
+        """Discard what it took in this step."""
         self.passes = {at: call for at, call in self.passes.items() if at[0] != step}
 
     @property
     def is_measured(self) -> bool:
         """Whether it was measured in enough steps."""
-        return len({step for step, _ in self.passes}) >= _STEPS
+        return len({step for step, _ in self.passes}) >= _STEPS_TO_MEASURE
 
     def ways(self, link: Link | None, may_recompute: bool) -> list[Way]:
-        """What can happen to its activations, and what each costs; offloading, if it may and there is a link for it."""
+        """Return the ways that are open to it; offloading only if there is a link."""
         took = self.footprint
         everything, working = took.held + took.saved, took.working + self.workspace
         forward = min(self.seconds.values(), default=0.0)
@@ -54,7 +54,7 @@ class Measured:
         if may_recompute and took.repeatable:
             ways.append(Way("recompute", took.held, working, forward))
         if link is not None and took.large:
-            seconds = link.offload_seconds(took.large, self.weights, forward, _BACKWARD * forward)
+            seconds = link.offload_seconds(took.large, self.weights, forward, _BACKWARD_PER_FORWARD * forward)
             ways.append(Way("offload", everything - took.large, working, seconds, leaving=took.large))
         return ways
 

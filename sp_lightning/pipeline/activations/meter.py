@@ -1,6 +1,6 @@
-"""How much memory of the device is held because autograd saved it for backward.
+"""A count of the device memory that is held because autograd saved it for backward.
 
-Memory is counted once, however many tensors lie in it. Weights and buffers do not count: they would be there anyway.
+Memory is counted once, however many tensors lie in it. Weights and buffers do not count, as they would be there anyway.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from sp_lightning.pipeline.stats import Stats
 class Meter:
     """Counts into `stats.activation_bytes` and `stats.activation_peak_bytes`.
 
-    Called for every tensor that is saved, and from whichever thread frees it. Between reading a number and writing it
-    nothing is called, so no other thread comes between.
+    Called for every tensor that is saved, and from whichever thread frees it. Nothing is called between reading a
+    number and writing it, so no other thread gets in between.
 
     Args:
-        device: Whose memory.
+        device: The device whose memory is counted.
         stats: Counters.
 
     Attributes:
-        uncounted: Memory, by its identity, that is not held by what is saved: buffers, weights that live on the device.
+        uncounted: Memory, by its identity, that is there whatever is saved: buffers, and weights that live on the
+            device.
     """
 
     def __init__(self, device: torch.device, stats: Stats) -> None:
@@ -35,36 +36,36 @@ class Meter:
 
     @property
     def bytes(self) -> int:
-        """What is held now."""
+        """Bytes that are held now."""
         return self._stats.activation_bytes
 
     @property
     def step_peak(self) -> int:
-        """The most that was held since the step began."""
+        """The most bytes that were held since the step began."""
         return max(self._peak_before, self._recent_peak)
 
     @property
     def stretch_peak(self) -> int:
-        """The most that was held in this stretch of the step."""
+        """The most bytes that were held in this stretch of the step."""
         return self._recent_peak
 
     @property
     def added(self) -> int:
-        """The most that was held in this stretch of the step, beyond what was held when it began."""
+        """The most bytes that were held in this stretch of the step, beyond those held when it began."""
         return self._recent_peak - self._held_before
 
     def begin_step(self) -> None:
-        """From here on peaks are another step's."""
+        """Begin a step, whose peaks are its own."""
         self._peak_before = 0
         self._held_before = self._recent_peak = self.bytes
 
     def begin_stretch(self) -> None:
-        """Another stretch of the step begins: a unit's call has ended, or backward has come to a unit."""
+        """Begin another stretch of the step: a unit's call has ended, or backward has reached a unit."""
         self._peak_before = self.step_peak
         self._held_before = self._recent_peak = self.bytes
 
     def add(self, tensor: Tensor) -> int:
-        """Count a tensor that is held from now on; the result is for `remove`."""
+        """Count a tensor that is held from now on; return the key for `remove`."""
         key = storage_key(tensor)
         held = self._held.get(key)
         if held is None:
@@ -81,7 +82,7 @@ class Meter:
         return key
 
     def remove(self, key: int) -> None:
-        """A tensor that was counted is not held any longer."""
+        """Stop counting a tensor that is no longer held."""
         if key:
             held = self._held[key]
             held.tensors -= 1

@@ -1,6 +1,6 @@
-"""What becomes of what autograd saves of a unit's call: decided here, for each call, and nowhere else.
+"""The one place that decides, for each call of a unit, what happens to the tensors that autograd saves.
 
-It is kept, or dropped and computed again (recompute.py), or it waits on the host (offload.py). `"auto"` chooses one of
+They are kept, or dropped and recomputed (recompute.py), or offloaded to the host (offload.py). `"auto"` chooses one of
 the three for each unit (auto.py). The numbers are the same whatever is chosen.
 """
 
@@ -28,23 +28,23 @@ from sp_lightning.pipeline.weights.units import Member
 
 
 class Activations:
-    """Decides for each unit's call what becomes of what autograd saves.
+    """Decides, for each call of a unit, what happens to the tensors that autograd saves.
 
     Args:
         policy: The user's choice.
         saved: The engine's saved-tensor hooks.
-        device: Where is computed.
+        device: The device that forward and backward run on.
         stats: Counters.
-        checks: Whether to make sure that what is computed again is the same.
+        checks: Whether to verify that recomputed tensors equal those that were dropped.
 
     Attributes:
         chooses: Whether the choice is left to `auto`.
-        auto: What chooses in the user's place. None if the user has chosen, or if there is nothing to choose by, and
+        auto: Chooses a policy for each unit; None if the user has chosen, or if there is no limit to choose by and
             everything is kept.
-        never_again: Members whose forward is not run again, because that has failed while the choice was ours.
-        called: How often each member, by its name, was called in this step by a forward that builds a graph.
-        backward_passes: How many have ended.
-        when_backward_ends: Called then, too.
+        never_again: Names of members that are no longer recomputed, because recomputing them failed under `"auto"`.
+        called: How many calls of each member, by its name, `run` has made in this step.
+        backward_passes: How many backward passes have ended.
+        when_backward_ends: Called at the end of each backward pass.
     """
 
     def __init__(
@@ -63,31 +63,31 @@ class Activations:
         self.when_backward_ends: Callable[[], None] = lambda: None
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
-        self._inside = False
-        self._told: set[str] = set()
+        self._is_in_call = False
+        self._warned: set[str] = set()
 
     def recompute_from_now_on(self) -> bool:
-        """Stop choosing, and take the least memory; False if that is so already."""
+        """Stop choosing and recompute, for the least memory; return False if there was no choice to give up."""
         if not self.chooses:
             return False
         self.chooses, self.auto, self._policy = False, None, "recompute"
         return True
 
     def begin_step(self) -> None:
-        """A new graph is about to be built, and no other one waits for its backward."""
+        """Prepare for a step that builds a new graph, while no other graph waits for its backward."""
         self.called.clear()
         if self.auto is not None:
             self.auto.begin_step()
 
     def manages(self, member: Member) -> bool:
-        """Whether `run` should make this call: it builds a graph, and nobody else decides what becomes of it.
+        """Tell whether `run` should make this call: it builds a graph, and nobody else decides about its saved tensors.
 
-        Inside of a unit's call that call decides; inside of a user's checkpoint, hooks of the checkpoint are on top.
+        Within a unit's call, the outermost call decides. Within a user's checkpoint, the checkpoint's hooks are on top.
         """
         return (
             (self.auto is not None or self._policy == "recompute")
             and member.is_streamed
-            and not self._inside
+            and not self._is_in_call
             and torch.is_grad_enabled()
             and not in_backward()
             and self._saved.are_alone()
@@ -96,18 +96,18 @@ class Activations:
 
     @property
     def may_offload(self) -> bool:
-        """Whether what any call saves may wait on the host."""
+        """Whether the activations of any call may be offloaded."""
         return self.offloads or self.auto is not None
 
     @property
     def offloads(self) -> bool:
-        """Whether what the call that is made now saves waits on the host."""
+        """Whether the activations of the current call are offloaded."""
         return self._policy == "offload"
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a unit in the way that was chosen for it."""
+        """Call a unit under the policy that was chosen for it."""
         self.called[member.name] += 1
-        self._inside = True
+        self._is_in_call = True
         try:
             if self.auto is None:
                 return self._recompute(member, args, kwargs)[0]
@@ -120,7 +120,7 @@ class Activations:
             self._policy = policy
             return member.module(*args, **kwargs)
         finally:
-            self._inside = False
+            self._is_in_call = False
             if self.auto is not None:
                 self._policy = "keep"
                 self.auto.end_call(member)
@@ -133,8 +133,8 @@ class Activations:
         obstacle = call.settle(output)
         if call.footprint.repeatable:
             self._dropped.add(call)
-        if obstacle is not None and self.auto is None and member.name not in self._told:
-            self._told.add(member.name)
+        if obstacle is not None and self.auto is None and member.name not in self._warned:
+            self._warned.add(member.name)
             warnings.warn(
                 f"`activations='recompute'`: {member.name!r} {obstacle}, so its forward cannot run a second time. What "
                 "it saves for backward stays on the device.",
@@ -144,7 +144,7 @@ class Activations:
 
     @contextmanager
     def _repeating(self, call: UnitCall) -> Iterator[None]:
-        """Around a second forward."""
+        """Surround a second forward: count it, time it for `auto`, and note its member if it fails."""
         self._stats.recomputed += 1
         self._repeated.add(call)
         if self.auto is None:
@@ -154,7 +154,7 @@ class Activations:
         try:
             yield
         except CannotRunAgain as error:
-            # others that have lost their inputs in the same way: or each of them would fail in an attempt of its own
+            # calls whose inputs have changed as well: or each of them would fail in a retry of its own
             changed = (other.member.name for other in self._dropped if other.has_changed)
             self.never_again.update(changed, [call.member.name])
             self.auto.measure_again()
@@ -163,17 +163,17 @@ class Activations:
         self.auto.note_second_forward(call.member, begin, self.auto.mark())
 
     def begin_backward(self) -> None:
-        """Backward has begun, at the end of the graph."""
+        """Note that backward has begun, at the end of the graph."""
         if self.auto is not None:
             self.auto.begin_backward()
 
     def reach(self, member: Member) -> None:
-        """Backward has come to a unit."""
+        """Note that backward has reached a unit."""
         if self.auto is not None:
             self.auto.reach(member)
 
     def end_backward(self) -> None:
-        """Drop once more what a graph that is retained would hold on to."""
+        """Drop what was recomputed, which a retained graph would otherwise hold."""
         for call in list(self._repeated):
             call.drop()
         self._repeated.clear()
@@ -184,7 +184,7 @@ class Activations:
 
 
 def _has_its_own_weights(member: Member) -> bool:
-    """Whether nothing stands in for a weight, as it does under `functional_call`: it would be gone in backward."""
+    """Tell whether no weight is replaced, as by `functional_call`: the replacement would be gone in backward."""
     return all(
         any(place.parameters.get(place.key) is own for own in (place.weight.master, place.weight.twin.parameter))
         for place in member.places

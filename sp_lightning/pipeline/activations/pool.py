@@ -1,9 +1,9 @@
-"""Host memory that is given out in pieces and taken back, for what leaves the device for a while (offload.py).
+"""Host memory that is lent in pieces and taken back, for activations that leave the device for a while (offload.py).
 
-The same pieces are asked for in every step, so memory is made and page-locked in the first one and used again in all
-others. It lies in few large slabs, because page-locking costs more than copying. Where sizes differ from step to step
-(sentences of any length), neighbours that are free again are one piece again, and slabs that have become useless make
-room: there is never much more than what was in use at once.
+Each step asks for the same pieces, so the first one allocates and page-locks the memory, and all others reuse it. It
+lies in a few large slabs, because page-locking costs more than copying. Where sizes differ from step to step (sentences
+of any length), free neighbours are merged, and slabs that have become useless make room for others: there is never much
+more than was in use at once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.host import ALIGNMENT, HostBuffer, available_host_memory
 
 _LEAST_SLAB = 32 << 20
-_GROWTH = 8  # a slab is at least the eighth part of what there is: few slabs, little waste
+_GROWTH = 8  # a slab is at least an eighth of what the pool holds already: few slabs, little waste
 
 
 class Piece(NamedTuple):
-    """Host memory on loan; `bytes` is exactly what was asked for."""
+    """Host memory on loan; `bytes` has exactly the size that was asked for."""
 
     bytes: Tensor
     slab: _Slab
@@ -35,12 +35,12 @@ class HostPool:
     """Lends pieces of host memory.
 
     Args:
-        backend: Page-locks.
+        backend: Page-locks the memory.
 
     Attributes:
-        pinnable: How many bytes may be page-locked; None for all.
-        held: Bytes of host memory that it has.
-        in_use: Bytes of it that are on loan.
+        pinnable: How many bytes may be page-locked; None for any number.
+        held: Bytes of host memory that the pool holds.
+        in_use: Bytes of host memory that are on loan.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -51,13 +51,13 @@ class HostPool:
         self._pinned = 0
         self._most_in_use = 0
         self._slabs: list[_Slab] = []
-        self._told = False
+        self._has_warned = False
 
     def take(self, nbytes: int) -> Piece:
         """Lend a piece.
 
         Raises:
-            RuntimeError: If the host has no memory left.
+            RuntimeError: If the host has too little memory left.
         """
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         for slab in self._slabs:
@@ -72,12 +72,12 @@ class HostPool:
         return Piece(slab.buffer.bytes[start : start + nbytes], slab, start, start + size)
 
     def give_back(self, piece: Piece) -> None:
-        """Take a piece back. Copies into and out of it must have been waited for by what is computed next."""
+        """Take a piece back. What is computed next must have waited for copies into and out of it."""
         piece.slab.give_back(piece.start, piece.end)
         self.in_use -= piece.end - piece.start
 
     def close(self) -> None:
-        """Undo page-locks; the memory itself lives as long as a tensor lies in it."""
+        """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
         for slab in self._slabs:
             slab.buffer.release()
         self._slabs.clear()
@@ -89,7 +89,7 @@ class HostPool:
         free = available_host_memory()
         if free is not None and size > free:
             raise RuntimeError(
-                f"Host memory is too small for offloaded activations: {readable_bytes(self.held)} lie there already, "
+                f"Host memory is too small for offloaded activations: {readable_bytes(self.held)} are taken already, "
                 f"{readable_bytes(size)} more are needed and {readable_bytes(free)} are free. Use a smaller batch, "
                 "`activations='recompute'`, or a machine with more memory."
             )
@@ -98,23 +98,23 @@ class HostPool:
         self._slabs.append(slab)
         self.held += size
         self._pinned += size * slab.buffer.pinned
-        if self._backend.can_pin and self.pinnable != 0 and not slab.buffer.pinned and not self._told:
-            self._told = True
+        if self._backend.can_pin and self.pinnable != 0 and not slab.buffer.pinned and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"Host memory for offloaded activations could not be page-locked beyond {readable_bytes(self._pinned)} "
-                "(the share of the host's memory that may be, or a limit of the system, see `ulimit -l`). The rest is "
-                "copied through a small page-locked ring, which is slower.",
+                "(the share of the host's memory that may be page-locked, or a limit of the system, see `ulimit -l`). "
+                "The rest is copied through a small page-locked ring, which is slower.",
                 stacklevel=2,
             )
         return slab
 
     def _drop_idle_slabs(self, coming: int) -> None:
-        """Other sizes are asked for than before: give up slabs of which nothing is on loan, as far as needed."""
+        """Give up slabs of which nothing is on loan, as far as needed, because sizes are not those of before."""
         drained = False
         for slab in [slab for slab in self._slabs if slab.is_idle]:
             if self.held + coming <= max(self._most_in_use, self.in_use + coming):
                 return
-            if not drained:  # the device may still read what was given back
+            if not drained:  # the device may still be reading what was given back
                 self._backend.drain()
                 drained = True
             self._pinned -= slab.size * slab.buffer.pinned
@@ -124,7 +124,7 @@ class HostPool:
 
 
 class _Slab:
-    """One buffer, and where in it nothing is on loan: gaps in order, no two of them side by side."""
+    """One buffer and its gaps, of which nothing is on loan: in order, and no two of them adjacent."""
 
     def __init__(self, buffer: HostBuffer) -> None:
         self.buffer = buffer
@@ -137,7 +137,7 @@ class _Slab:
         return self._gaps == [(0, self.size)]
 
     def take(self, size: int) -> int | None:
-        """Where a piece of this size begins now; None if there is no room."""
+        """Reserve a piece of this size; return where it begins, or None if there is no room."""
         for index, (start, end) in enumerate(self._gaps):
             if end - start >= size:
                 if end - start == size:
@@ -148,7 +148,7 @@ class _Slab:
         return None
 
     def give_back(self, start: int, end: int) -> None:
-        """The piece is free again, and one with the gaps beside it."""
+        """Turn a piece into a gap again, and merge it with adjacent gaps."""
         index = bisect.bisect(self._gaps, (start, end))
         if index < len(self._gaps) and self._gaps[index][0] == end:
             end = self._gaps.pop(index)[1]

@@ -1,21 +1,21 @@
-"""Running a unit's forward again in backward, instead of holding what its first one saved.
+"""Recomputation: a unit's forward runs again in backward, so that what it saves need not be held.
 
 [Note: decided when a call is over]
-While a unit's forward runs, everything that autograd saves is held. Only then, with the whole call seen, is it decided
-whether to drop it and keep the inputs. So nothing has to be known beforehand of what a forward may not do twice: one
-that changes its inputs in place, or that checkpoints a part of itself, keeps what it has saved, from its first call on
-and for this call alone. The peak is the same as if tensors had been dropped at once: in backward, too, a whole unit is
-there.
+While a unit's forward runs, everything that autograd saves is held. Only when the call is over, and all of it has been
+seen, is it decided whether to drop these tensors and keep the inputs alone. So nothing has to be known in advance
+about what a forward must not do twice: one that changes its inputs in place, or checkpoints a part of itself, keeps
+what it has saved, from its first call on and for this call alone. The peak is the same as if tensors had been dropped
+at once, because backward needs a whole unit as well.
 
-`torch.utils.checkpoint` around a unit would have to know at its beginning. It would also run a part that the unit
+`torch.utils.checkpoint` around a unit would have to decide at the beginning. It would also run a part that the unit
 checkpoints itself three times, let BatchNorm count every batch twice, and not allow `ctx.saved_tensors` to be read
 twice.
 
 [Note: run again]
 Backward asks for the first tensor that was dropped. The unit is called again, through its gate, as a user's own
-checkpoint would call it: with the same inputs, random states, autocast and attributes. What is saved in the second
-forward takes the place of what was dropped, in the same order, and the forward ends as soon as nothing is missing. The
-graph of the second forward is thrown away; gradients flow through the first.
+checkpoint would call it: with the same inputs, RNG states, autocast settings and attributes. The tensors that the
+second forward saves take the place of the dropped ones, in the same order, and the forward ends as soon as none is
+missing. The graph of the second forward is thrown away; gradients flow through the first.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from sp_lightning.pipeline.weights.units import Member
 
 
 class Footprint(NamedTuple):
-    """What calls of a unit take on the device, in bytes.
+    """Device memory that calls of a unit take, in bytes.
 
     Attributes:
-        held: Inputs that nothing else held already.
-        saved: What the forwards saved beyond that.
-        large: How much of `saved` is in pieces that are worth a copy to the host.
+        held: Inputs that were not held already.
+        saved: Tensors that the forwards saved, beyond the inputs.
+        large: How much of `held` and `saved` is in pieces that are worth a copy to the host.
         working: The most that a single call took.
-        repeatable: Whether the forwards can run again, and something is gained by it.
+        repeatable: Whether the forwards can run again, and doing so saves memory.
     """
 
     held: int
@@ -61,8 +61,8 @@ class Footprint(NamedTuple):
     working: int
     repeatable: bool
 
-    def and_also(self, other: Footprint) -> Footprint:
-        """Of these calls and of others, between the same forward and backward."""
+    def combined_with(self, other: Footprint) -> Footprint:
+        """Return the footprint of these calls and others together, between the same forward and backward."""
         return Footprint(
             self.held + other.held,
             self.saved + other.saved,
@@ -73,14 +73,14 @@ class Footprint(NamedTuple):
 
 
 class CannotRunAgain(RuntimeError):
-    """A unit's forward was to run again in backward, and what it computes from has changed since.
+    """A unit's forward has to run again in backward, but something that it depends on has changed.
 
     Args:
         reason: What has happened.
 
     Attributes:
-        reason: The same.
-        is_avoided: Whether what the unit's next forward saves is held.
+        reason: What has happened.
+        is_avoided: Whether the unit's next forward will hold what it saves, so that it need not run again.
     """
 
     def __init__(self, reason: str) -> None:
@@ -92,21 +92,22 @@ class CannotRunAgain(RuntimeError):
 class UnitCall:
     """One call of a unit: what its forward saved, and how to run it again.
 
-    The graph holds it. It holds what it has saved weakly, so that autograd frees each tensor when its node has run.
+    The graph holds the call. The call holds saved tensors by weak references only, so that autograd frees each
+    of them when its node has run.
 
     Args:
-        member: Whose call it is.
+        member: The member that is called.
         saved: The engine's saved-tensor hooks.
-        device: Where is computed.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        on_repeat: Called with it when its forward runs again; what it returns surrounds that.
-        checks: Whether to compare, bit by bit, what the forward saves the second time with what it saved at first.
-        may_repeat: Whether to drop anything at all.
+        device: The device that forward and backward run on.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
+        on_repeat: Called with this object when its forward runs again; returns a context manager around that run.
+        checks: Whether to compare checksums of what the two forwards save.
+        may_repeat: Whether the forward may run again; if not, nothing is dropped.
 
     Attributes:
-        member: Whose call it is.
-        footprint: What it takes; known when the forward is over.
+        member: The member that is called.
+        footprint: The device memory that the call takes; set by `settle`.
     """
 
     def __init__(
@@ -147,10 +148,10 @@ class UnitCall:
         return kept
 
     def settle(self, output: Any) -> str | None:
-        """The forward is over: drop what it has saved, if that can be computed again and is worth it.
+        """Drop what the forward, which is over, has saved, if that can be recomputed and is worth it.
 
         Returns:
-            What prevents it that nobody has chosen, in words.
+            The obstacle to warn of, in words; None if there is none, or if nothing would have been dropped anyway.
         """
         obstacle = self._effects.settle()
         if self._inputs.are_changed or self._weights_are_changed():
@@ -163,14 +164,14 @@ class UnitCall:
         is_worth_it = any(storage_key(tensor) not in known for tensor in tensors)
         # what was changed after it was saved must raise in backward, as it does in plain training
         is_wrong = any(kept.is_changed for kept in alive)
-        has_changed_weights = any(twin.weight.twin is not twin for twin, _ in self._weights)  # was lowered, say
+        has_new_twins = any(twin.weight.twin is not twin for twin, _ in self._weights)  # no longer lowered, say
         is_possible = (
             self._may_repeat
             and self._inputs.outlive_the_call
-            and not (is_wrong or has_changed_weights or self._checkpoints_itself)
+            and not (is_wrong or has_new_twins or self._checkpoints_itself)
         )
         repeatable = obstacle is None and is_worth_it and is_possible
-        self.footprint = self._take_stock(tensors, repeatable)
+        self.footprint = self._measure_footprint(tensors, repeatable)
         if repeatable:
             if self._checks:
                 self._sums = {index: _checksum(kept.get()) for index, kept in self._alive()}
@@ -180,11 +181,11 @@ class UnitCall:
         return obstacle if is_worth_it and is_possible else None
 
     def drop(self) -> None:
-        """Let go of what can be computed again."""
+        """Release all tensors that can be recomputed."""
         for _, kept in self._alive():
             kept.drop()
 
-    def _take_stock(self, tensors: list[Tensor], repeatable: bool) -> Footprint:
+    def _measure_footprint(self, tensors: list[Tensor], repeatable: bool) -> Footprint:
         dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage
         sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
         saved = max(0, self._meter.bytes - self._bytes_before - self._held)
@@ -205,22 +206,22 @@ class UnitCall:
     # --------------------------------------------------------------------------------------------------- in backward
 
     def unpack(self, kept: Kept) -> Tensor:
-        """The tensor that was held, or computed again if it was dropped."""
+        """Return a saved tensor, recomputing it if it was dropped."""
         if kept.tensor is None:
             self._repeat()
         return kept.get()
 
     def _repeat(self) -> None:
-        """Run the forward again until all that was dropped, and is still asked for, is there."""
+        """Run the forward again until every dropped tensor that is still needed has been recomputed."""
         with self._on_repeat(self):
             if self.has_changed:
                 raise CannotRunAgain(_changed_since(self.member.name))
             refill = _Refill(self._kept)
-            args, kwargs = self._inputs.again()
+            args, kwargs = self._inputs.rebuild()
             with (
                 self._surroundings.restored(),
                 self._effects.undone(),
-                self._with_its_weights(),
+                self._with_original_leaves(),
                 torch.enable_grad(),
                 saved_tensors_hooks(refill.pack, lambda tensor: tensor),
                 suppress(_NothingMissing),
@@ -231,12 +232,12 @@ class UnitCall:
 
     @property
     def has_changed(self) -> bool:
-        """Whether something that its forward has read was changed in place since, so that it cannot run again."""
+        """Whether something that the forward has read was changed in place since, so that it cannot run again."""
         return self._inputs.are_changed or self._effects.cannot_be_undone or self._weights_are_changed()
 
     @contextmanager
-    def _with_its_weights(self) -> Iterator[None]:
-        """The leaves that the first forward computed with: a weight that was lowered may be sent as it is by now."""
+    def _with_original_leaves(self) -> Iterator[None]:
+        """Put back the leaves that the first forward used: a weight lowered then may be sent as it is by now."""
         others = {
             id(twin.weight): twin for twin, _ in self._weights if twin.parameter is not twin.weight.twin.parameter
         }
@@ -257,11 +258,11 @@ class UnitCall:
 
 
 class _NothingMissing(Exception):
-    """Ends a forward that has been run again far enough."""
+    """Ends a second forward once all dropped tensors have been recomputed."""
 
 
 class _Refill:
-    """Puts what a second forward saves where the first one's was dropped."""
+    """Fills the gaps that dropped tensors have left with those that a second forward saves."""
 
     def __init__(self, kept: list[weakref.ref[Kept]]) -> None:
         self._kept = iter(kept)
@@ -270,7 +271,7 @@ class _Refill:
     def pack(self, tensor: Tensor) -> Tensor:
         reference = next(self._kept, None)
         kept = None if reference is None else reference()
-        tensor = tensor.detach()  # or the second graph would hold itself (see `Kept`)
+        tensor = tensor.detach()  # or the second graph would keep itself alive (see `Kept`)
         if kept is not None and kept.tensor is None and kept.fill(tensor):
             self.missing -= 1
             if not self.missing:
@@ -279,15 +280,15 @@ class _Refill:
 
 
 class _Inputs:
-    """What a unit was called with: tensors in the way in which autograd would have saved them.
+    """The arguments of a unit's call, with tensors packed as autograd would have saved them.
 
     Attributes:
-        objects: What stands for whatever is neither a tensor nor a container that torch knows: for a cache, a number.
+        objects: Stand-ins for arguments that are neither tensors nor containers known to pytree, such as a cache.
     """
 
     def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any], stand_ins: StandIns) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        # what is given twice stays one object: `nn.MultiheadAttention` computes something else unless `key is value`
+        # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         distinct = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
         inputs = {key: _Input(leaf, saved) for key, leaf in distinct.items()}
         self._distinct = [*inputs.values()]
@@ -298,32 +299,32 @@ class _Inputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among them, without weights."""
+        """The tensors among the arguments, without weights."""
         return [leaf.tensor for leaf in self._leaves if isinstance(leaf, _Input)]
 
     @property
     def outlive_the_call(self) -> bool:
-        """False for what `torch.func` wraps, and unwraps when its transform is over."""
+        """Whether all tensors stay valid after the call; `torch.func` unwraps its own when a transform ends."""
         return all(storage_key(tensor) or tensor.layout is not torch.strided for tensor in self.tensors)
 
     @property
     def are_changed(self) -> bool:
-        """Whether one of them was changed in place since."""
+        """Whether a tensor among the arguments was changed in place since the call."""
         return any(isinstance(leaf, _Input) and leaf.is_changed for leaf in self._leaves)
 
-    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments once more."""
-        again = {id(one): one.again() for one in self._distinct}
-        leaves = [again.get(id(leaf), leaf) for leaf in self._leaves]
+    def rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for another call."""
+        tensors = {id(held): held.rebuild() for held in self._distinct}
+        leaves = [tensors.get(id(leaf), leaf) for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
 
 
 class _Input:
-    """A tensor that a unit was called with, cut off from its graph.
+    """An input tensor of a unit's call, detached from its graph.
 
-    So it does not hold a node that holds it, once it has been changed in place, and hooks that the forward puts on it
-    do not fire a second time.
+    So it forms no cycle with the node that an in-place change gives it, and hooks that the forward registers on it do
+    not fire a second time.
     """
 
     def __init__(self, tensor: Tensor, saved: SavedTensors) -> None:
@@ -336,18 +337,18 @@ class _Input:
     def is_changed(self) -> bool:
         return isinstance(self._packed, Kept) and self._packed.is_changed
 
-    def again(self) -> Tensor:
+    def rebuild(self) -> Tensor:
         return self._saved.unpack(self._packed).detach().requires_grad_(self._requires_grad)
 
 
 def _checksum(tensor: Tensor) -> int:
-    if tensor.dtype is torch.uint8:  # a kernel's workspace (LSTM), parts of which nobody has written to
+    if tensor.dtype is torch.uint8:  # a kernel's workspace (LSTM), parts of which are uninitialized
         return 0
     return int(tensor.detach().contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64))
 
 
 def _is_saved_by_a_checkpoint() -> bool:
-    """Whether the tensor that is being packed is an input that a `torch.utils.checkpoint`, of either kind, keeps."""
+    """Tell whether the tensor being packed is an input that `torch.utils.checkpoint`, reentrant or not, saves."""
     frame: FrameType | None = sys._getframe(2)
     ours = (SavedTensors.__module__, HostParameter.__module__, watch_functions.__module__)
     between = (*ours, "torch.autograd.function")
@@ -357,11 +358,11 @@ def _is_saved_by_a_checkpoint() -> bool:
 
 
 def _module_of(frame: FrameType) -> str | None:
-    return frame.f_globals.get("__name__")  # code that torch.compile has generated is in no module
+    return frame.f_globals.get("__name__")  # code that torch.compile generated belongs to no module
 
 
 def _is_data(value: Any) -> bool:
-    """Whether an input is a tensor that autograd could save, and not a weight, which stands for itself."""
+    """Tell whether an argument is a tensor that autograd could save, and not a weight, which stands for itself."""
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
 
 
@@ -374,6 +375,6 @@ def _changed_since(name: str) -> str:
 
 def _computed_something_else(name: str) -> str:
     return (
-        f"{name!r} has computed something else when its forward ran again in backward than the first time, because of "
-        "something outside of it that has changed in between"
+        f"{name!r} has computed something else when its forward ran again in backward, because something outside of it "
+        "has changed in between"
     )

@@ -1,11 +1,13 @@
-"""What autograd saves for backward: a handle in place of every weight.
+"""The engine's saved-tensor hooks: they have autograd save a handle in place of every weight.
 
-Autograd saves weights as the Parameter, as a view (`W.t()`) or not at all, depending on the operation. Whatever
-shares memory with a twin is replaced by a handle that, when backward asks for it, first makes sure that the weight
-is on the device. So a slot may be given away between forward and backward, and backward heals what it finds missing.
+Autograd saves a weight as the Parameter, as a view of it (`W.t()`) or not at all, depending on the operation. Every
+tensor that shares memory with a twin is replaced by a handle. When backward unpacks a handle, it first makes sure that
+the weight is on the device. So a slot may be given away between forward and backward, and backward heals what it finds
+missing.
 
 Saved-tensor hooks switch off autograd's own check for in-place changes, so it is done here, for weights and for
-everything else. Only the innermost pair of hooks is called: what is not a weight goes on to the pair that was there.
+everything else. Autograd calls only the innermost pair of hooks, so what is not a weight is passed on to the pair
+below.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from sp_lightning.pipeline.weights.weight import Twin, built_before
 
 
 class _Handle:
-    """A weight (or a view of one): an alias of its fixed place, good whenever the weight is there."""
+    """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
     __slots__ = ("_group", "alias", "twin", "version")
 
@@ -47,27 +49,30 @@ class _Handle:
 
 
 class Kept:
-    """Anything else, with the version that autograd would have checked. It may be dropped, and filled again."""
+    """A saved tensor that is held as it is, with the version that autograd would have checked.
+
+    It can be dropped, and filled again.
+    """
 
     __slots__ = ("__weakref__", "_counted", "_like", "_meter", "tensor", "version")
 
     def __init__(self, tensor: Tensor, meter: Meter) -> None:
         self._meter = meter
         self._counted = meter.add(tensor)
-        # without its node, which may be the one that saves it: such a cycle would go through C++ and never be freed
+        # detached from its node, which may be the one that saves it: a cycle through C++, which would never be freed
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
 
     @property
     def is_changed(self) -> bool:
-        """Whether the tensor was changed in place since it was saved."""
+        """Whether the tensor has been changed in place since it was saved."""
         return self.tensor is not None and self.tensor._version != self.version
 
     def get(self) -> Tensor:
-        """The tensor as it was when it was saved.
+        """Return the tensor as it was when it was saved.
 
         Raises:
-            RuntimeError: If it was changed in place since then.
+            RuntimeError: If it has been changed in place since then.
         """
         assert self.tensor is not None
         if self.is_changed:
@@ -75,14 +80,14 @@ class Kept:
         return self.tensor
 
     def drop(self) -> None:
-        """Let go of the tensor."""
+        """Release the tensor."""
         if self.tensor is not None:
             self._like = self.tensor.shape, self.tensor.dtype
             self.tensor = None
             self._meter.remove(self._counted)
 
     def fill(self, tensor: Tensor) -> bool:
-        """Put a tensor where one was dropped; False, and nothing is done, if it is of another kind."""
+        """Hold a tensor in place of the dropped one; return False, changing nothing, if its shape or dtype differs."""
         if (tensor.shape, tensor.dtype) != self._like:
             return False
         self._counted = self._meter.add(tensor)
@@ -95,7 +100,7 @@ class Kept:
 
 
 class _Delegated(NamedTuple):
-    """Anything else, packed by the hooks that were on top before ours."""
+    """A saved tensor that was packed by the hooks that were on top before ours."""
 
     packed: Any
     unpack: Callable[[Any], Tensor]
@@ -105,16 +110,15 @@ Packed: TypeAlias = _Handle | Offloaded | Kept | _Delegated
 
 
 class SavedTensors:
-    """Pushes and pops the pair of hooks.
+    """Pushes and pops the engine's pair of saved-tensor hooks.
 
     Args:
-        require: See below.
-        meter: Counts what is held.
-        offloader: Takes what may wait on the host.
+        require: Called with a twin before backward reads it.
+        meter: Counts the device memory that saved tensors hold.
+        offloader: Takes the tensors that may be offloaded.
 
     Attributes:
         twins: Twins by the identity of their memory.
-        require: Called with a twin before backward reads it.
     """
 
     def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
@@ -125,18 +129,18 @@ class SavedTensors:
         self._pushed = 0
 
     def push(self, ahead: bool = False) -> bool:
-        """Make the hooks active unless they are on top already; True if `pop` must follow.
+        """Push the hooks unless they are on top already; return True if `pop` must follow.
 
         Args:
-            ahead: Also where autograd is off now. A validation step may switch it on, and what saves weights there need
-                not be a unit's call: the gradient of a gradient does, too.
+            ahead: Push them even while grad mode is off. A validation step may switch it on, and then not only calls of
+                units save weights: a double backward does, too.
         """
         if not torch.is_grad_enabled() and not (ahead and saved_tensor_hooks_allowed()):
             return False
         if not saved_tensor_hooks_allowed():
             raise RuntimeError(
-                "superpipeline cannot stream under torch.func.grad, vjp, jacrev and hessian, which do not let it "
-                "follow what they save. Use torch.autograd for these gradients."
+                "superpipeline cannot stream under torch.func.grad, vjp, jacrev and hessian, which do not allow "
+                "saved-tensor hooks. Use torch.autograd for these gradients."
             )
         outer = top_saved_tensor_hooks()
         pack: Callable[[Tensor], Any] = self.pack
@@ -150,23 +154,23 @@ class SavedTensors:
         return True
 
     def are_alone(self) -> bool:
-        """Whether no other hooks, a user's or a checkpoint's, have a say in what is saved now."""
+        """Tell whether no other hooks, a user's or a checkpoint's, decide what is saved now."""
         outer = top_saved_tensor_hooks()
         return outer is None or getattr(outer[0], "__self__", None) is self
 
     def pop(self) -> None:
-        """Undo one `push` that returned True; nothing if `pop_all` already did."""
+        """Undo one `push` that returned True; do nothing if `pop_all` has done it already."""
         if self._pushed:
             self._pushed -= 1
             pop_saved_tensor_hooks()
 
     def pop_all(self) -> None:
-        """Undo what an interrupted step left pushed."""
+        """Undo every `push` that an interrupted step has left behind."""
         while self._pushed:
             self.pop()
 
     def handle(self, tensor: Tensor) -> _Handle | None:
-        """The handle for a weight or a view of one; None for other tensors."""
+        """Return a handle for a weight or a view of one; None for other tensors."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         if twin is None:
             return None
@@ -174,14 +178,15 @@ class SavedTensors:
             return _Handle(twin, tensor, twin.version())
 
     def pack(self, tensor: Tensor) -> Packed:
-        """What is saved in place of a tensor."""
+        """Return what autograd saves in place of a tensor."""
         return self.handle(tensor) or self._offloader.pack(tensor) or Kept(tensor, self.meter)
 
     def unpack(self, packed: Packed) -> Tensor:
-        """The tensor again, where backward can read it.
+        """Return the saved tensor, ready for backward to read.
 
         Raises:
-            RuntimeError: If it was changed in place meanwhile, or belongs to an arrangement that is no more.
+            RuntimeError: If it was changed in place in the meantime, or belongs to an arrangement that no longer
+                exists.
         """
         if isinstance(packed, _Delegated):
             return packed.unpack(packed.packed)
@@ -202,7 +207,7 @@ class SavedTensors:
 
 
 class _Chained:
-    """The hooks, over a pair that was on top when they were pushed."""
+    """The engine's hooks, pushed over another pair, which gets everything that is not a weight."""
 
     def __init__(
         self, saved: SavedTensors, outer_pack: Callable[[Tensor], Any], outer_unpack: Callable[[Any], Tensor]

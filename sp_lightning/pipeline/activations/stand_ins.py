@@ -1,8 +1,8 @@
 """Copies of the objects that a unit was given, for its second forward.
 
-By the end of a forward a key/value cache contains what all units have computed, with the graph of it. That graph holds
-the calls which are to run again; if a call held the cache, no one would ever free either, unless backward came, because
-the circle goes through C++. A copy that was made before the call leads to nothing that was computed after it.
+By the end of a forward a key/value cache contains what all units have computed, and with it their graph. That graph
+holds the calls that may run again. If a call held the cache, neither would ever be freed unless backward came, because
+the cycle passes through C++. A copy made before the call leads to nothing that is computed later.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.activations.effects import MOST, PLAIN, is_of_a_user
+from sp_lightning.pipeline.activations.effects import MAX_OBJECTS, PLAIN, is_user_defined
 
 _CONTAINERS = (dict, list, set, deque)
 
 
 class StandIns:
-    """Makes them: of containers and of objects of a user's classes, around aliases of the same tensors.
+    """Makes stand-ins for containers and for objects of users' classes, with aliases of the same tensors in them.
 
     Args:
-        known: Objects, by identity, that stand for themselves, because the unit finds them elsewhere, too.
+        known: Objects, by identity, that are not copied, because the unit finds them elsewhere, too.
     """
 
     def __init__(self, known: Set[int]) -> None:
         self._known = known
         self._made: dict[int, Any] = {}
-        self._alive: list[Any] = []  # what was looked at, so that nothing else gets the same identity
+        self._alive: list[Any] = []  # what was looked at, so that no identity is used again
 
     def of(self, objects: Iterable[Any]) -> list[Any]:
-        """What stands for each of these."""
+        """Return a stand-in for each object; where none is needed, the object itself."""
         return [self._of(value) for value in objects]
 
     def _of(self, value: Any) -> Any:
-        if type(value) in PLAIN or id(value) in self._known or len(self._made) > MOST:
+        if type(value) in PLAIN or id(value) in self._known or len(self._made) > MAX_OBJECTS:
             return value
         if id(value) not in self._made:
             self._make(value)
@@ -57,13 +57,13 @@ class StandIns:
             elif hasattr(value, "_make"):
                 self._made[id(value)] = value._make(items)
         elif isinstance(value, _CONTAINERS) or _is_an_object(value):
-            with suppress(Exception):  # whatever a class thinks of being copied
+            with suppress(Exception):  # a class may refuse to be copied
                 self._made[id(value)] = copy.copy(value)
             if self._made[id(value)] is not value:
                 self._fill(self._made[id(value)])
 
     def _fill(self, made: Any) -> None:
-        """Put stand-ins in the place of what is in it."""
+        """Replace what a copy contains by stand-ins."""
         if isinstance(made, dict):
             dict.update(made, {key: self._of(item) for key, item in made.items()})
         elif isinstance(made, list):
@@ -77,4 +77,4 @@ class StandIns:
 
 
 def _is_an_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and is_of_a_user(type(value)) and not isinstance(value, nn.Module)
+    return hasattr(value, "__dict__") and is_user_defined(type(value)) and not isinstance(value, nn.Module)

@@ -1,4 +1,4 @@
-"""What a forward depends on besides its inputs and its module: random generators, autocast, the default device.
+"""State that a forward depends on besides its inputs and its module: random generators, autocast, the default device.
 
 A forward that runs again in backward (recompute.py) begins with all of it as it was the first time.
 """
@@ -15,10 +15,10 @@ import torch
 
 
 class RandomStates:
-    """Random generators as they are now: torch's, the device's, Python's, numpy's.
+    """A snapshot of random generators: torch's, the device's, Python's, numpy's.
 
     Args:
-        device: The device.
+        device: The device whose generator is included.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class RandomStates:
         self._device = device
 
     def restore(self) -> None:
-        """Make them so again."""
+        """Set all generators to this snapshot."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         if self._on_device is not None:
@@ -39,10 +39,10 @@ class RandomStates:
 
 
 class Surroundings:
-    """What a forward depends on besides its inputs and its module, as it is now.
+    """A snapshot of what a forward depends on besides its inputs and its module.
 
     Args:
-        device: The device.
+        device: The device that the forward runs on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Everything as it was when this was made; random generators are afterwards as they are now."""
+        """Restore the snapshot for the duration of the block; then return random generators to their present state."""
         now = RandomStates(self._device)
         try:
             self._random.restore()

@@ -1,1 +1,1 @@
-"""How the engine sits in the user's modules: gates around calls, twins in place of masters, guarded masters."""
+"""The engine inside the user's modules: gates around calls, twins in place of masters, guarded masters."""

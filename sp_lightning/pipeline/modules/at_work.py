@@ -1,4 +1,4 @@
-"""The engine at work in a step, which is told from what others do with masters."""
+"""A scope around the engine's own work in a step, to tell it from what others do with masters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sp_lightning.pipeline._private import without_torch_function
 
 
 class EngineAtWork:
-    """Around the engine's own work in a step: one thread at a time, and its reads of masters mean the masters.
+    """Scope around the engine's own work in a step: one thread at a time, unseen by the guard of masters.
 
-    Backward of a CUDA graph runs in a thread of autograd's, hence the lock.
+    It takes a lock because backward on an accelerator runs in a thread of autograd's.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Masters that a `torch.autograd.Function` is applied to: torch asks no `__torch_function__` there."""
+"""Custom autograd functions applied to masters: torch does not consult `__torch_function__` there."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch
 from sp_lightning.pipeline._private import sees_torch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
 
-_watching: weakref.WeakSet[Any] = weakref.WeakSet()
-_torchs_apply: Any = torch.autograd.Function.__dict__["apply"]
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
+_original_apply: Any = torch.autograd.Function.__dict__["apply"]
 
 
 def watch_functions(user: object) -> None:
-    """Have weights that a `torch.autograd.Function` is applied to redirected.
+    """Redirect masters that a `torch.autograd.Function` is applied to.
 
     Args:
-        user: Who asks for it, until `stop_watching_functions`.
+        user: The object that asks for it, until it calls `stop_watching_functions`.
     """
-    if not _watching:
+    if not _users:
         torch.autograd.Function.apply = classmethod(_apply)
-    _watching.add(user)
+    _users.add(user)
 
 
 def stop_watching_functions(user: object) -> None:
     """Undo `watch_functions`."""
-    _watching.discard(user)
-    if not _watching:
-        torch.autograd.Function.apply = _torchs_apply
+    _users.discard(user)
+    if not _users:
+        torch.autograd.Function.apply = _original_apply
 
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    apply = _torchs_apply.__get__(None, cls)
+    apply = _original_apply.__get__(None, cls)
     if sees_torch_functions() and any(isinstance(value, HostParameter) for value in args):
         return HostParameter.__torch_function__(apply, (HostParameter,), args, kwargs)
     return apply(*args, **kwargs)

@@ -1,15 +1,15 @@
-"""Weights that are touched outside of their unit: found when it happens, and served right.
+"""Guarded masters: a weight that is touched outside of its unit is noticed at once, and served correctly.
 
 `F.linear(x, self.emb.weight)`, an L2 penalty over `self.parameters()`, a parent that reads a child's weight,
 `module.forward(x)` called past `__call__`: none of these enters a unit, so the module tree holds masters, which lie on
 the host. While a step runs, masters therefore have a class with `__torch_function__`: an operation on one is redirected
 to the weight on the device, which the pipeline makes resident from then on. Reading attributes and writing in place
-(`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master. Outside of steps masters are ordinary Parameters.
+(`p.grad`, `p.data.clamp_()`, `p.copy_()`) still go to the master. Outside of steps masters are ordinary Parameters.
 
 [Note: masters that are not finished]
-After a backward or an optimizer step, gradients may still be on their way and weights being stepped. Until that is
-done masters keep the guarded class, now only to notice who looks: the first one to touch a master waits, and from
-then on all of them are ordinary. So nobody sees half a step, and nobody waits who does not look.
+After a backward or an optimizer step, gradients may still be on their way, and weights still be stepped. Until that is
+done, masters keep the guarded class, now only to notice accesses: the first access to any master waits, and from then
+on all of them are ordinary. So nobody sees half a step, and nobody waits who does not look.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 _DEVICE_PROPERTIES = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
 _COMPUTED_PROPERTIES = {"T", "H", "mT", "mH", "real", "imag"}
-_ABOUT_THE_MASTER = {
+_RUN_ON_MASTER = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size",
     "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_same_size",
     "is_set_to", "data_ptr", "storage", "untyped_storage", "storage_type", "type", "register_hook",
@@ -48,30 +48,30 @@ _METADATA = {
 
 
 class Owner(Protocol):
-    """Who decides what follows from a touch, as far as the guard knows it."""
+    """What the guard knows of its owner, which decides what follows from an access."""
 
     device: torch.device
 
     def touched(self, weight: Weight) -> None:
-        """Somebody outside of the engine looks at a master: it must be finished."""
+        """Have a master finished, because somebody outside of the engine looks at it."""
 
     def asked_for_gradient(self, weight: Weight) -> None:
-        """Somebody reads a master's `.grad`."""
+        """Provide a master's `.grad`, because somebody reads it."""
 
     def gradient_is_dropped(self, weight: Weight) -> None:
-        """Somebody gives a master another `.grad`, or none."""
+        """Note that somebody gives a master another `.grad`, or none."""
 
     def serve(self, weight: Weight) -> nn.Parameter:
-        """The weight on the device, for an operation outside of its unit."""
+        """Return the weight on the device, for an operation outside of its unit."""
 
     def used(self, weights: Iterable[Weight]) -> None:
-        """An operation outside of their units was done with weights on the device."""
+        """Note that an operation outside of their units has used weights on the device."""
 
     def note_write(self, weight: Weight) -> None:
-        """The master may be written to now."""
+        """Note that the master may be written to now."""
 
     def in_graph(self, weight: Weight) -> Tensor:
-        """The leaf that the graph of this step was built on."""
+        """Return the leaf that the graph of this step was built on."""
 
 
 class Guard:
@@ -79,10 +79,10 @@ class Guard:
 
     Attributes:
         armed: Whether masters are guarded.
-        redirects: Whether operations on them are redirected; else it is only noticed who touches them.
+        redirects: Whether operations on them are redirected; otherwise accesses are only noticed.
 
     Args:
-        owner: Whom to ask for the weight on the device.
+        owner: Decides what follows from an access.
         weights: All weights.
     """
 
@@ -93,12 +93,12 @@ class Guard:
         self.redirects = False
 
     def arm(self) -> None:
-        """From now on operations on masters are redirected."""
+        """Redirect operations on masters from now on."""
         self.redirects = True
         self._guard_masters()
 
     def watch(self) -> None:
-        """From now on operations on masters are what they seem to be, but noticed."""
+        """Only notice operations on masters from now on, and run them as they are."""
         self.redirects = False
         self._guard_masters()
 
@@ -110,7 +110,7 @@ class Guard:
                 weight.master.__class__ = HostParameter
 
     def disarm(self) -> None:
-        """Masters are ordinary Parameters again."""
+        """Turn masters back into ordinary Parameters."""
         self.redirects = False
         if self.armed:
             for _, weight in self._entries.values():
@@ -120,7 +120,7 @@ class Guard:
             self.armed = False
 
     def redirect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that one of the masters is an argument of."""
+        """Run an operation that has masters among its arguments."""
         name = getattr(func, "__name__", "")
         if not self.redirects or guards_suspended():
             return self._on_the_host(func, args, kwargs, writes=False)
@@ -129,7 +129,7 @@ class Guard:
         if name in _DEVICE_PROPERTIES:
             return self._ask_the_device(func, args)
         writes = _writes_to_a_master(func, args, kwargs)
-        if writes or name in _ABOUT_THE_MASTER or self._is_about_host_tensors(name, args, kwargs):
+        if writes or name in _RUN_ON_MASTER or self._has_host_operands(name, args, kwargs):
             return self._on_the_host(func, args, kwargs, writes)
         substitute = self.owner.in_graph if func is torch.autograd.grad else self.owner.serve
         with without_torch_function():
@@ -140,7 +140,7 @@ class Guard:
         return result
 
     def access_gradient(self, accessor: Callable[..., Any], args: tuple[Any, ...], weight: Weight) -> Any:
-        """Read, set or delete a master's `.grad`, which is on the host always: `zero_grad` does so twice for each."""
+        """Read, set or delete a master's `.grad`, on the host: a short path, as `zero_grad` takes it twice for each."""
         zero_grad = zero_grad_is_calling(above=2) if accessor.__name__ == "__get__" else {}
         if zero_grad is None or not zero_grad.get("set_to_none", True):
             self.owner.asked_for_gradient(weight)
@@ -160,7 +160,7 @@ class Guard:
         return self._on_the_host(func, args, {}, writes=name == "data")
 
     def _ask_the_device(self, func: Any, args: tuple[Any, ...]) -> Any:
-        # transformers' `model.device` reads the first parameter to place inputs: inside a step that is the device
+        # transformers' `model.device` asks the first parameter where to place inputs: in a step, on the device
         probe = torch.empty(0, device=self.owner.device)
         return func(probe, *args[1:])
 
@@ -176,8 +176,8 @@ class Guard:
         with without_torch_function():
             return func(*args, **kwargs)
 
-    def _is_about_host_tensors(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether other operands lie on the host, as those of a hand-made EMA do."""
+    def _has_host_operands(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether other operands lie on the host, as those of a hand-made EMA do."""
         if self.owner.device.type == "cpu" or name == "__getitem__":  # an index may be on the host
             return False
         return any(
@@ -190,7 +190,7 @@ _guarded: dict[int, tuple[Guard, Weight]] = {}
 
 
 class HostParameter(nn.Parameter):
-    """The class of masters while a step runs; same object, same memory, `isinstance(p, nn.Parameter)` holds."""
+    """The class of masters while a step runs: same object, same memory, and `isinstance(p, nn.Parameter)` holds."""
 
     @classmethod
     def __torch_function__(
@@ -201,7 +201,7 @@ class HostParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Hand the operation to the guard of the first master among its arguments."""
-        # attributes are read and written most of all
+        # mostly, an attribute is read or written
         master = args[0] if args and type(args[0]) is cls else next(_masters_in((args, kwargs or {})), None)
         found = _guarded.get(id(master))
         if found is None:
@@ -213,15 +213,15 @@ class HostParameter(nn.Parameter):
         return guard.redirect(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy is an ordinary Parameter."""
+        """Copy it as an ordinary Parameter."""
         return self._as_ordinary(lambda: self.__deepcopy__(memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle is of an ordinary Parameter."""
+        """Pickle it as an ordinary Parameter."""
         return self._as_ordinary(lambda: self.__reduce_ex__(protocol))
 
     def __hash__(self) -> int:
-        """As ever; but who looks a master up in an optimizer's state will read what the step writes."""
+        """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
         found = _guarded.get(id(self))
         if found is not None and not found[0].redirects and sees_torch_functions() and zero_grad_is_calling() is None:
             found[0].owner.touched(found[1])

@@ -1,15 +1,15 @@
-"""Entering and leaving units: what happens around a module's call, and before its backward.
+"""Calls of modules: the gate around `__call__`, and the hook that runs before backward.
 
 [Note: a subclass, not forward hooks]
-A module that is a gate gets a subclass of its own class, made on the fly, as `fully_shard` does; the subclass
-surrounds `__call__`. Forward hooks would do the same job worse: torch's fast paths (`nn.TransformerEncoderLayer` in
-evaluation) look for hooks and compute other numbers when they see some, `always_call` hooks miss a
-KeyboardInterrupt, hooks are compiled into the graph of `block.compile()`, and a deepcopy of the module takes them
-along. A deepcopy or a pickle of a gate is of the plain class.
+A module that is a gate gets a subclass of its own class, made on the fly, as `fully_shard` does; the subclass surrounds
+`__call__`. Forward hooks would do the same job worse: torch's fast paths (`nn.TransformerEncoderLayer` in evaluation)
+look for hooks and compute other numbers when they see some, `always_call` hooks miss a KeyboardInterrupt,
+`block.compile()` compiles hooks into the graph, and a deepcopy of the module takes them along. A deepcopy or a pickle
+of a gate has the plain class.
 
 [Note: before backward]
 Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
-tensor (its base, for a view) stays in the graph in every case, so the hook is put there.
+tensor (its base, for a view) stays in the graph in every case, so the hook is registered there.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _gate_classes: dict[type, type] = {}
 
 
 def install_gate(member: Member, keeper: Gatekeeper) -> None:
-    """From now on calls of the member's module go through `keeper`.
+    """Have calls of the member's module go through `keeper`.
 
     Raises:
-        ValueError: If another pipeline has the module.
+        ValueError: If the module belongs to another pipeline.
     """
     module = member.module
     if id(module) in _gates:
@@ -68,7 +68,7 @@ def remove_gate(member: Member) -> None:
 
 
 @contextmanager
-def _without_telling(plain: type) -> Iterator[None]:
+def _without_init_subclass(plain: type) -> Iterator[None]:
     """Keep a class's own `__init_subclass__` (a registry, say) from hearing of its gate."""
     own = vars(plain).get("__init_subclass__")
     plain.__init_subclass__ = classmethod(lambda cls, **kwargs: None)  # type: ignore[method-assign, assignment]
@@ -114,18 +114,18 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
     if issubclass(plain, GraphModule):
 
         def recompile(self: Any) -> Any:
-            """It writes methods into the class, which this module has for itself."""
+            """Write the generated methods into the plain class, which each GraphModule has for itself."""
             return _as_plain(self, lambda: self.recompile())
 
         methods["recompile"] = recompile
-    with _without_telling(plain):
+    with _without_init_subclass(plain):
         gate: type[nn.Module] = types.new_class(plain.__name__, (plain,), exec_body=lambda body: body.update(methods))
     gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
     return gate
 
 
 def _as_plain(module: nn.Module, action: Callable[[], Any]) -> Any:
-    """Run something while the module has its plain class."""
+    """Run an action while the module has its plain class."""
     gate = type(module)
     module.__class__ = _without_gate(gate)
     try:
@@ -135,7 +135,7 @@ def _as_plain(module: nn.Module, action: Callable[[], Any]) -> Any:
 
 
 def _without_gate(cls: type) -> type:
-    """The class without ours, also where a parametrization registered meanwhile put its own subclass on top."""
+    """Return the class without the gate, even if a parametrization has put its own subclass on top in the meantime."""
     if "_superpipeline_plain" in vars(cls):
         plain: type = cls.__dict__["_superpipeline_plain"]
         return plain
@@ -148,14 +148,14 @@ def _without_gate(cls: type) -> type:
 
 
 def before_backward(outputs: list[Tensor], action: Callable[[], None], since: int, now: int) -> None:
-    """Run `action` before backward reaches what computed these tensors in a call.
+    """Run an action before backward reaches the nodes with which a call made its outputs.
 
-    A call that hands through what it was given has not computed it. The node belongs to an earlier call, whose weights
-    would have to make room for this call's at the very moment at which they are needed.
+    A call that passes an input through has not computed it. The node of such an output belongs to an earlier call,
+    whose weights would have to make room for this call's at the very moment at which they are needed.
 
     Args:
-        outputs: What the call returned.
-        action: What to run.
+        outputs: The tensors that the call returned.
+        action: Called before backward reaches each of their nodes.
         since: The number of calls when this one began.
         now: The number of calls now.
     """
@@ -175,14 +175,14 @@ def before_backward(outputs: list[Tensor], action: Callable[[], None], since: in
 
 
 def hold_while_needed(leaf: nn.Parameter, graph: Graph, reached: Callable[[Graph], None]) -> None:
-    """Keep `graph` alive for as long as any graph waits to give this leaf its gradient, and not at all if none does.
+    """Keep `graph` alive for as long as an autograd graph waits to give this leaf its gradient, and no longer.
 
-    A leaf does not hold the node that adds up its gradient; graphs that were built on it do.
+    A leaf does not hold the node that accumulates its gradient; graphs that were built on it do.
 
     Args:
         leaf: A leaf that requires a gradient.
-        graph: What to keep.
-        reached: Called with it when backward comes to the leaf.
+        graph: The graph to keep alive.
+        reached: Called with each graph that is held here, when backward reaches the leaf.
     """
     node = get_gradient_edge(leaf).node
     metadata: Any = node.metadata
@@ -196,5 +196,5 @@ def hold_while_needed(leaf: nn.Parameter, graph: Graph, reached: Callable[[Graph
 
         node.register_prehook(run)
     graphs = metadata[_NEEDED_BY]
-    if graph not in graphs:  # who keeps a loss keeps the node from one step to the next, for several graphs
+    if graph not in graphs:  # a loss that is kept keeps the node alive over several steps, and so for several graphs
         graphs[:] = [*(other for other in graphs if not other.done), graph]

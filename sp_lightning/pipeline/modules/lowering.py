@@ -1,14 +1,14 @@
-"""Which weights autocast lowers, so that they can be sent already lowered.
+"""The search for weights that autocast lowers, so that they can be sent already lowered.
 
 Under `bf16-mixed` autocast casts each Linear or Conv weight to bf16, autograd saves the copy, and a cache keeps every
-copy until the region ends: streaming would save nothing. A weight that is only ever used through such a cast gives
-the same bits when it is cast once on the host, and half the bytes travel. Without its cache, as Lightning has it from
-2.5.5 on, autocast casts for each use, and the gradients of several uses add up in fp32: then only what is used once
-for a graph is sent lowered.
+copy until the region ends: streaming would save nothing. A weight that is only ever used through such a cast gives the
+same bits when it is cast once on the host, and half the bytes travel. Without its cache, which Lightning switches off
+from 2.5.5 on, autocast casts for each use, and the gradients of several uses add up in fp32: then only a weight that is
+used once for a graph is sent lowered.
 
 Layers of torch whose forward is nothing but such an operation are known from the start. Other weights are watched in
 their unit's first forward under autocast. A weight that is also used as it is (a tied embedding, a norm, a layer in a
-region where autocast is off) stays as it is, and so does one that is cast where no graph is built, because a custom
+region where autocast is off) is sent as it is, and so is one that is cast where no graph is built, because a custom
 `autograd.Function` may use it as it is in its backward.
 """
 
@@ -44,14 +44,14 @@ _LOWERED_FORWARDS = {layer.forward for layer in _LOWERED_LAYERS}
 
 
 def is_lowered_layer(module: nn.Module) -> bool:
-    """Whether a module computes with its weights in nothing but an operation that autocast lowers."""
+    """Tell whether a module uses its weights in nothing but an operation that autocast lowers."""
     if isinstance(module, NonDynamicallyQuantizableLinear):  # nn.MultiheadAttention reads its weights, never calls it
         return False
     return forward_of_class(module) in _LOWERED_FORWARDS and "forward" not in vars(module)
 
 
 def known_to_be_lowered(root: nn.Module, units: Iterable[Unit]) -> list[Weight]:
-    """Weights that only layers with a lowered operation own."""
+    """Return the fp32 weights that only layers with a lowered operation own."""
     owned: set[int] = set()
     elsewhere: set[int] = set()
     for module in root.modules():
@@ -67,8 +67,8 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         twins: Twins by the identity of their memory.
-        assumed: Masters, by identity, that were taken for lowered without having been watched yet.
-        device_type: The device whose autocast is watched.
+        assumed: Masters, by identity, that were assumed to be lowered without having been watched yet.
+        device_type: The type of device whose autocast is watched.
         on_use_as_is: Called with a layer that is about to use its weights as they are: autocast is off, or it casts
             them anew for each use and this is not the first.
     """
@@ -93,17 +93,17 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.lowered: set[Weight] = set()
         self.used_as_is: set[Weight] = set()
         self._casts: dict[int, tuple[Weight, Tensor]] = {}
-        self._computed: set[nn.Module] = set()
+        self._called: set[nn.Module] = set()
 
     def __enter__(self) -> Any:
-        """Watch."""
+        """Start watching."""
         self._hooks = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, always_call=True),
         ]
         self._warnings = warnings.catch_warnings()
         self._warnings.__enter__()
-        # what `torch.compile(module)` returns warns that the hooks see it, too, which does no harm here
+        # the wrapper that `torch.compile(module)` returns warns that global hooks see it, too, which does no harm here
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -116,16 +116,16 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, _WITH_FAST_PATH) and not torch.is_autocast_enabled():
-            # torch asks about CUDA's autocast alone before it takes the fast path of evaluation, one operation that is
-            # given the weights as they are; another of its questions is about their dtype
+            # torch only checks CUDA's autocast before it takes the fast path in evaluation, a single operation that
+            # gets the weights as they are; it also checks their dtype
             keys = map(storage_key, module.parameters())
             self.used_as_is |= {self._twins[key].weight for key in keys if key in self._twins}
             for part in module.modules():
                 self._on_use_as_is(part)
         if is_lowered_layer(module):
             self._inside_lowered_layer += 1
-            once_more = module in self._computed and not torch.is_autocast_cache_enabled()
-            self._computed.add(module)
+            once_more = module in self._called and not torch.is_autocast_cache_enabled()
+            self._called.add(module)
             if once_more or not torch.is_autocast_enabled(self._device_type):
                 self._on_use_as_is(module)
 
@@ -134,7 +134,7 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside_lowered_layer -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note casts and other uses of weights; the operation itself is left alone."""
+        """Note casts and other uses of weights, and run the operation as it is."""
         kwargs = kwargs or {}
         if arrives_whole(func, self._device_type):  # its parts are watched instead
             return take_apart(func, args, kwargs, self)
@@ -163,12 +163,12 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if id(weight.master) in self._assumed and not self._inside_lowered_layer:
                 self.used_as_is.add(weight)
             return
-        again = weight in self.lowered and not torch.is_autocast_cache_enabled()  # each use has a cast of its own
+        is_recast = weight in self.lowered and not torch.is_autocast_cache_enabled()  # each use has its own cast
         if (
             is_cast
             and weight.master.dtype is torch.float32
             and torch.is_grad_enabled() == self.builds_graph
-            and not again
+            and not is_recast
         ):
             if self.builds_graph:
                 self.lowered.add(weight)
@@ -177,7 +177,7 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_view(func: Any) -> bool:
-    """Whether an operation only makes an alias of its operand."""
+    """Tell whether an operation only makes an alias of its operand."""
     if isinstance(func, HigherOrderOperator):
         return False
     returns = func._schema.returns
@@ -185,7 +185,7 @@ def is_view(func: Any) -> bool:
 
 
 def tensors_among(value: Any) -> list[Tensor]:
-    """All dense tensors among an operation's arguments."""
+    """Return all dense tensors among an operation's arguments."""
     if isinstance(value, Tensor):
         return [value] if value.layout is torch.strided else []
     if isinstance(value, list | tuple):

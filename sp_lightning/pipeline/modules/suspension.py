@@ -1,4 +1,4 @@
-"""Optimizers that step now: what they do with masters they mean, so guards (guard.py) let them."""
+"""Suspension of guards (guard.py) while an optimizer steps, because it operates on the masters themselves."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _stepping: list[tuple[int, FrameType]] = []  # thread and frame of the optimizer
 
 
 def suspend_guards(step: FrameType) -> None:
-    """An optimizer steps, in this frame: what it does with masters it means."""
+    """Suspend guards for the optimizer step that runs in this frame."""
     _stepping.append((threading.get_ident(), step))
 
 
 def resume_guards() -> None:
-    """The optimizer of the last `suspend_guards` has stepped."""
+    """Undo the last `suspend_guards`, because its optimizer has stepped."""
     if _stepping:
         _stepping.pop()
 
 
 def guards_suspended() -> bool:
-    """Whether an optimizer steps now, in this thread."""
+    """Tell whether an optimizer is stepping now, in this thread."""
     forget_ended_steps()
     return bool(_stepping) and _stepping[-1][0] == threading.get_ident()
 
 
 def forget_ended_steps() -> None:
-    """Torch does not tell when a step ends with an exception; its frame would hold the closure, and so the batch."""
+    """Forget steps that ended with an exception: torch does not tell, and their frames would hold closure and batch."""
     thread = threading.get_ident()
     while _stepping and _stepping[-1][0] == thread and not _is_running(_stepping[-1][1]):
         _stepping.pop()
@@ -43,13 +43,13 @@ def _is_running(wanted: FrameType) -> bool:
 
 
 def resume_all_guards() -> None:
-    """After an exception: no optimizer steps any more."""
+    """Resume guards after an exception, when no optimizer is stepping any more."""
     _stepping.clear()
 
 
 @contextmanager
 def guards_resumed() -> Iterator[None]:
-    """A closure that an optimizer calls computes again: there masters are guarded as ever."""
+    """Resume guards for the duration of the block: in a closure that an optimizer calls, the model computes again."""
     forget_ended_steps()
     stepping, _stepping[:] = list(_stepping), []
     try:

@@ -1,4 +1,4 @@
-"""Twins into the module tree, masters back: what a module sees when it reads its own weights."""
+"""Twins into the module tree, masters back: a module that computes reads its weights on the device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sp_lightning.pipeline.weights.weight import Twin
 
 
 def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
-    """Put the twins in place of the masters.
+    """Put twins in place of the masters.
 
     Args:
-        member: The module that is about to compute, or parts of it.
-        prepare: Called with a twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
+        member: The member that is about to compute, as a whole or in parts.
+        prepare: Called with each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
     """
     for place in member.places:
         weight = place.weight
@@ -24,8 +24,8 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
         if place.parameters.get(place.key) is weight.master:  # else functional_call has put something there
             place.parameters[place.key] = twin.parameter
     for module, weights in member.recurrent:
-        standing = {id(place.weight): place.parameters.get(place.key) for place in member.places}
-        module._flat_weights = [standing[id(weight)] for weight in weights]
+        current = {id(place.weight): place.parameters.get(place.key) for place in member.places}
+        module._flat_weights = [current[id(weight)] for weight in weights]
 
 
 def swap_out(member: Member) -> None:

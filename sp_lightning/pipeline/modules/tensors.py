@@ -1,4 +1,4 @@
-"""Tensors in what a module takes and returns, wherever they are in it."""
+"""Tensors in the inputs and outputs of a module, however deeply they are nested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """All tensors in what a module returned: in containers, dataclasses, and objects such as a distribution."""
+    """Return all tensors in a module's output: in containers, dataclasses, and objects such as a distribution."""
     if isinstance(output, Tensor):
         return [output]
     if output is None:
@@ -31,7 +31,7 @@ def _collect(output: Any, found: list[Tensor], seen: set[int]) -> None:
 
 
 def replace_tensors(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """The same output with some tensors replaced; in place for objects that torch's pytree does not know."""
+    """Return an output with its tensors replaced. Objects that torch's pytree does not know are changed in place."""
     return _replace(output, replace, set())
 
 
@@ -52,7 +52,7 @@ def _replace(output: Any, replace: Callable[[Tensor], Tensor], seen: set[int]) -
 
 
 def _attributes(leaf: Any) -> dict[str, Any]:
-    """What an object holds, if it may be part of what a module computed."""
+    """Return the attributes of an object that may be part of what a module computed; of any other, none."""
     if isinstance(leaf, type | nn.Module) or callable(leaf):
         return {}
     if dataclasses.is_dataclass(leaf):

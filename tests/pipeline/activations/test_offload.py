@@ -76,7 +76,7 @@ class Scene:
         return self.offloader.unpack(packed)
 
     def stages(self, bundle: Bundle) -> list[Stage]:
-        return [activation.stage for activation in bundle.waiting()]
+        return [activation.stage for activation in bundle.alive()]
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_what_autograd_drops_is_dropped(scene: Scene) -> None:
     del y
     scene.packed.clear()
     scene.offloader.reach(bundles[0])
-    assert [bundle.waiting() for bundle in bundles] == [[], [], [], []]
+    assert [bundle.alive() for bundle in bundles] == [[], [], [], []]
     assert scene.pool.in_use == 0
     assert scene.backend.said("upload", "wait")[-2:] == [
         "upload",
@@ -203,7 +203,7 @@ def test_device_memory_is_counted_and_free_at_once(scene: Scene) -> None:
     assert scene.stats.activation_bytes == 0
     scene.offloader.reach(bundle)
     assert scene.stats.activation_bytes == x.nbytes
-    device = bundle.waiting()[0].device
+    device = bundle.alive()[0].device
     assert device is not None
     memory = weak_storage(device)
     del device
@@ -303,8 +303,8 @@ def test_what_is_next_to_nothing_stays(scene: Scene) -> None:
         return sum(large(size).exp().sum() for size in sizes)
 
     _, bundle = scene.call(forward, ahead=9)
-    stages = {activation.nbytes: activation.stage for activation in bundle.waiting()}
-    stayed = [activation for activation in bundle.waiting() if activation.stage is Stage.DEVICE]
+    stages = {activation.nbytes: activation.stage for activation in bundle.alive()}
+    stayed = [activation for activation in bundle.alive() if activation.stage is Stage.DEVICE]
     assert [activation.nbytes for activation in stayed] == [4 * ROWS]
     assert stages[4 * 90 * ROWS] is stages[4 * 60 * ROWS] is Stage.LEAVING
 
@@ -317,7 +317,7 @@ def test_a_small_part_that_holds_much_leaves(scene: Scene) -> None:
         return (x * row).sum() + large(100 * ROWS).exp().sum()
 
     _, bundle = scene.call(partial(forward, hidden[0]), ahead=9)
-    assert sorted(activation.nbytes for activation in bundle.waiting()) == [4 * ROWS, 400 * ROWS]
+    assert sorted(activation.nbytes for activation in bundle.alive()) == [4 * ROWS, 400 * ROWS]
     assert set(scene.stages(bundle)) == {Stage.LEAVING}
     memory = weak_storage(hidden)
     del hidden
@@ -529,7 +529,7 @@ def test_members_that_part_are_two_bundles(scene: Scene) -> None:
     a, first = scene.call(exp(large()), 9, one, leaves=False)
     _, second = scene.call(exp(a), 9, two)
     assert first is not second
-    assert (len(first.waiting()), len(second.waiting())) == (0, 1)
+    assert (len(first.alive()), len(second.alive())) == (0, 1)
 
 
 def test_a_unit_of_several_members_stays_as_one(scene: Scene) -> None:
@@ -588,7 +588,7 @@ def test_units_that_keep_theirs_are_among_the_others(scene: Scene) -> None:
     a, first = scene.call(exp(x), 9)
     b, second = scene.call(exp(a), 9, leaves=False)
     assert scene.stages(first) == [Stage.HOST]
-    assert second.waiting() == []
+    assert second.alive() == []
     c, third = scene.call(exp(b), 9)
     assert third.before is second
     scene.offloader.reach(second)
@@ -617,7 +617,7 @@ def test_a_retained_graph_goes_back_to_the_host(scene: Scene) -> None:
             scene.offloader.reach(bundle)
             stages = [scene.stages(other)[0] for other in bundles]
             assert stages.count(Stage.BACK) <= 2
-            for packed in [p for p in scene.packed if p is not None and p.activation in bundle.waiting()]:
+            for packed in [p for p in scene.packed if p is not None and p.activation in bundle.alive()]:
                 assert torch.equal(scene.unpack(packed), scene.unpack(packed))
         scene.offloader.end_backward()
         assert [scene.stages(bundle)[0] for bundle in bundles] == [Stage.HOST] * 5
@@ -676,7 +676,7 @@ def test_backward_after_close_says_so(scene: Scene) -> None:
     scene.call(exp(large()), 9)
     scene.offloader.close()
     assert scene.pool.held == 0
-    with pytest.raises(RuntimeError, match="activations that superpipeline had on the host.*before `detach"):
+    with pytest.raises(RuntimeError, match="activations that were offloaded to the host.*before `detach"):
         y.sum().backward()
 
 
@@ -692,7 +692,7 @@ def test_everything_is_freed_by_reference_counting(scene: Scene) -> None:
             if ahead == 9:  # held as long as it leaves
                 assert not memory.expired()
                 scene.call(exp(large()), 9)
-            assert bundle.waiting() == []
+            assert bundle.alive() == []
             assert memory.expired()
     finally:
         gc.enable()
