@@ -236,7 +236,7 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _checked_by_torch(labels: Tensor, vocabulary: int) -> Tensor:
-    """Return the labels after torch's own bounds check: a RuntimeError on the CPU, an assertion on a GPU."""
+    """Return the labels after torch's own bounds check: an exception on the CPU, a device-side assertion on a GPU."""
     return torch.arange(vocabulary, device=labels.device).gather(0, labels.long())
 
 

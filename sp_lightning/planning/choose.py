@@ -86,7 +86,7 @@ def choose(
     least = _least_bytes(workload, windows)
     if budget < least:
         has, needs = readable_bytes(budget), readable_bytes(least)
-        raise ValueError(f"{has} of device memory are too little: {needs} are needed.")
+        raise ValueError(f"{has} of device memory is too little: {needs} is needed.")
     best = _choose_streaming(workload, machine, budget, windows, fill)
     sets = _sets_on_device(workload, budget - least) if fill else []
     tried: dict[int, _Candidate] = {}
