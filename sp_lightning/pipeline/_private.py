@@ -104,7 +104,7 @@ def graph_task() -> int:
 
 
 def in_backward() -> bool:
-    """Tell whether this thread runs a node of a backward pass; true in a checkpoint's recomputation, not in a forward."""
+    """Tell whether this thread runs a node of a backward pass: in a checkpoint's recomputation, not in a forward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
