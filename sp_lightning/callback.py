@@ -138,13 +138,13 @@ class CallbackMixin(_Base):
 
     def _step_begins(self, trainer: Trainer) -> None:
         if self._recorder is not None:
-            self._take(trainer, self._recorder.step_begins())
+            self._handle(trainer, self._recorder.step_begins())
 
     def _finish_recording(self, trainer: Trainer) -> None:
         if self._recorder is not None:
-            self._take(trainer, self._recorder.finish())
+            self._handle(trainer, self._recorder.finish())
 
-    def _take(self, trainer: Trainer, recording: Recording | None) -> None:
+    def _handle(self, trainer: Trainer, recording: Recording | None) -> None:
         """Compute metrics from a recording, and write the timeline if it is the first one."""
         if recording is not None:
             self._timed = timed_metrics(break_down(recording))
@@ -181,7 +181,7 @@ class CallbackMixin(_Base):
         self._recorder = self._counters = None
         if recorder is None or pipeline is None:
             return
-        self._take(trainer, recorder.finish())
+        self._handle(trainer, recorder.finish())
         recording = recorder.latest
         if recording is not None and recording is not self._written:
             self._write(trainer, recording)

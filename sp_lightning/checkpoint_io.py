@@ -105,7 +105,7 @@ def standalone(tensor: Tensor) -> Tensor:
     """Return `tensor` on the CPU as `torch.save` should see it: the same memory in a storage of exactly its size.
 
     Weights may share a flat buffer, and `torch.save` writes the whole storage behind a view: one weight picked out of a
-    checkpoint would bring its neighbours along.
+    checkpoint would bring its neighbors along.
 
     Args:
         tensor: A weight or a buffer, detached.

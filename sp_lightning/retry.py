@@ -81,9 +81,9 @@ class StepRetry:
         if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
             self._note_success(attempt)
             return output
-        attempt.loss, attempt.given = loss, loss.detach().requires_grad_()
+        attempt.loss, attempt.lightning_loss = loss, loss.detach().requires_grad_()
         self._attempt = attempt
-        return {**output, "loss": attempt.given} if isinstance(output, Mapping) else attempt.given
+        return {**output, "loss": attempt.lightning_loss} if isinstance(output, Mapping) else attempt.lightning_loss
 
     def evaluation_step(self, inputs: tuple[Any, ...], run: Callable[[], T]) -> T:
         """Run a validation, test or prediction step; arguments and errors are those of `training_step`."""
@@ -130,7 +130,7 @@ class StepRetry:
         self._note_success(attempt)
 
     def _backward(self, attempt: _Attempt, loss: Tensor, run: Callable[[Tensor], None]) -> None:
-        (scale,) = torch.autograd.grad(loss, attempt.given)
+        (scale,) = torch.autograd.grad(loss, attempt.lightning_loss)
         value = loss.detach()
 
         def backward() -> None:
@@ -226,11 +226,11 @@ class _Attempt:
         run: Runs the step.
         size: Bytes of its inputs.
         loss: The loss that it returned, with the module's graph.
-        given: The leaf that Lightning got in its place.
+        lightning_loss: The leaf that Lightning got in its place.
     """
 
     loss: Tensor | None = None
-    given: Tensor
+    lightning_loss: Tensor
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Decides, from the hooks that a module and its callbacks override, when the optimizer may step beside computing.
+"""Decides when the optimizer may step while the device computes, from the hooks that users override.
 
 Lightning calls users' hooks between backward and the optimizer's step. Whatever these do to gradients and weights must
 have the same effect as in plain training. Stepping after backward, during the next forward, is right with any hook.

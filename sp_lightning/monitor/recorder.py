@@ -20,7 +20,7 @@ class Recorder:
     Args:
         pipeline: The engine.
         steps: Number of steps that a recording shows.
-        interval: Steps from one recording to the next, at least 20. The last of them begins after the recording ended.
+        interval: Steps from one recording to the next, at least 20. A recording ends when the last of them begins.
         expected: Number of steps of the run, as far as it is known; the first recording ends before that.
 
     Attributes:

@@ -97,7 +97,7 @@ def outcome(stats: Stats, summary: Summary) -> str:
         stats: The pipeline's counters.
         summary: The pipeline's plan.
     """
-    living = f"\nOn the device live {summary.living_on_device}." if summary.living_on_device else ""
+    living = f"\nLiving on the device: {summary.living_on_device}." if summary.living_on_device else ""
     return (
         f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {readable_bytes(stats.bytes_to_device)} to the"
         f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late,"

@@ -136,7 +136,7 @@ class Calls:
             if member.is_streamed:
                 self._schedule.visit(member.index, direction)
                 self._learned.note_call(member.unit_name)
-            self._under_autocast.keep_apart_uses(member)
+            self._under_autocast.stop_lowering_if_reused(member)
             self._outside.unblock(member)
             for group in member.groups:
                 self._window.bring(group)

@@ -24,9 +24,9 @@ class PipelineOptions:
             is two until a planner has measured the first steps and chosen.
         k_prime: Number of units moved together in one transfer, at most `k`. `"auto"` is one until a planner has
             chosen.
-        memory_budget: Device memory that weights, gradients on their way to the host and (with
-            `activations="auto"`) activations may take: a number of bytes (an int), a fraction of the device's memory (a
-            float up to 1), or text such as `"12GB"`. `None` means 90 % of what is free, and no limit on the CPU.
+        memory_budget: Device memory that weights, gradients on their way to the host and activations may take: a number
+            of bytes (an int), text such as `"12GB"`, or a fraction of the device's memory (a float up to 1). `None`
+            means 90 % of what is free, and no limit on the CPU. A window that needs more is refused.
         units: The modules to use as units: classes, class names, or a callable `(name, module) -> bool`. `None` finds
             them automatically.
         resident: Names of modules or parameters to keep on the device at all times.

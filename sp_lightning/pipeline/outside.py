@@ -1,8 +1,8 @@
 """Weights used outside of their unit, and accesses to masters while a step runs.
 
 The guard (guard.py) notices accesses to masters; this module responds. A weight that is used outside of its unit's
-calls, or in another dtype than the one it is sent in, becomes resident: at once in memory of its own, so that this step
-is right, and for good in the next arrangement.
+calls, or in another dtype than the one it is sent in, gets memory of its own on the device at once, so that this step
+is right. The next arrangement makes the former resident, and sends the latter in its own dtype.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class OutsideUse:
             return twin.parameter
 
     def unblock(self, member: Member) -> None:
-        """Make the weights of a member resident whose group cannot be brought: a running call occupies its place."""
+        """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
         for group in [group for group in member.groups if self._window.is_blocked(group)]:
             for weight in {id(place.weight): place.weight for place in member.places}.values():
                 if weight.twin.group is group:
@@ -105,7 +105,7 @@ class OutsideUse:
                 hold_while_needed(weight.twin.parameter, graph, self._reach_leaf)
 
     def _reach_leaf(self, graph: Graph) -> None:
-        """Note that backward is about to accumulate the gradient of such a weight, in its graph."""
+        """Note that backward has reached a weight of a graph that used it outside of unit calls."""
         if not self._backward.closed:
             self._backward.go_through(graph)
 

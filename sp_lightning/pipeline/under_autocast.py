@@ -61,8 +61,8 @@ class UnderAutocast:
         self._learned.take_in(spy.lowered, spy.used_as_is, [place.weight for place in member.places])
         return output
 
-    def keep_apart_uses(self, member: Member) -> None:
-        """Send a weight uncast if one graph uses it twice: without its cache, autocast casts it for each use."""
+    def stop_lowering_if_reused(self, member: Member) -> None:
+        """Send a weight in its own dtype if one graph uses it twice: without its cache, autocast casts for each use."""
         if self._arrangement.autocast is None or torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
             return
         if in_backward():  # a checkpoint's recomputation repeats the same use

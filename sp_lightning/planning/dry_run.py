@@ -77,7 +77,7 @@ def dry_run(module: nn.Module, division: Division, inputs: Any, autocast: torch.
     """Follow one forward of a module in training mode.
 
     Args:
-        module: The module, on the meta device. Not it is called, but a copy of it.
+        module: The module, on the meta device. A copy of it is called, not the module itself.
         division: Its units. A weight is taken in its `compute_dtype`.
         inputs: Its inputs: a tuple is unpacked into positional arguments, a dictionary into keyword arguments. Only
             shapes and dtypes of tensors matter, so they may be on the meta device.

@@ -38,7 +38,7 @@ class Row:
     fits: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Numbers and names alone, for JSON."""
+        """Return numbers and names only, for JSON."""
         return {
             "k": self.choice.k,
             "k_prime": self.choice.k_prime,
@@ -77,7 +77,7 @@ class Report:
     not_followed: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Numbers and names alone, for JSON."""
+        """Return numbers and names only, for JSON."""
         units = self.estimate.workload.units
         return {
             "model": self.title,
@@ -218,7 +218,7 @@ def _windows(units: int) -> Iterator[int]:
 
 
 def _count(number: int) -> str:
-    """A large number as people say it."""
+    """Format a large number with a word for its magnitude."""
     for name, size in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
         if number >= size:
             return f"{number / size:.2f} {name}"

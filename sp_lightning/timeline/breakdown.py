@@ -147,7 +147,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
-    """Subtract intervals from others; both must be as `union` returns them."""
+    """Subtract `others` from `intervals`; both must be as `union` returns them."""
     left, first = [], 0
     for begin, end in intervals:
         while first < len(others) and others[first][1] <= begin:

@@ -1,6 +1,6 @@
 """A drawing: a few kinds of shapes with coordinates, rendered as SVG or PNG.
 
-Timelines and plots decide what to draw; only this file knows picture formats. Colours have names, so that one drawing
+Timelines and plots decide what to draw; only this file knows picture formats. Colors have names, so that one drawing
 serves light and dark pages.
 """
 
@@ -134,7 +134,7 @@ def label_size(box: Box) -> float:
 
 
 def style() -> str:
-    """Return CSS that defines the colours for light and dark pages, and a class for each."""
+    """Return CSS that defines the colors for light and dark pages, and a class for each."""
     light, dark = ("".join(f"--{_css(name)}:{values[page]};" for name, values in COLORS.items()) for page in (0, 1))
     classes = "".join(
         f".f-{_css(name)}{{fill:var(--{_css(name)})}}.s-{_css(name)}{{stroke:var(--{_css(name)})}}" for name in COLORS
@@ -150,7 +150,7 @@ def to_svg(drawing: Drawing, styled: bool = True) -> str:
 
     Args:
         drawing: The drawing.
-        styled: Whether the element includes its colours and background; False if the page around it has them.
+        styled: Whether the element includes its colors and background; False if the page around it has them.
     """
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_number(drawing.width)} {_number(drawing.height)}"'
@@ -222,7 +222,7 @@ def require_pillow(what: str) -> None:
 
 
 def save_png(drawing: Drawing, path: Path) -> None:
-    """Write the drawing as a PNG, in the colours of a light page.
+    """Write the drawing as a PNG, in the colors of a light page.
 
     Raises:
         ImportError: If Pillow is not installed.

@@ -30,7 +30,7 @@ WORDS = {
 """Names of the kinds of work in pictures."""
 
 PALE = {Kind.FETCH, Kind.SUMS, Kind.OFFLOAD, Kind.ADD, Kind.GRADIENTS}
-"""Kinds whose colour needs dark letters."""
+"""Kinds whose color needs dark letters."""
 
 _LANE_WORDS = {
     Lane.COMPUTE: "compute",
@@ -82,7 +82,7 @@ def headline(numbers: Breakdown) -> str:
 
 
 def where_time_goes(numbers: Breakdown) -> list[tuple[str, str, float]]:
-    """Return what the device did, as names, colours and seconds that add up to the total time."""
+    """Return what the device did, as names, colors and seconds that add up to the total time."""
     parts = [(WORDS[kind], kind.value, numbers.kinds[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD)]
     parts += [(f"waits for {cause}", "stall", seconds) for cause, seconds in sorted(numbers.stalls.items())]
     return [part for part in [*parts, ("elsewhere", "elsewhere", numbers.elsewhere)] if part[2] > 0]
