@@ -38,8 +38,8 @@ class Steps:
         self._precision = precision
         self._strategy = strategy
         self._lightning = lightning
-        # If a step ran again in one process only, the others would wait forever. A user's own `backward` may not call
-        # ours, which joins the graphs of a step that may run again.
+        # If a step ran again in one process only, the others would be left waiting. A user's own `backward` may not
+        # call ours, which joins the graphs of a step that may run again.
         alone = pipeline.replicas is None and not is_users(strategy, "backward")
         self._retry = StepRetry(pipeline, module, lightning, enabled=alone)
         self._evaluation_retry = StepRetry(pipeline, module, lightning, enabled=pipeline.replicas is None)

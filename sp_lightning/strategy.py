@@ -131,7 +131,7 @@ class SuperpipelineMixin(ProcessesMixin):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        # Not the base class's: it moves the model, and the optimizer state after it, to the device (hazard 4).
+        # Not calling the base class: it moves the model, and then the optimizer state, to the device (hazard 4).
         self._detach()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)

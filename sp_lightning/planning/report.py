@@ -18,7 +18,7 @@ from sp_lightning.planning.dry_run import CannotFollow
 from sp_lightning.planning.estimate import TERA, Assumptions, Estimate, estimate
 from sp_lightning.planning.workload import Workload
 
-_EVERY_K = 4  # up to here each k is in the table, above it only twice as many at a time
+_EVERY_K = 4  # up to here each k is in the table, then k doubles from row to row
 
 
 @dataclass(frozen=True)
