@@ -1,4 +1,4 @@
-"""The strategy, callback and checkpoint plugin for `lightning.pytorch`. `pytorch_lightning.py` mirrors this file."""
+"""The strategy, callback and checkpoint plugin for `lightning.pytorch`. `pytorch_lightning.py` is its twin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategy, callback and checkpoint plugin for `pytorch_lightning`. `lightning.py` mirrors this file."""
+"""The strategy, callback and checkpoint plugin for `pytorch_lightning`. `lightning.py` is its twin."""
 
 from __future__ import annotations
 
