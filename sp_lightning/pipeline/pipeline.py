@@ -206,7 +206,7 @@ class Pipeline:
         return [*self.arrangement.unmanaged.values(), *self.arrangement.on_device]
 
     def shrink(self) -> str | None:
-        """Use less device memory from the next step on, by giving up something that `"auto"` had chosen.
+        """Use less device memory from the next step on, by giving up something that the user has left open.
 
         Returns:
             What was given up, for the log; None if nothing was left to give up.
