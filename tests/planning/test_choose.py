@@ -40,7 +40,7 @@ def test_it_is_nearly_the_fastest_of_all_windows(workload: Workload, machine: Ma
     choices = [Choice(k, k_prime) for k in range(1, units + 1) for k_prime in range(1, k + 1)]
     fitting = [choice for choice in choices if device_bytes(workload, choice) <= budget]
     if not fitting:
-        with pytest.raises(ValueError, match="are needed"):
+        with pytest.raises(ValueError, match="is needed"):
             choose(workload, machine, budget)
         return
     plan = choose(workload, machine, budget)
