@@ -1,9 +1,9 @@
 """Models larger than GPU memory in PyTorch Lightning: `Trainer(strategy="superpipeline")`.
 
-Importing this package registers the strategy with Lightning. The registry must know the name before the Trainer is
+Importing this package registers the strategy with Lightning. The name has to be in the registry before the Trainer is
 built, and Lightning has no entry point for strategies. `lightning.pytorch` and `pytorch_lightning` have separate
-registries and classes that do not mix: the name is registered in each one that is imported already, or else in each one
-that is installed.
+registries, and their classes do not mix: the name is registered in each one that is already imported or, if none is, in
+each one that is installed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _ADAPTORS = {"lightning": "sp_lightning.lightning", "pytorch_lightning": "sp_lightning.pytorch_lightning"}
-"""The top package of each namespace, and the module that registers the strategy there when it is imported."""
+"""Top package of each namespace -> the module that registers the strategy there when imported."""
 
 
 def _adaptors() -> list[str]:
@@ -53,7 +53,7 @@ for _adaptor in _registered:
 
 
 def __getattr__(name: str) -> Any:
-    """Give the classes that need Lightning: for `lightning`, unless `pytorch_lightning` alone was imported before."""
+    """Return a class that needs Lightning: `lightning`'s, unless only `pytorch_lightning` had been imported before."""
     if name in __all__:
         for adaptor in _registered or _adaptors():
             return getattr(import_module(adaptor), name)

@@ -1,4 +1,4 @@
-"""`python -m sp_lightning` is `sp-lightning`."""
+"""`python -m sp_lightning` runs `sp-lightning`."""
 
 import sys
 

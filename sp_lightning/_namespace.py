@@ -1,9 +1,9 @@
-"""Everything of Lightning that the adaptor borrows, once per namespace.
+"""Everything that the adaptor uses from Lightning, once per namespace.
 
 `lightning.pytorch` and `pytorch_lightning` ship the same code twice: registries, base classes and exceptions of one
-are unknown to the other. The shared implementation therefore asks a `Namespace` for what it needs. Private Lightning
-names are gathered here, each with the reason why it is needed, so that a change in Lightning has one place to be
-followed up.
+are unknown to the other. The shared implementation therefore gets what it needs from a `Namespace`. Private names of
+Lightning are gathered here, each with the reason why it is needed, so that a change in Lightning is followed up in one
+place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-"""The two namespaces, each with the Fabric package that its classes come from."""
+"""The two namespaces, each with its Fabric package."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,22 @@ class Namespace:
         name: The import path of the namespace.
         misconfiguration: Its `MisconfigurationException`.
         fitting: The value of `trainer.state.fn` while `fit` runs.
-        precisions: Plugins whose weights are plain tensors that live anywhere.
+        precisions: Precision plugins whose weights are plain tensors and may be on any device.
         precision: The base class of all precision plugins, which is also the plugin of `32-true`.
         mixed_precision: The plugin of `16-mixed` and `bf16-mixed`.
-        rich: Callbacks with which Lightning shows that it draws with rich.
-        summary: The callback that prints what the model is.
-        averaging: Callbacks that keep a second copy of the model, on the device unless told otherwise.
+        rich: The callbacks that print with rich; if one is present, so do we.
+        summary: The callback that prints the model summary.
+        averaging: The callbacks that keep a second copy of the model, on the device unless told otherwise.
         pruning: The callback that prunes weights between epochs.
-        closure: Private. What automatic optimization gives an optimizer to call: nothing of the user's is in it.
+        closure: Private. The closure that automatic optimization passes to an optimizer; it contains no user code.
         wrapping_checkpoint_io: Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap.
         update_properties: Private. Sets `LightningModule.device` without moving a weight.
         empty_init: Private. The mode behind `trainer.init_module(empty_init=True)`.
         script_launcher: Private. Starts the user's script once more for each further device.
-        init_process_group: Private. Meets the other processes, at the address that the cluster environment knows.
-        reset_seed: Gives all processes the same seed, if there is one.
-        reduce: Private. What `self.log(sync_dist=True)` does.
-        rank_zero_only: Has the rank, for everything that is said or written once.
+        init_process_group: Private. Joins the other processes at the cluster environment's address.
+        reset_seed: Gives all processes the same seed, if one is set.
+        reduce: Private. The reduction behind `self.log(sync_dist=True)`.
+        rank_zero_only: Holds the rank that decides which process logs and warns.
         info: Logs on rank zero.
         warn: Warns on rank zero.
     """
@@ -71,14 +71,14 @@ class Namespace:
 
     @staticmethod
     def logged(module: Any) -> list[Any]:
-        """Private. Where `self.log` keeps values until the end of the epoch, if a loop is running."""
+        """Private. Return the collection in which `self.log` keeps values, if a loop is running."""
         results = None if module._trainer is None else module._trainer._results
         return [] if results is None else [results]
 
     @staticmethod
     @contextmanager
     def in_hook(module: Any, name: str) -> Iterator[None]:
-        """Private. As if Lightning called a hook of this name: `self.log` asks which one it is in."""
+        """Private. Run code as if in Lightning's hook of this name, which decides how `self.log` behaves."""
         before, module._current_fx_name = module._current_fx_name, name
         try:
             yield
@@ -92,23 +92,23 @@ class Namespace:
 
 
 def logs_now(trainer: Any) -> bool:
-    """Private. Whether Lightning writes to its loggers after this batch; its own monitors ask the same."""
+    """Private. Tell whether Lightning writes to its loggers after this batch; its own monitors use this."""
     return bool(trainer._logger_connector.should_update_logs)
 
 
 def is_tuning(trainer: Any) -> bool:
-    """Private. Whether a `Tuner` runs the Trainer: its callback ends the fit before it begins."""
+    """Private. Tell whether a `Tuner` runs the Trainer: its callback ends the fit before it begins."""
     return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
 
 
 def logged_step(trainer: Any) -> int:
-    """Private. The step under which Lightning logs: unlike `global_step` it does not count optimizers twice."""
+    """Private. Return the step under which Lightning logs: unlike `global_step`, it does not count each optimizer."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 @cache
 def namespace(name: str) -> Namespace:
-    """Return what the adaptor borrows from `lightning.pytorch` or `pytorch_lightning`."""
+    """Return what the adaptor uses from `lightning.pytorch` or `pytorch_lightning`."""
     fabric = FABRIC[name]
     plugins = import_module(f"{name}.plugins")
     callbacks = import_module(f"{name}.callbacks")

@@ -1,4 +1,4 @@
-"""The front door for plain PyTorch loops: the engine, with a planner."""
+"""`superpipeline(module, ...)`: the entry point for plain PyTorch loops, which gives the engine a planner."""
 
 from __future__ import annotations
 
@@ -30,30 +30,41 @@ def superpipeline(
     compile: bool = False,
     debug: bool = False,
 ) -> Pipeline:
-    """Train or run a module that is larger than the device, in a plain PyTorch loop.
+    """Stream a module that is larger than device memory, to train or run it in a plain PyTorch loop.
 
     Args:
-        module: The module, with its parameters on the CPU. Inputs go to the device, as ever.
-        device: Where to compute; by default the current accelerator, or else the CPU.
-        k: Units on the device at once; by default chosen by what the first steps take, within `memory_budget`.
-        k_prime: Units moved together, at most `k`; chosen likewise.
-        memory_budget: Device memory for weights, gradients on their way and activations, such as `"12GB"`.
-        units: What a unit is: module classes, class names, or `(name, module) -> bool`. `None` finds units.
-        resident: Names of modules and parameters that stay on the device.
-        activations: `"keep"` what a unit's forward saves for backward on the device, `"recompute"` it in backward
-            from the unit's inputs, or `"offload"` it to host memory until then. `"auto"` chooses for each unit.
-        overlap_optimizer: Step units on the host while the device computes.
-        resident_optimizer: Let whole units live on the device, with gradients and optimizer state, if there is room.
-        pin_memory: Page-locked host memory.
-        host_threads: Threads that step units and add up gradients on the host.
-        compile: Compile the forward of each unit, as `block.compile()` does.
-        debug: Delay copies, poison free slots, check accesses.
+        module: The module, with its parameters on the CPU. Inputs go on the device, as usual.
+        device: The device to compute on; by default the current accelerator, or else the CPU.
+        k: Number of units on the device at once. With `k` at least the number of units, nothing is streamed. `"auto"`
+            starts with two, then chooses what the first steps show to be fastest within `memory_budget`.
+        k_prime: Number of units moved together in one transfer, at most `k`. `"auto"` starts with one, and is then
+            chosen with `k`.
+        memory_budget: Device memory that weights, gradients on their way to the host and activations may take: a number
+            of bytes, text such as `"12GB"`, or a fraction of the device's memory. `None` means 90 % of what is free,
+            and no limit on the CPU. A window that needs more is refused.
+        units: The modules to use as units: classes, class names, or a callable `(name, module) -> bool`. `None` finds
+            them automatically.
+        resident: Names of modules or parameters to keep on the device at all times.
+        activations: What to do with the tensors that a unit saves for backward. `"keep"` leaves them on the device,
+            `"recompute"` keeps only the unit's inputs and runs its forward again in backward, `"offload"` moves them to
+            host memory until backward. `"auto"` measures two steps, then chooses for each unit so that everything fits.
+        overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. `"auto"` does so where
+            the result is that of a plain step; `True` makes anything else an error.
+        resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
+            `k="auto"` finds memory to spare. The optimizer steps them there, and only the other units stream.
+        pin_memory: Whether to use pinned (page-locked) host memory, which makes copies fast. `"auto"` pins where the
+            device gains by it.
+        host_threads: Number of threads that step the optimizer and add up gradients on the host. `"auto"` uses
+            `OMP_NUM_THREADS` if you set it, else three quarters of the cores near the device.
+        compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` does; units that
+            are alike share one graph. Blocks that you compiled yourself stay as they are.
+        debug: Whether to delay copies at random, poison free slots and check every access to a weight.
 
     Returns:
-        The attached pipeline; call its `detach()` to get the plain module back.
+        The attached pipeline. Its `detach()` gives the plain module back.
 
     Raises:
-        ValueError: If an argument is wrong or does not fit.
+        ValueError: If an argument is invalid, or does not fit the module or the available memory.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])

@@ -1,6 +1,6 @@
-"""The Callback: measures while a model trains, logs and draws it, and says in the end where the time went.
+"""The Callback: records steps while a model trains, logs metrics, draws a timeline, and gives advice at the end.
 
-It only observes; the strategy is complete without it. Nothing of it is in checkpoints.
+It only observes: the strategy is complete without it, and checkpoints contain nothing of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ else:
 
 
 class CallbackMixin(_Base):
-    """What `SuperpipelineCallback` is in every namespace."""
+    """The implementation of `SuperpipelineCallback`, shared by both namespaces."""
 
     lightning: ClassVar[Namespace]
 
@@ -121,7 +121,7 @@ class CallbackMixin(_Base):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        with suppress(Exception):  # the run has failed for another reason, which must be seen
+        with suppress(Exception):  # it must not hide the exception that ended the run
             if self._recorder is not None:
                 self._recorder.finish()
         self._recorder = self._counters = None
@@ -138,17 +138,17 @@ class CallbackMixin(_Base):
 
     def _step_begins(self, trainer: Trainer) -> None:
         if self._recorder is not None:
-            self._take(trainer, self._recorder.step_begins())
+            self._handle(trainer, self._recorder.step_begins())
 
     def _finish_recording(self, trainer: Trainer) -> None:
         if self._recorder is not None:
-            self._take(trainer, self._recorder.finish())
+            self._handle(trainer, self._recorder.finish())
 
-    def _take(self, trainer: Trainer, recording: Recording | None) -> None:
-        """Something was recorded."""
+    def _handle(self, trainer: Trainer, recording: Recording | None) -> None:
+        """Compute metrics from a recording, and write the timeline if it is the first one."""
         if recording is not None:
             self._timed = timed_metrics(break_down(recording))
-            if self._written is None:  # the first one at once, who knows when the run ends
+            if self._written is None:  # at once, as the run may end at any time
                 self._write(trainer, recording)
 
     def _write(self, trainer: Trainer, recording: Recording) -> None:
@@ -162,15 +162,15 @@ class CallbackMixin(_Base):
         self._written = recording
         try:
             write_timeline(recording, self.timeline, caption=caption)
-        except OSError as error:  # a picture is not worth a training
+        except OSError as error:  # must not end the training
             self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: {error}.")
 
     def _log(self, trainer: Trainer) -> None:
-        """To the loggers themselves: what the user's module logs, and what callbacks monitor, is not touched."""
+        """Log to the loggers directly: what the user's module logs, and what callbacks monitor, is not touched."""
         if self._counters is None or not trainer.loggers or not logs_now(trainer):
             return
         step = logged_step(trainer)
-        if step != self._logged:  # batches that are accumulated belong to one step
+        if step != self._logged:  # accumulated batches belong to one step
             self._logged = step
             values, self._timed = {**self._counters.read(), **self._timed}, {}
             for logger in trainer.loggers:
@@ -181,7 +181,7 @@ class CallbackMixin(_Base):
         self._recorder = self._counters = None
         if recorder is None or pipeline is None:
             return
-        self._take(trainer, recorder.finish())
+        self._handle(trainer, recorder.finish())
         recording = recorder.latest
         if recording is not None and recording is not self._written:
             self._write(trainer, recording)

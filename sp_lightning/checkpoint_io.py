@@ -1,9 +1,9 @@
 """Checkpoints without a second copy of the model in host memory.
 
-Lightning's default serialises into memory before it writes, and reads through a file object: the size of the
-checkpoint once more on save and on load (hazard 22). Here the file is written as it is serialised, beside its final
-place, and mapped into memory on load. The content is what Lightning writes: same keys, dtypes and values, loadable
-without this package.
+Lightning's default serializes into memory before it writes, and reads through a file object: save and load each take
+the checkpoint's size once more (hazard 22). Here the checkpoint is serialized straight into a temporary file beside the
+target, and memory-mapped on load. The content is what Lightning writes: same keys, dtypes and values, loadable without
+this package.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ def _on_host(storage: Any, location: str) -> Any:
 
 
 class StreamingCheckpointIO(_Base):
-    """Writes and reads local checkpoints without copies in memory; other places are left to Lightning.
+    """Writes and reads local checkpoints without a copy in memory, and leaves remote ones to Lightning.
 
-    A mixin: `SuperpipelineCheckpointIO` of each namespace joins it with that namespace's `TorchCheckpointIO`.
+    A mixin: each namespace's `SuperpipelineCheckpointIO` combines it with that namespace's `TorchCheckpointIO`.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write `checkpoint` to `path`: a reader sees the old file or the new one, never a part.
+        """Write `checkpoint` to `path` atomically: a reader sees the old file or the new one, never a part.
 
         Args:
-            checkpoint: What to write.
-            path: Where to write it: a local path or an fsspec address.
+            checkpoint: The checkpoint.
+            path: A local path or an fsspec address.
             storage_options: Not supported, as in Lightning's `TorchCheckpointIO`.
 
         Raises:
-            TypeError: `storage_options` is given.
+            TypeError: If `storage_options` is given.
         """
         target = _local(path)
         if target is None or storage_options is not None:
@@ -58,7 +58,7 @@ class StreamingCheckpointIO(_Base):
             with temporary.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
-                os.fsync(file.fileno())  # or a power cut after the rename could leave an empty file with this name
+                os.fsync(file.fileno())  # or a power cut after the rename could leave an empty file
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -70,24 +70,24 @@ class StreamingCheckpointIO(_Base):
         map_location: Callable[..., Any] | None = _on_host,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read the checkpoint at `path`; the tensors of a local file are read when they are used.
+        """Load the checkpoint at `path`. A local file is memory-mapped: its tensors are read when they are used.
 
         Args:
             path: A local path or an fsspec address.
             map_location: As in `torch.load`.
-            weights_only: As in `torch.load`; `None` is what the installed Lightning takes for a default.
+            weights_only: As in `torch.load`; `None` means the default of the installed Lightning.
 
         Returns:
             The checkpoint.
 
         Raises:
-            FileNotFoundError: There is no such file.
+            FileNotFoundError: If there is no such file.
         """
         base = super().load_checkpoint
-        # Lightning 2.5 has no `weights_only` here, and loads everything.
+        # Lightning 2.5 has no `weights_only` here, and always loads everything.
         optional = "weights_only" in inspect.signature(base).parameters
         source = _local(path)
-        if source is None or not zipfile.is_zipfile(source):  # torch cannot map files from before its zip format
+        if source is None or not zipfile.is_zipfile(source):  # torch cannot mmap files older than its zip format
             return base(path, map_location=map_location, **({"weights_only": weights_only} if optional else {}))
         if weights_only is None and not optional:
             weights_only = False
@@ -96,16 +96,16 @@ class StreamingCheckpointIO(_Base):
 
 
 def _local(path: str | Path) -> Path | None:
-    # How fsspec, which Lightning hands the rest to, tells an address ("s3://...", "zip::...") from a path.
+    # Lightning uses fsspec for the rest, which recognizes addresses ("s3://...", "zip::...") like this.
     remote = "://" in str(path) or "::" in str(path)
     return None if remote else Path(path).expanduser()
 
 
 def standalone(tensor: Tensor) -> Tensor:
-    """Return `tensor` on the CPU as `torch.save` should see it: with a storage of its own size, but the same memory.
+    """Return `tensor` on the CPU as `torch.save` should see it: the same memory in a storage of exactly its size.
 
-    Weights are views of a flat buffer, and `torch.save` writes the whole storage behind a view: one weight picked out
-    of a checkpoint would bring its neighbours along.
+    Weights may share a flat buffer, and `torch.save` writes the whole storage behind a view: one weight picked out of a
+    checkpoint would bring its neighbors along.
 
     Args:
         tensor: A weight or a buffer, detached.
@@ -117,17 +117,17 @@ def standalone(tensor: Tensor) -> Tensor:
         return tensor
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
-    # numpy's array is a view of the memory, and torch makes a storage of the array's extent from it. Bytes, as numpy
-    # has no bfloat16.
+    # Via numpy: its array is a view of the memory, from which torch makes a storage of just the array's extent. As
+    # bytes, because numpy has no bfloat16.
     memory = tensor.reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
 
 
 def own_memory(optimizer: Optimizer) -> None:
-    """Copy the state of `optimizer` that `load_state_dict` left in a mapped checkpoint file.
+    """Copy the state of `optimizer` that `load_state_dict` left in a memory-mapped checkpoint file.
 
-    `Optimizer.load_state_dict` keeps the tensors that it is given. In a mapped file they would be read from disk in
-    the middle of a step.
+    `Optimizer.load_state_dict` keeps the tensors that it is given. Memory-mapped ones would be read from disk in the
+    middle of a step.
 
     Args:
         optimizer: An optimizer whose state was just loaded.
@@ -136,5 +136,5 @@ def own_memory(optimizer: Optimizer) -> None:
         if isinstance(state, dict):
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.layout is torch.strided:
-                    # Storages of torch's own allocator can be resized; memory that came from a file cannot.
+                    # Storages from torch's own allocator are resizable; memory-mapped ones are not.
                     state[name] = value if value.untyped_storage().resizable() else value.clone()

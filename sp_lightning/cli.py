@@ -1,9 +1,9 @@
 """`sp-lightning fit|validate|test|predict|plan`: the strategy from the command line.
 
-The first four are a LightningCLI for any LightningModule, whose default strategy is ours. `plan` says what a model
-would take before there is a machine for it (`plan_command.py`). What is wrong with arguments is said in one line.
+The first four are a LightningCLI for any LightningModule, with our strategy as the default. `plan` predicts what a
+model would take, without the machine for it (`plan_command.py`). Errors in arguments are reported in one line.
 
-Nothing else imports this module: it needs jsonargparse, which the extra `sp-lightning[cli]` brings.
+Nothing else imports this module: it needs jsonargparse, which the extra `sp-lightning[cli]` installs.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ else:
 
 PROGRAM = "sp-lightning"
 RUNS = ("fit", "validate", "test", "predict")
-"""Commands that are LightningCLI's."""
+"""The commands of LightningCLI."""
 COMMANDS = (*RUNS, "plan")
 
 _STRATEGIES = {
     "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
     "pytorch_lightning": "sp_lightning.pytorch_lightning.SuperpipelineStrategy",
 }
-_NEEDED = ("jsonargparse", "docstring_parser", "typeshed_client")  # what `jsonargparse[signatures]` brings
+_NEEDED = ("jsonargparse", "docstring_parser", "typeshed_client")  # what `jsonargparse[signatures]` installs
 
-# Lines of jsonargparse that say how it looked at a value, not what is wrong with it.
+# Lines in jsonargparse's messages that show how it parsed a value, not what is wrong with it.
 _STRUCTURE = re.compile(r"$|'[\w.]+':$|Does not validate|Subtypes:|Errors:|Given value|Expected a (path but|<|typing)")
 
 
 class CommandLineMixin(_Base):
-    """What the LightningCLI behind `sp-lightning` is in every namespace."""
+    """Our changes to LightningCLI, shared by both namespaces."""
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -57,14 +57,14 @@ class CommandLineMixin(_Base):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except ValueError as error:  # a class did not like a value: as wrong as one that the parser did not like
+        except ValueError as error:  # a value that a class rejects, not the parser, is an invalid argument, too
             raise ArgumentError(None, str(error)) from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         assert self.subcommand is not None
         if self.config[self.subcommand].trainer.logger is False:
-            # The configuration is kept beside the logs. Without logs it would land in the current folder.
+            # LightningCLI saves the configuration beside the logs; without logs, it would do so in the current folder.
             self.save_config_callback = None
         return super().instantiate_trainer(**kwargs)
 
@@ -73,16 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sp-lightning`.
 
     Args:
-        arguments: What follows the program's name; `None` takes it from `sys.argv`.
+        arguments: The arguments after the program's name; `None` takes them from `sys.argv`.
 
     Returns:
-        The exit status: 0; 2 if an argument is wrong; 1 if what was asked for cannot be done.
+        The exit status: 0 on success, 2 if an argument is wrong, 1 if the command cannot be carried out.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         return _fail(f"the command line needs {', '.join(missing)}: pip install 'sp-lightning[cli]'", 1)
-    if os.getcwd() not in sys.path:  # a console script, unlike `python -m`, does not find the modules of this folder
+    if os.getcwd() not in sys.path:  # unlike `python -m`, a console script does not import from the current folder
         sys.path.insert(0, os.getcwd())
     try:
         if arguments[:1] == ["plan"]:
@@ -107,7 +107,7 @@ def _run(arguments: list[str]) -> None:
     try:
         run_in(first, arguments)
     except ArgumentError as error:
-        # In search of the model its module was imported, and that imported the namespace that it is made for.
+        # The search for the model imported its module, which in turn imported the namespace that it belongs to.
         used = [name for name in others if name in sys.modules]
         if not used or "does not correspond to a subclass" not in str(error):
             raise
@@ -115,14 +115,14 @@ def _run(arguments: list[str]) -> None:
 
 
 def run_in(name: str, arguments: list[str]) -> None:
-    """Run the LightningCLI of one namespace, in which our strategy is the default.
+    """Run the LightningCLI of one namespace, with our strategy as the default.
 
     Args:
         name: "lightning.pytorch" or "pytorch_lightning".
         arguments: The command line.
 
     Raises:
-        argparse.ArgumentError: An argument is unknown, missing, or has a value that it cannot have.
+        argparse.ArgumentError: If an argument is unknown, missing or invalid.
     """
     command_line: Any = type("SuperpipelineCLI", (CommandLineMixin, import_module(f"{name}.cli").LightningCLI), {})
     quiet = {"exit_on_error": False}
@@ -140,10 +140,10 @@ def run_in(name: str, arguments: list[str]) -> None:
 
 
 def one_line(message: str) -> str:
-    """Say in one line what jsonargparse says as a tree of all types that a value could have had.
+    """Condense an error message into one line.
 
     Args:
-        message: A message of jsonargparse, or any other.
+        message: A message of jsonargparse, which lists all types that a value could have had as a tree, or any other.
     """
     keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)":', message))
     inner = message.partition("Problem with given class_path")[2] or message
@@ -162,7 +162,7 @@ def one_line(message: str) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether Lightning or this package says that something cannot be done; all else is somebody's bug."""
+    """Tell whether Lightning or this package raised an error on purpose; anything else is a bug."""
     if any(isinstance(error, namespace(name).misconfiguration) for name in FABRIC if name in sys.modules):
         return True
     raised_in = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)][-1]

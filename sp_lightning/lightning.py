@@ -1,4 +1,4 @@
-"""The strategy, the callback and the checkpoint plugin for `lightning.pytorch`. `pytorch_lightning.py` is its twin."""
+"""The strategy, callback and checkpoint plugin for `lightning.pytorch`. `pytorch_lightning.py` is its twin."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from sp_lightning.strategy import SuperpipelineMixin
 
 
 class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO`, without its second copy of the checkpoint in host memory."""
+    """Lightning's `TorchCheckpointIO` without the second copy of the checkpoint in host memory."""
 
 
 class SuperpipelineCallback(CallbackMixin, Callback):
-    """Logs what is streamed, draws it, and says in the end where the time went. It observes only.
+    """Logs streaming metrics, draws a timeline and reports where the time went. It only observes.
 
-    While a model trains, the Trainer's loggers get metrics under `superpipeline/`. Every now and then a step is
-    recorded, for times; at the end of each recording the host waits once for the device.
+    While a model trains, the Trainer's loggers receive metrics under `superpipeline/`. Every now and then a step is
+    recorded to measure times; at the end of each recording the host waits once for the device.
 
     Args:
-        timeline: A file for a picture of where the time of a step goes, for a name that ends in ".html" (a page to
-            zoom into) or ".png", or a Chrome trace for ".json". It is written once a few steps are done, and with
-            later steps at the end.
-        timeline_steps: How many steps it shows.
-        summary: Whether to print a table when a run begins, and in the end what was streamed and what would help.
-            Without this callback there is a table if the Trainer prints a summary of the model.
+        timeline: The file to write a picture of where the time of a step goes to. Its suffix selects the format:
+            ".html" (a page to zoom into), ".png", or ".json" (a Chrome trace). The file is written as soon as the first
+            recording is complete, and again with later steps at the end of the run.
+        timeline_steps: The number of steps in the timeline.
+        summary: Whether to print the plan as a table when a run begins and, at the end, what was streamed and what
+            would make it faster. Without this callback, the table is printed if the Trainer prints a model summary.
 
     Raises:
-        ImportError: `timeline` ends in ".png", and Pillow is not installed.
-        ValueError: `timeline` ends in something else, or `timeline_steps` is less than one.
+        ImportError: If `timeline` ends in ".png" and Pillow is not installed.
+        ValueError: If `timeline` has another suffix, or `timeline_steps` is less than one.
 
     Example::
 
@@ -57,47 +57,51 @@ class SuperpipelineCallback(CallbackMixin, Callback):
 
 
 class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
-    """Trains, validates, tests and predicts with models larger than the memory of the device.
+    """Trains, validates, tests and predicts with models larger than device memory.
 
-    Weights, gradients and optimizer state live in host memory. The model is split into units (layers, blocks), of
-    which `k` are on the device at once, and the moving hides behind the computing. Losses, gradients and weights are
+    Weights, gradients and optimizer state live in host memory. The model is split into units (layers, blocks), `k` of
+    which are on the device at a time, and units are copied while others compute. Losses, gradients and weights are
     those of plain training.
 
     Args:
-        accelerator: As in every Lightning strategy; the Trainer sets it.
-        parallel_devices: As in every Lightning strategy; the Trainer sets it. With more than one device
-            there is a process for each, with a replica of the model, and gradients are averaged as DDP does.
-        cluster_environment: As in every Lightning strategy; the Trainer sets it.
-        checkpoint_io: How checkpoints are written and read. By default they are streamed, without a second copy in
-            memory.
-        precision_plugin: As in every Lightning strategy; the Trainer sets it.
-        process_group_backend: How processes on several devices talk; by default what torch has for the device.
-        timeout: How long one of them waits for the others.
-        k: How many units are on the device at once. With `k` at least the number of units, nothing is streamed.
-            "auto" begins with two and chooses what the first steps show to be fastest within `memory_budget`.
-        k_prime: How many units one transfer moves, at most `k`. "auto" begins with one and is chosen with `k`.
-        memory_budget: The device memory that a step may take, in bytes, as "12GB", or as a fraction of the device.
-            None is 90 % of what is free.
-        units: What a unit is: module classes or their names, or a function of a module's name and the module. None
-            finds them.
-        resident: Names of modules or parameters that always stay on the device.
-        activations: What happens to what a unit's forward saves for backward: "keep" leaves it on the device,
-            "recompute" keeps the unit's inputs alone and runs its forward again in backward, "offload" lets it wait in
-            host memory. "auto" measures and chooses for each unit, so that all of it fits.
-        overlap_optimizer: Whether the optimizer steps unit by unit while the device computes, with the numbers of a
-            plain step. "auto" does so where the optimizer treats each weight by itself; True makes any other an error.
+        accelerator: Set by the Trainer, as in every Lightning strategy.
+        parallel_devices: Set by the Trainer, as in every Lightning strategy. With more than one device, each has a
+            process with its own replica of the model, and gradients are averaged as in DDP.
+        cluster_environment: Set by the Trainer, as in every Lightning strategy.
+        checkpoint_io: The plugin that writes and reads checkpoints. The default streams them, without a second copy
+            in host memory.
+        precision_plugin: Set by the Trainer, as in every Lightning strategy.
+        process_group_backend: The `torch.distributed` backend for training on several devices. None uses torch's
+            default for the device.
+        timeout: How long a process waits for the others.
+        k: Number of units on the device at once. With `k` at least the number of units, nothing is streamed. "auto"
+            starts with two, then chooses what the first steps show to be fastest within `memory_budget`.
+        k_prime: Number of units moved together in one transfer, at most `k`. "auto" starts with one, and is then chosen
+            with `k`.
+        memory_budget: Device memory that weights, gradients on their way to the host and activations may take: a number
+            of bytes, text such as "12GB", or a fraction of the device's memory. None means 90 % of what is free, and no
+            limit on the CPU. A window that needs more is refused.
+        units: The modules to use as units: classes, class names, or a callable `(name, module) -> bool`. None finds
+            them automatically.
+        resident: Names of modules or parameters to keep on the device at all times.
+        activations: What to do with the tensors that a unit saves for backward. "keep" leaves them on the device,
+            "recompute" keeps only the unit's inputs and runs its forward again in backward, "offload" moves them to
+            host memory until backward. "auto" measures two steps, then chooses for each unit so that everything fits.
+        overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. "auto" does so where
+            the result is that of a plain step; True makes anything else an error.
         resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
-            `k="auto"` finds memory to spare. They are stepped there, and only the rest streams.
-        pin_memory: Whether host memory is page-locked, which makes transfers fast.
-        host_threads: How many threads step the optimizer and add up gradients on the host, beside the training loop.
-            "auto" takes three quarters of the cores near the device, or as many as `OMP_NUM_THREADS` says.
-        compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` would. Blocks
-            that you compiled yourself stay as they are.
-        debug: Whether to poison free device memory, to delay transfers at random and to check every access.
+            `k="auto"` finds memory to spare. The optimizer steps them there, and only the other units stream.
+        pin_memory: Whether to use pinned (page-locked) host memory, which makes copies fast. "auto" pins where the
+            device gains by it.
+        host_threads: Number of threads that step the optimizer and add up gradients on the host. "auto" uses
+            `OMP_NUM_THREADS` if you set it, else three quarters of the cores near the device.
+        compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` does; units that
+            are alike share one graph. Blocks that you compiled yourself stay as they are.
+        debug: Whether to delay copies at random, poison free slots and check every access to a weight.
 
     Raises:
-        ValueError: An argument has a value that it cannot have.
-        MisconfigurationException: The Trainer's other arguments do not go with the strategy.
+        ValueError: If an argument has an invalid value.
+        MisconfigurationException: If the Trainer's other arguments do not work with this strategy.
 
     Example::
 
@@ -157,5 +161,5 @@ class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):
 
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)
-# To Lightning this class means that a module is in no wrapper, and may be compiled as a whole; it means nothing else.
+# Lightning takes a SingleDeviceStrategy to mean only that the module has no wrapper and may be compiled as a whole.
 SingleDeviceStrategy.register(SuperpipelineStrategy)

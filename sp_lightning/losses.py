@@ -1,25 +1,25 @@
-"""Losses that need less device memory than their textbook form; torch alone, usable in any module under any strategy.
+"""Losses that take less device memory than their textbook form. They need torch alone, and work under any strategy.
 
 [Note: slices of the vocabulary, each computed twice]
-A language model's logits are by far its largest activation: 8192 tokens times 128 000 words are 2 GB in bf16, and as
-much as 8 GB more while the loss is computed in fp32. `chunked_cross_entropy` never has more than a slice of them. The
-slices are of the vocabulary, not of the tokens, and backward computes them a second time instead of forward leaving
-gradients behind. Both choices are about exactness and memory:
+A language model's logits are by far its largest activation: 8192 tokens times 128 000 words are 2 GB in bf16, and up
+to 8 GB more while the loss is computed in fp32. `chunked_cross_entropy` materializes only a slice of them at a time.
+It slices the vocabulary, not the tokens, and recomputes the slices in backward, where other implementations compute
+the gradients in forward. Both choices are about exactness and memory:
 
-- The weight's gradient sums over tokens. With slices of the vocabulary each of its rows is the result of one matrix
-  product, as in plain training. With slices of the tokens it would be a sum of roundings, unless it was kept in fp32:
-  twice the memory of a head in bf16, read and written once for each slice. What sums over the vocabulary is the
-  gradient of `hidden`, which is small, and is summed in fp32.
+- The weight's gradient sums over tokens. With slices of the vocabulary, each of its rows is the result of one matrix
+  product, as in plain training. With slices of the tokens it would be a sum of rounded products, unless it was
+  accumulated in fp32: twice the memory of a head in bf16, read and written once per slice. The gradient that sums over
+  the vocabulary is that of `hidden`, which is small, and is accumulated in fp32.
 - Backward knows the gradient of the loss, and with it the scale of a GradScaler, before anything is rounded to fp16.
-  A forward that computes gradients does not: they may be too small for fp16, or their sum over all tokens too large.
-- Nothing is kept from forward to backward but two numbers for each token. Evaluation computes nothing in excess,
-  `retain_graph` and gradients that nobody needs (a frozen head under LoRA) take care of themselves, and a streamed
-  weight is fetched for backward as any other.
+  A forward that computes gradients does not: they may underflow in fp16, or their sum over all tokens overflow.
+- Forward keeps only two numbers per token for backward. Evaluation computes nothing in excess, `retain_graph` and
+  unneeded gradients (a frozen head under LoRA) need no special case, and a streamed weight is fetched for backward like
+  any other.
 
 The price is four matrix products of the head in place of three, each of ordinary size, as a slice of logits is about as
 large as `hidden`. On one CPU core (2048 tokens, width 512, 32 000 words) forward and backward take 1.25 times as long
-as with all logits in fp32, and no longer under autocast to bf16, where three products with a sum in fp32 take 1.6 times
-as long; memory on top of the inputs falls from 760 to 140 MiB, of which the weight's gradient is 62.
+as with all logits in fp32. Under autocast to bf16 they take no longer, where three products with a sum in fp32 take 1.6
+times as long. Memory on top of the inputs falls from 760 to 140 MiB, of which the weight's gradient is 62.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 _ENOUGH_LOGITS = 1 << 22  # in a slice: more of them do not make a device any faster
 _LEAST_SLICES = 8
-_ALIGNMENT = 16  # rows; what tensor cores want of a matrix's side
+_ALIGNMENT = 16  # rows: tensor cores want a matrix's side to be a multiple of this
 
 
 def chunked_cross_entropy(
@@ -50,34 +50,35 @@ def chunked_cross_entropy(
     shift: bool = False,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Cross entropy of a linear head, without ever having all of its logits in memory.
+    """Compute the cross entropy of a linear head without materializing all of its logits.
 
-    The same number and the same gradients, up to rounding, as
+    Loss and gradients equal, up to rounding, those of
     `F.cross_entropy(F.linear(hidden, weight, bias).float(), labels)`, also under autocast. As in transformers, the loss
-    is computed and returned in fp32 where `hidden` is of lower precision.
+    is computed and returned in fp32 where `hidden` has a lower precision.
 
     Args:
-        hidden: What goes into the head: floating point, of shape `(..., width)`.
+        hidden: Floating-point input of the head, of shape `(..., width)`.
         weight: The head's weight, of shape `(vocabulary, width)`: `lm_head.weight`, or a tied embedding's.
         labels: Indices into the vocabulary, of shape `(...)`.
         bias: The head's bias, of shape `(vocabulary,)`.
-        ignore_index: Positions with this label count for nothing.
+        ignore_index: Label of positions that contribute neither to the loss nor to the gradients.
         label_smoothing: Share of the target that is spread evenly over the vocabulary.
         reduction: `"mean"` over the positions that are not ignored (NaN if there are none), `"sum"`, or `"none"`: a
             loss for each position.
-        softcap: Squeeze logits into `(-softcap, softcap)` by `softcap * tanh(logits / softcap)`, as Gemma does.
-        shift: Each position predicts the label of the next, as when transformers gets `labels=input_ids`; the last
-            position predicts nothing.
-        chunk_size: How many words of the vocabulary have their logits in memory at once. By default a slice of logits
-            is about as large as `hidden`, and at most an eighth of them all.
+        softcap: If given, squeeze logits into `(-softcap, softcap)` by `softcap * tanh(logits / softcap)`, as Gemma
+            does.
+        shift: Whether each position predicts the label of the next one, as when transformers is given
+            `labels=input_ids`; the last position predicts nothing.
+        chunk_size: Number of vocabulary entries whose logits are in memory at once. By default a slice of logits is
+            about as large as `hidden`, and at most an eighth of all logits.
 
     Returns:
         The loss: a scalar, or with `reduction="none"` a tensor of the shape of `labels`.
 
     Raises:
-        ValueError: If shapes, dtypes, devices or choices are wrong.
-        RuntimeError: If a label is not in the vocabulary (on a GPU: torch's assertion), or if gradients are to be
-            differentiated again.
+        ValueError: If shapes, dtypes, devices or options are invalid.
+        RuntimeError: If a label is not in the vocabulary (on a GPU: torch's device-side assertion), or if the gradients
+            are differentiated again.
 
     Example:
         >>> hidden, head = torch.randn(2, 5, 8, requires_grad=True), torch.nn.Linear(8, 100, bias=False)
@@ -86,7 +87,7 @@ def chunked_cross_entropy(
         >>> loss.backward()
     """
     tensors = [tensor for tensor in (hidden, weight, labels, bias) if tensor is not None]
-    if has_torch_function(tensors):  # a weight that superpipeline streams is put in here
+    if has_torch_function(tensors):  # superpipeline replaces a guarded master by its twin here
         redirected: Tensor = handle_torch_function(
             chunked_cross_entropy,
             tensors,
@@ -125,7 +126,7 @@ def chunked_cross_entropy(
 
 
 class _TokenLosses(torch.autograd.Function):
-    """One loss for each row of `hidden`; see the note at the top."""
+    """Computes one loss for each row of `hidden`; see the note at the top."""
 
     @staticmethod
     def forward(
@@ -139,10 +140,10 @@ class _TokenLosses(torch.autograd.Function):
         chunk_size: int,
     ) -> Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        # probabilities are exp(logit - peak) / norm, with the highest logit so far, as softmax has it for all at once
+        # online softmax: probabilities are exp(logit - peak) / norm, where peak is the highest logit so far
         peak = hidden.new_full(labels.shape, torch.finfo(dtype).min, dtype=dtype)
         norm, target, total = torch.zeros_like(peak), torch.zeros_like(peak), torch.zeros_like(peak)
-        with torch.autocast(hidden.device.type, enabled=False):  # what it would cast is cast by hand, slice by slice
+        with torch.autocast(hidden.device.type, enabled=False):  # casts are done by hand, slice by slice
             for rows in _slices(len(weight), chunk_size):
                 logits = _logits(hidden, *_lowered(weight, bias, rows, hidden.dtype), softcap)
                 column, found = _position(labels, rows)
@@ -158,7 +159,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # `once_differentiable` would let a gradient penalty pass for a constant
+        if torch.is_grad_enabled():  # `once_differentiable` would treat a gradient penalty as a constant
             raise RuntimeError(
                 "The gradients of chunked_cross_entropy cannot be differentiated again (create_graph=True). Use "
                 "F.cross_entropy(F.linear(hidden, weight), labels) where second derivatives are needed."
@@ -174,7 +175,7 @@ class _TokenLosses(torch.autograd.Function):
                 piece, bias_piece = _lowered(weight, bias, rows, hidden.dtype)
                 logits = _logits(hidden, piece, bias_piece, softcap)
                 slope = None if softcap is None else 1 - (logits / softcap).square()
-                # probability minus target, times the outer gradient, in the memory of the logits
+                # (probability - target) * outer gradient, computed in the memory of the logits
                 grad_logits = logits.sub_(peak[:, None]).exp_().mul_((gradient / norm)[:, None])
                 column, found = _position(labels, rows)
                 grad_logits.scatter_add_(1, column, (gradient * (label_smoothing - 1) * found)[:, None])
@@ -199,18 +200,18 @@ def _slices(vocabulary: int, chunk_size: int) -> Iterator[slice]:
 
 
 def _lowered(weight: Tensor, bias: Tensor | None, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """A slice of the head in the dtype to compute in; autocast would have a copy of the whole head."""
+    """Return a slice of the head in the dtype to compute in; autocast would make a copy of the whole head."""
     return weight[rows].to(dtype), None if bias is None else bias[rows].to(dtype)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-    """Logits in memory of their own, in at least fp32."""
+    """Compute logits in at least fp32, in memory that may be overwritten."""
     logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _position(labels: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """For each label a column in this slice of logits, and whether it is really there."""
+    """Return each label's column in this slice of logits, clamped into the slice, and whether it really lies there."""
     column = labels - rows.start
     size = rows.stop - rows.start
     return column.clamp(0, size - 1)[:, None], (column >= 0) & (column < size)
@@ -222,7 +223,7 @@ def _automatic_chunk_size(tokens: int, width: int, vocabulary: int) -> int:
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What a linear layer would compute in."""
+    """Return the dtype that a linear layer would compute in."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(device)
@@ -235,7 +236,7 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _checked_by_torch(labels: Tensor, vocabulary: int) -> Tensor:
-    """The labels, after torch's own check of an index: an IndexError on the host, an assertion on a device."""
+    """Return the labels after torch's own bounds check: an exception on the CPU, a device-side assertion on a GPU."""
     return torch.arange(vocabulary, device=labels.device).gather(0, labels.long())
 
 

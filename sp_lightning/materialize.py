@@ -1,4 +1,4 @@
-"""Turning a model that was built on the meta device into one in host memory."""
+"""Materialization of models that were built on the meta device, in host memory."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from sp_lightning._namespace import Namespace
 
 
 def materialize(module: nn.Module, lightning: Namespace) -> None:
-    """Give every meta tensor of `module` memory on the CPU and let its owner fill it with `reset_parameters`.
+    """Give every meta tensor of `module` memory on the CPU and have its owner fill it with `reset_parameters`.
 
-    Parameter objects are kept (optimizers may hold them already, hazard 5), and with them ties: a weight shared by
-    two modules is filled by the first one that `named_modules` meets.
+    Parameter objects are kept (optimizers may already hold them, hazard 5), and so are ties: a weight shared by two
+    modules is filled by the first one in `named_modules`.
 
     Args:
         module: Any module; without meta tensors nothing happens.
-        lightning: Where the exception comes from.
+        lightning: The namespace of the exception.
 
     Raises:
-        MisconfigurationException: A module with meta tensors has no `reset_parameters`.
+        MisconfigurationException: If a module with meta tensors has no `reset_parameters`.
     """
     for name, owner in module.named_modules():
         tensors = [t for t in chain(owner.parameters(recurse=False), owner.buffers(recurse=False)) if t.is_meta]
         if not tensors:
             continue
-        # torch.nn.MultiheadAttention is the one layer of torch whose method has an underscore.
+        # torch.nn.MultiheadAttention is the only layer of torch whose method has an underscore.
         reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
         lightning.check(
             callable(reset),
@@ -45,5 +45,5 @@ def _give_memory(tensor: Tensor) -> None:
     memory = torch.empty_like(tensor, device="cpu")
     if isinstance(tensor, nn.Parameter):
         memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
-    # `.data = ` refuses to change a meta tensor into a real one.
+    # `.data = ` refuses to turn a meta tensor into a real one.
     torch.utils.swap_tensors(tensor, memory)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""What the strategy says of a run by itself: its plan, what was chosen since, how optimizers step, what was streamed.
+"""The strategy's own messages about a run: its plan, later choices, how optimizers step, what was streamed.
 
-It says it to whom the Trainer prints a summary of the model. Metrics, recordings and advice are the callback's, if it
-is asked for: loggers, and the Trainer's callbacks, have what the user gave them and nothing else.
+They are shown if the Trainer prints a model summary. Metrics, recordings and advice come from the callback, if the user
+adds it: the strategy itself adds nothing to the Trainer's loggers and callbacks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Narrator:
-    """Says what a run is going to do, and what it has done.
+    """Reports what a run is going to do and what it has done.
 
     Args:
-        lightning: What is borrowed from the namespace.
-        callback: Its `SuperpipelineCallback`, which decides if there is one.
+        lightning: The namespace of Lightning in use.
+        callback: Its `SuperpipelineCallback`. If the Trainer has one, its `summary` decides what is shown.
     """
 
     def __init__(self, lightning: Namespace, callback: type[Any]) -> None:
@@ -38,12 +38,12 @@ class Narrator:
     def begin(
         self, trainer: Trainer, pipeline: Pipeline | None, optimizers: Iterable[tuple[Optimizer, SteppingPlan]]
     ) -> None:
-        """Show the plan. Of evaluations in a loop nothing is said, also in the end, while their plan stays the same.
+        """Show the plan. Repeated evaluations stay silent, also at their end, while their plan does not change.
 
         Args:
-            trainer: Whose run begins.
+            trainer: The Trainer whose run begins.
             pipeline: The engine; None if there is nothing to stream.
-            optimizers: Each optimizer, and when it is going to step which weights.
+            optimizers: Each optimizer, with the plan for when it steps which weights.
         """
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._speaks = pipeline is not None and self._is_asked(trainer)
@@ -67,15 +67,15 @@ class Narrator:
         return any(chosen or (isinstance(callback, self._lightning.summary) for callback in callbacks))
 
     def stepping(self, optimizer: Optimizer, plan: SteppingPlan) -> None:
-        """Say when an optimizer steps which weights, unless that was said before."""
+        """Report when an optimizer steps which weights, unless that was reported before."""
         text = _stepping(optimizer, plan)
         if self._is_new(text):
             self._lightning.info(f"Superpipeline: {text}")
 
     def measured(self, result: WindowPlan | str) -> None:
-        """Say what came of measuring the first steps: a plan, or why there is none."""
+        """Report the result of measuring the first steps: a plan, or why there is none."""
         if isinstance(result, str):
-            if self._is_new("no plan"):  # with other numbers each time
+            if self._is_new("no plan"):  # once: the numbers in the text differ each time
                 self._lightning.warn(result)
         elif self._speaks and self._is_new((result.k, result.k_prime, result.resident, result.on_device)):
             self._lightning.info(f"Superpipeline: {planned(result)}")
@@ -86,7 +86,7 @@ class Narrator:
         return is_new
 
     def end(self, pipeline: Pipeline | None) -> None:
-        """Say what was streamed, if the plan was shown."""
+        """Report what was streamed, if the plan was shown."""
         if self._speaks and pipeline is not None:
             self._lightning.info(outcome(pipeline.stats, pipeline.summary()))
 

@@ -1,4 +1,4 @@
-"""`sp-lightning plan`: what a model would take, for whoever has not got the machine yet (see `planning/report.py`)."""
+"""`sp-lightning plan`: predicts what a model would take, without the machine for it (see `planning/report.py`)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def run(arguments: Sequence[str], program: str) -> None:
 
     Args:
         arguments: The command line after `plan`.
-        program: How the command is called.
+        program: The command's name in usage and error messages.
 
     Raises:
-        argparse.ArgumentError: An argument is unknown, missing, or has a value that it cannot have.
-        ValueError: The model cannot be planned for.
+        argparse.ArgumentError: If an argument is unknown, missing or invalid.
+        ValueError: If the model cannot be planned for.
     """
     arguments, of_model = _split(arguments)
     options = _parser(program).parse_args(arguments)
@@ -71,7 +71,7 @@ def _parser(program: str) -> ArgumentParser:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments for us, and those for the model's class."""
+    """Split arguments into ours and those for the model's class."""
     ours: list[str] = []
     of_model: list[str] = []
     rest = iter(arguments)
@@ -86,7 +86,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _module(class_path: str, arguments: list[str]) -> nn.Module:
-    """Build a module on the meta device, where it takes no memory, whatever its size."""
+    """Build a module on the meta device, where it takes no memory."""
     module_name, _, class_name = class_path.rpartition(".")
     try:
         found = getattr(import_module(module_name), class_name)
@@ -100,7 +100,7 @@ def _module(class_path: str, arguments: list[str]) -> nn.Module:
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in jsonargparse 4.49
     with torch.device("meta"):
         module: nn.Module = instantiate(options).model
-        configure_model = getattr(module, "configure_model", None)  # where LightningModules may make their layers
+        configure_model = getattr(module, "configure_model", None)  # LightningModules may build their layers there
         if configure_model is not None:
             configure_model()
     return module

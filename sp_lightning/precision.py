@@ -1,4 +1,4 @@
-"""Precision plugins with weights on the host: which work, the scaler of `16-mixed`, how they clip and run backward."""
+"""Precision plugins with weights on the host: which ones work, their loss scaler, how they clip and run backward."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sp_lightning.steps import Steps
 
 
 class Loan:
-    """What a plugin may use while a module is attached; a copy of the plugin in a pickle has nothing.
+    """The objects that a plugin may use while a module is attached. Pickling leaves them out.
 
     Attributes:
         pipeline: The engine.
-        steps: What is around backward.
+        steps: Runs backward.
     """
 
     def __init__(self, pipeline: Pipeline | None = None, steps: Steps | None = None) -> None:
@@ -36,18 +36,18 @@ class HostGradScaler(torch.amp.GradScaler):
 
     torch puts the scale on the device of the loss. Gradients are on the host here, so `unscale_` would copy the
     inverse scale and the overflow flag device -> host with `non_blocking=True`, which does not wait: the kernel could
-    read them before they arrive (hazard 14). With the scale on the host no copy in that direction is left, and the
-    step needs no device synchronisation. The only copy is host -> device, in `scale`, from pageable memory: it is
+    read them before they arrive (hazard 14). With the scale on the host there is no copy in that direction, and the
+    step needs no device synchronization. The only copy is host -> device, in `scale`, from pageable memory: it is
     staged before the call returns, so that a later `update` cannot change what arrives.
 
     Args:
-        init_scale: The first scale.
-        growth_factor: What the scale is multiplied with after `growth_interval` steps without overflow.
-        backoff_factor: What the scale is multiplied with after a step with overflow.
-        growth_interval: How many steps without overflow make the scale grow.
+        init_scale: The initial scale.
+        growth_factor: The factor that the scale is multiplied by after `growth_interval` steps without overflow.
+        backoff_factor: The factor that the scale is multiplied by after a step with overflow.
+        growth_interval: The number of consecutive steps without overflow after which the scale grows.
 
     Attributes:
-        loan: The engine that has the gradients, while there is one.
+        loan: Gives access to the engine that has the gradients, while a module is attached.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class HostGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # the engine knows from the norms, which came with the gradients, and multiplies when the optimizer reads them
+        # The engine tells overflow from the norms that came with the gradients, and unscales when they are read.
         pipeline = self.loan.pipeline
         overflow = None if pipeline is None else pipeline.optimizers.unscale(optimizer, inv_scale)
         if overflow is None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-            # gradients that live on the device: `update` would copy the flag, too, without waiting
+            # For gradients on the device: `update` would copy the flag to the host without waiting, too.
             return {device: flag.cpu() for device, flag in found.items()}
         return {found_inf.device: torch.full_like(found_inf, float(overflow))}
 
@@ -83,10 +83,10 @@ def host_scaler(scaler: torch.amp.GradScaler, lightning: Namespace) -> torch.amp
 
     Args:
         scaler: The scaler of a `MixedPrecision` plugin: torch's own, or a user's subclass.
-        lightning: Where the exception comes from.
+        lightning: The namespace of the exception.
 
     Raises:
-        MisconfigurationException: The scaler is of a user's own class and made for another device than the CPU.
+        MisconfigurationException: If the scaler is a user's subclass made for another device than the CPU.
     """
     if isinstance(scaler, HostGradScaler) or not scaler.is_enabled():
         return scaler
@@ -106,15 +106,15 @@ def host_scaler(scaler: torch.amp.GradScaler, lightning: Namespace) -> torch.amp
 
 
 def lend(plugin: Any, pipeline: Pipeline, steps: Steps, lightning: Namespace) -> None:
-    """Have a plugin clip and unscale gradients through the engine, which does it while the optimizer reads them.
+    """Have a plugin clip and unscale gradients through the engine, which does both when the optimizer reads them.
 
-    What is around backward is lent, too: of all that Lightning calls for it, the plugin's method is the innermost that
-    is no user's, so that hooks, and a strategy's own `backward`, are outside of what may have to run again.
+    The plugin's `backward` is redirected, too: of all that Lightning calls for backward, it is the innermost method
+    that is not the user's, so that hooks and a strategy's own `backward` stay outside of what may have to run again.
 
     Args:
-        plugin: A precision plugin. How a user's own class clips is left alone.
+        plugin: A precision plugin. If a user's own class clips by itself, that is left alone.
         pipeline: The engine.
-        steps: What is around backward.
+        steps: Runs backward.
         lightning: The namespace that the plugin belongs to.
     """
     loan = Loan(pipeline, steps)
@@ -128,7 +128,7 @@ def lend(plugin: Any, pipeline: Pipeline, steps: Steps, lightning: Namespace) ->
 
 
 def take_back(plugin: Any) -> None:
-    """The plugin is as its user built it."""
+    """Undo `lend`: restore the plugin as the user built it."""
     scaler = getattr(plugin, "scaler", None)
     if isinstance(scaler, HostGradScaler):
         scaler.loan = Loan()
@@ -158,20 +158,19 @@ _CLIPS = {"clip_grad_by_norm": _clip_by_norm, "clip_grad_by_value": _clip_by_val
 
 
 def host_precision(plugin: Any, lightning: Namespace) -> Any:
-    """Return `plugin` ready for host weights.
+    """Return `plugin`, prepared for weights on the host.
 
     Args:
         plugin: A precision plugin.
         lightning: The namespace that the plugin belongs to.
 
     Raises:
-        MisconfigurationException: The plugin needs weights that stay on the device.
+        MisconfigurationException: If the plugin needs weights that stay on the device.
     """
     cls = type(plugin)
     builtin = cls.__module__.startswith(f"{lightning.name}.")
-    # A user's plugin that leaves the modules as they are can only change contexts and inputs. One that converts
-    # modules (bitsandbytes, Transformer Engine) puts layers in place that keep their weights, or scales of them, on
-    # the device.
+    # A user's plugin that does not convert modules can only change contexts and inputs. One that does (bitsandbytes,
+    # Transformer Engine) inserts layers that keep their weights, or scales for them, on the device.
     harmless = not builtin and cls.convert_module is lightning.precision.convert_module
     lightning.check(
         cls is lightning.precision or isinstance(plugin, lightning.precisions) or harmless,

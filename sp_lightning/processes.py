@@ -1,8 +1,8 @@
-"""Topology: which device this process has, and how it talks to others, if there are any.
+"""Topology: which device this process uses, and how it communicates with the other processes, if any.
 
-With one process there is neither a launcher (hazard 27: notebooks) nor a process group, and no question to the cluster
-environment about ranks (hazard 26: variables are missing in an interactive SLURM shell). With more, each has a device
-and a replica of the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
+With one process there is neither a launcher (hazard 27: notebooks) nor a process group, and the cluster environment is
+not asked for ranks (hazard 26: variables are missing in an interactive SLURM shell). With more, each has a device and a
+replica of the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ T = TypeVar("T")
 
 
 class ProcessesMixin(_Base):
-    """What a strategy says of its processes.
+    """The part of the strategy that deals with processes.
 
     Attributes:
-        lightning: What is borrowed from the namespace.
-        num_nodes: Set by the Trainer.
-        global_rank: Which of all processes this is.
-        local_rank: Which of those on this machine.
-        node_rank: Which machine.
-        world_size: How many processes there are.
-        replicas: The processes, for the engine, once they have met; None if this is the only one.
+        lightning: The namespace of Lightning in use.
+        num_nodes: Number of machines; set by the Trainer.
+        global_rank: Rank of this process among all.
+        local_rank: Rank of this process on its machine.
+        node_rank: Rank of this machine.
+        world_size: Number of processes.
+        replicas: The engine's handle to all processes, once the process group exists; None if there is only one.
     """
 
     lightning: ClassVar[Namespace]
 
-    # Attributes, which may be set, as those of Lightning's own strategy for one device.
+    # Plain attributes that may be set, as in Lightning's own strategy for one device.
     global_rank = 0
     local_rank = 0
     node_rank = 0
@@ -65,12 +65,12 @@ class ProcessesMixin(_Base):
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are on each machine."""
+        """Number of processes on each machine."""
         return len(self.parallel_devices or [None])
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one process. Lightning adds distributed samplers and refuses its tuners if so."""
+        """Whether there is more than one process. If so, Lightning adds distributed samplers and refuses its tuners."""
         return self.world_size > 1
 
     @property
@@ -79,16 +79,16 @@ class ProcessesMixin(_Base):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """The Trainer calls this when it has assigned devices, nodes and the environment.
+        """Set the ranks. The Trainer calls this when it has assigned devices, nodes and the environment.
 
         Raises:
-            MisconfigurationException: Other processes were launched than the Trainer is to have.
+            MisconfigurationException: If another number of processes was launched than the Trainer asks for.
         """
         environment = self.cluster_environment
         count = self.num_nodes * self.num_processes
         if environment is None:
             return
-        environment.set_world_size(count)  # which has no effect where processes were launched by others
+        environment.set_world_size(count)  # no effect if an external launcher has started the processes
         launched = self._launched_processes()
         self.lightning.check(
             launched in (None, count),
@@ -104,7 +104,7 @@ class ProcessesMixin(_Base):
         self.lightning.rank_zero_only.rank = self.global_rank
 
     def _launched_processes(self) -> int | None:
-        """How many there are already; None if the Trainer launches them, or nobody knows."""
+        """Return how many processes an external launcher has started; None if the Trainer launches, or unknown."""
         environment = self.cluster_environment
         if environment is None or not environment.creates_processes_externally:
             return None
@@ -121,7 +121,7 @@ class ProcessesMixin(_Base):
             )
 
     def setup_processes(self) -> None:
-        """Meet the others, once the device is set up."""
+        """Join the process group, once the device is set up."""
         if not self.is_distributed:
             return
         self.lightning.reset_seed()
@@ -138,7 +138,7 @@ class ProcessesMixin(_Base):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        # around all micro-batches of a step but the last one
+        # Lightning enters this around all micro-batches of a step but the last one.
         if self.replicas is None:
             yield
             return
@@ -149,13 +149,13 @@ class ProcessesMixin(_Base):
             self.replicas.accumulates = False
 
     def begin_run(self, trains: bool) -> None:
-        """Steps follow. Only where they train do all processes see as many batches, and can share buffers."""
+        """Prepare for steps. Buffers are shared only in training, where all processes see equally many batches."""
         self._buffers_due = trains
 
     def begin_step(self, pipeline: Pipeline) -> None:
-        """All processes take the first one's buffers, as they would under DDP.
+        """Give all processes the first one's buffers, as DDP does.
 
-        They do in the first step after one that has changed weights, be it an evaluation.
+        Done in the first step after one that has changed weights, even if that is an evaluation step.
         """
         if self.replicas is not None:
             if self._buffers_due:

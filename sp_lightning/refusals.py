@@ -1,4 +1,4 @@
-"""What a Trainer may ask for that does not go with weights in host memory: errors before any work."""
+"""Checks for Trainer arguments that do not work with weights in host memory: errors before any work."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def check_processes(options: PipelineOptions, is_distributed: bool, lightning: N
     """Refuse options that work in one process only.
 
     Args:
-        options: What the user chose.
+        options: The user's options.
         is_distributed: Whether there is more than one process.
-        lightning: Where the exception comes from.
+        lightning: The namespace of the exception.
 
     Raises:
-        MisconfigurationException: `resident_optimizer` is chosen on several devices.
+        MisconfigurationException: If `resident_optimizer` is chosen on several devices.
     """
     lightning.check(
         not (is_distributed and options.resident_optimizer),
@@ -30,22 +30,22 @@ def check_processes(options: PipelineOptions, is_distributed: bool, lightning: N
 
 
 def check_callbacks(callbacks: Iterable[Any], device: torch.device, lightning: Namespace) -> None:
-    """Refuse callbacks that would have the model on the device. They copy it in their `setup`, before the strategy's.
+    """Refuse callbacks that need the model on the device, before their `setup`, which runs before the strategy's.
 
     Args:
-        callbacks: The Trainer's.
-        device: Where the model computes.
-        lightning: Where the exception comes from.
+        callbacks: The Trainer's callbacks.
+        device: The device that forward and backward run on.
+        lightning: The namespace of the exception.
 
     Raises:
-        MisconfigurationException: One averages, or prunes, weights on the device.
+        MisconfigurationException: If a callback would average or prune weights on the device.
     """
     if device.type == "cpu":
         return
     for callback in callbacks:
         if isinstance(callback, lightning.averaging):
             _check_averaging(callback, device, lightning)
-        # It multiplies weights with masks outside of steps: with the host's what is on the device.
+        # Pruning multiplies weights with masks outside of steps, when weights are on the host and masks on the device.
         lightning.check(
             not isinstance(callback, lightning.pruning),
             f"`{type(callback).__name__}` prunes while the model is trained, outside of steps, where"
@@ -55,7 +55,7 @@ def check_callbacks(callbacks: Iterable[Any], device: torch.device, lightning: N
 
 
 def _check_averaging(callback: Any, device: torch.device, lightning: Namespace) -> None:
-    """Hazard 9: averaging callbacks keep a copy of the whole model on the device by default."""
+    """Refuse an averaging callback whose copy of the model is on the device, which is the default (hazard 9)."""
     name, chosen = type(callback).__name__, callback._device
     lightning.check(
         torch.device(chosen or device).type == "cpu",

@@ -1,14 +1,14 @@
-"""When one of the first steps fails for a reason that is ours: something is given up, and the micro-batch runs again.
+"""If one of the first steps fails for a reason of ours, something is given up and the micro-batch runs again.
 
-What a step needs besides weights is not known before it has run, so the device's memory may be exhausted. Nor
-is it known whether a unit's forward can run again in backward. Whatever a failed attempt has changed is put back:
-random generators, buffers, metrics, what was logged, attributes of the module. So the run goes on with the numbers of
-one in which nothing failed.
+What a step needs besides weights is not known before it has run, so device memory may run out. Nor is it known whether
+a unit's forward can run again in backward. Everything that a failed attempt has changed is restored: random generators,
+buffers, metrics, logged values, attributes of the module. So the run goes on with the numbers of one in which nothing
+failed.
 
 [Note: two graphs for one loss]
-If backward fails, its graph still holds what it has not come to, and Lightning's loop holds the loss. So while a step
-may have to run again, Lightning gets a loss without the module's graph, and makes its own of it: divided for
-accumulation. In backward the two are joined, and if that fails, nobody holds the module's graph.
+If backward fails, its graph still holds what backward has not reached, and Lightning's loop holds the loss. So while a
+step may have to run again, Lightning gets a loss without the module's graph and builds its own graph on it, which
+divides for accumulation. Backward joins the two graphs, and if it fails, nobody holds the module's graph.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LARGEST = 1 << 28  # bytes of a tensor that is copied: a queue of features is smaller, a data set is larger
-_WATCHED = 8  # micro-batches after units were arranged anew; later ones only if their inputs are the largest so far
+_LARGEST = 1 << 28  # bytes: larger tensors are not copied; a queue of features is smaller, a data set is larger
+_WATCHED = 8  # micro-batches that may run again after a new arrangement; later ones only with larger inputs than before
 
 
 class StepRetry:
-    """Runs steps so that one which fails runs again: with a smaller window, or without second forwards.
+    """Runs steps, and runs one that fails again: with a smaller window, say, or without recomputing a unit.
 
-    One for training, and another for evaluation: what works in the one need not in the other.
+    There is one for training and one for evaluation, because what works in one need not work in the other.
 
     Args:
         pipeline: The engine, which gives something up.
         module: The user's module, whose changes are undone.
-        lightning: What is borrowed from the namespace.
+        lightning: The namespace of Lightning in use.
         enabled: Whether steps may run again at all.
 
     Attributes:
-        gave_up: Whether the pipeline takes less memory than it would have chosen to.
+        gave_up: Whether the pipeline has given something up to use less memory.
     """
 
     def __init__(self, pipeline: Pipeline, module: LightningModule, lightning: Namespace, enabled: bool = True) -> None:
@@ -67,11 +67,11 @@ class StepRetry:
         """Run a training step.
 
         Args:
-            inputs: What it is called with.
+            inputs: Its arguments.
             run: Calls it.
 
         Raises:
-            torch.OutOfMemoryError: If it does not fit, and there is nothing left to give up.
+            torch.OutOfMemoryError: If it does not fit, and nothing is left to give up or it cannot run again.
         """
         self._attempt = None
         attempt = self._begin(inputs, run)
@@ -81,12 +81,12 @@ class StepRetry:
         if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
             self._note_success(attempt)
             return output
-        attempt.loss, attempt.given = loss, loss.detach().requires_grad_()
+        attempt.loss, attempt.lightning_loss = loss, loss.detach().requires_grad_()
         self._attempt = attempt
-        return {**output, "loss": attempt.given} if isinstance(output, Mapping) else attempt.given
+        return {**output, "loss": attempt.lightning_loss} if isinstance(output, Mapping) else attempt.lightning_loss
 
     def evaluation_step(self, inputs: tuple[Any, ...], run: Callable[[], T]) -> T:
-        """Run a step of validation, of a test, or of a prediction; the rest is as for `training_step`."""
+        """Run a validation, test or prediction step; arguments and errors are those of `training_step`."""
         attempt = self._begin(inputs, run)
         if attempt is None:
             return run()
@@ -95,7 +95,7 @@ class StepRetry:
         return output
 
     def _begin(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> _Attempt | None:
-        """Look at what a step may change; None if it does not run again."""
+        """Note the state that a step may change; None if the step will not run again."""
         if not (self._enabled and self._pipeline.may_run_out):
             return None
         size = sum(tensor.nbytes for tensor in tensors_in(inputs))
@@ -105,19 +105,19 @@ class StepRetry:
 
     @property
     def is_probing(self) -> bool:
-        """Whether the step that is under way is the first one since units were arranged, or with inputs so large."""
+        """Whether the step under way is the first one in this arrangement, or has larger inputs than all before."""
         return self._attempt is not None and not self._is_proven(self._attempt.size)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         """Run the backward pass of the last training step.
 
         Args:
-            loss: What Lightning has made of the loss that it was given.
+            loss: The loss that Lightning computed from the one it was given.
             run: Runs backward from a loss.
 
         Raises:
-            torch.OutOfMemoryError: If it does not fit, and there is nothing left to give up, or it cannot run again.
-            RuntimeError: If a unit cannot compute its activations a second time, and the step cannot run again.
+            torch.OutOfMemoryError: If it does not fit, and nothing is left to give up or the step cannot run again.
+            RuntimeError: If a unit cannot recompute its activations, and the step cannot run again.
         """
         attempt = self._attempt
         if attempt is None:
@@ -130,7 +130,7 @@ class StepRetry:
         self._note_success(attempt)
 
     def _backward(self, attempt: _Attempt, loss: Tensor, run: Callable[[Tensor], None]) -> None:
-        (scale,) = torch.autograd.grad(loss, attempt.given)
+        (scale,) = torch.autograd.grad(loss, attempt.lightning_loss)
         value = loss.detach()
 
         def backward() -> None:
@@ -141,7 +141,7 @@ class StepRetry:
             joined, attempt.loss = _Joined.apply(attempt.loss, value, scale), None
             run(joined)
 
-        if self._pipeline.has_gradients():  # what is added to their sums cannot be taken away again
+        if self._pipeline.has_gradients():  # what backward adds to them cannot be subtracted again
             backward()
         else:
             self._until_it_works(attempt, backward)
@@ -169,7 +169,7 @@ class StepRetry:
         return self._left >= 0 or not self._is_proven(size)
 
     def _is_proven(self, size: int) -> bool:
-        """Whether a step with inputs of this many bytes has worked as units are arranged now."""
+        """Tell whether a step with inputs of at least this many bytes has worked in the current arrangement."""
         return self._proven.arrangement == self._pipeline.stats.arrangements and size <= self._proven.size
 
     def _note_success(self, attempt: _Attempt) -> None:
@@ -178,7 +178,11 @@ class StepRetry:
         self._proven = _Proven(arrangement, max(attempt.size, before))
 
     def _make_room(self, failure: _Failure) -> str:
-        """Outside of any `except`, whose traceback would hold the activations."""
+        """Give something up and free cached memory, outside of any `except`: a traceback would hold activations.
+
+        Returns:
+            What was given up, for the log.
+        """
         given_up = self._pipeline.shrink()
         if given_up is None:
             raise failure.as_error(_advice(self._pipeline))
@@ -191,19 +195,19 @@ class StepRetry:
 
 
 class _Proven(NamedTuple):
-    """With which arrangement, by its number, a step has worked, and how large its inputs were."""
+    """The number of an arrangement, and the largest input size with which a step has worked in it."""
 
     arrangement: int
     size: int
 
 
 class _Failure(NamedTuple):
-    """Why an attempt has failed. The error itself is not held: its traceback would hold the activations.
+    """Why an attempt failed. It does not hold the error itself, whose traceback would hold the activations.
 
     Attributes:
-        kind: Of the error that tells the user.
-        message: What it says.
-        given_up: What has been given up already so that it does not happen again, in words.
+        kind: The class of the error to raise for the user.
+        message: The message of the original error.
+        given_up: What has already been given up to avoid this failure, for the log; None if nothing has.
     """
 
     kind: type[RuntimeError]
@@ -211,22 +215,22 @@ class _Failure(NamedTuple):
     given_up: str | None = None
 
     def as_error(self, why: str) -> RuntimeError:
-        """The error for the user, with the reason why the step does not run again."""
+        """Return the error for the user, with the reason why the step does not run again."""
         return self.kind(f"{self.message}\n{why}")
 
 
 class _Attempt:
-    """A step that may have to run again, and what was there before it.
+    """A step that may have to run again, and the state before it.
 
     Attributes:
-        run: Runs it.
+        run: Runs the step.
         size: Bytes of its inputs.
-        loss: What it returned, with the module's graph.
-        given: What Lightning got in its place.
+        loss: The loss that it returned, with the module's graph.
+        lightning_loss: The leaf that Lightning got in its place.
     """
 
     loss: Tensor | None = None
-    given: Tensor
+    lightning_loss: Tensor
 
     def __init__(
         self,
@@ -248,14 +252,14 @@ class _Attempt:
         self._effects = self._look()
 
     def has_stepped(self) -> bool:
-        """Whether an optimizer has changed weights since."""
+        """Tell whether an optimizer has changed weights since the attempt began."""
         return self._steps != (self._stats.optimizer_steps, self._stats.steps_in_backward)
 
     def undo(self) -> str | None:
-        """Everything is as it was before the attempt that failed, and the next one can fail, too.
+        """Restore the state before the attempt that failed, and prepare for the next one to fail, too.
 
         Returns:
-            What it has changed that cannot be undone, in words.
+            What it did that cannot be undone, for the message; None if everything was restored.
         """
         if self._takes_its_batch:
             return "takes its batch from an iterator"
@@ -268,7 +272,7 @@ class _Attempt:
 
 
 class _Joined(torch.autograd.Function):
-    """A loss with the module's graph, and the value and the gradient of what Lightning has made of it."""
+    """Joins the two graphs: a loss on the module's graph with the value and the gradient of Lightning's loss."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, value: Tensor, scale: Tensor) -> Tensor:
@@ -281,7 +285,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _advice(pipeline: Pipeline) -> str:
-    """What a step takes, as far as it is known, and what would make it smaller."""
+    """Return a message that says what a step takes, as far as is known, and how to make it smaller."""
     summary, activations = pipeline.summary(), pipeline.stats.activation_peak_bytes
     weights = readable_bytes(summary.device_bytes)
     takes, choices = f"{weights} for weights, and what operations take", "`k=1`, smaller `units`"
@@ -298,7 +302,7 @@ def _advice(pipeline: Pipeline) -> str:
 
 
 def _try(run: Callable[[], T]) -> tuple[T | None, _Failure | None]:
-    """The result, or why there is none; whatever the attempt held is free again."""
+    """Return the result of an attempt, or why there is none. In that case, all that the attempt held is released."""
     try:
         return run(), None
     except torch.OutOfMemoryError as error:

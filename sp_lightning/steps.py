@@ -1,4 +1,4 @@
-"""Steps of an attached module: scopes of the engine around them, again if they fail, and stepped when."""
+"""The steps of an attached module: the engine's scopes around them, their retries, and when the optimizer steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """What the strategy's hooks of a step do while a module is attached.
+    """Runs the parts of a step for the strategy's hooks while a module is attached.
 
     Args:
         pipeline: The engine.
         module: The user's module.
         precision: The precision plugin.
-        strategy: The class of the strategy, which may be a user's.
-        lightning: What is borrowed from the namespace.
+        strategy: The class of the strategy, which may be a user's subclass.
+        lightning: The namespace of Lightning in use.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Steps:
         self._precision = precision
         self._strategy = strategy
         self._lightning = lightning
-        # A step that ran again in one process alone would leave the others waiting. A `backward` of the user's own may
-        # leave out ours, which joins the graphs of a step that may run again.
+        # If a step ran again in one process only, the others would be left waiting. A user's own `backward` may not
+        # call ours, which joins the graphs of a step that may run again.
         alone = pipeline.replicas is None and not is_users(strategy, "backward")
         self._retry = StepRetry(pipeline, module, lightning, enabled=alone)
         self._evaluation_retry = StepRetry(pipeline, module, lightning, enabled=pipeline.replicas is None)
@@ -47,23 +47,23 @@ class Steps:
 
     @property
     def gave_up(self) -> bool:
-        """Whether the pipeline takes less memory than it would have chosen to."""
+        """Whether the pipeline has given something up to use less memory."""
         return self._retry.gave_up or self._evaluation_retry.gave_up
 
     def training_step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run a training step, again if it fails for want of memory.
+        """Run a training step, and run it again if it runs out of memory.
 
         Args:
-            inputs: What it is called with.
+            inputs: Its arguments.
             run: Calls it.
         """
         return self._retry.training_step(inputs, partial(self._in_step, run))
 
     def evaluation_step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run a step of validation, of a test, or of a prediction, again if it fails for want of memory.
+        """Run a validation, test or prediction step, and run it again if it runs out of memory.
 
         Args:
-            inputs: What it is called with.
+            inputs: Its arguments.
             run: Calls it.
         """
         return self._evaluation_retry.evaluation_step(inputs, partial(self._in_step, run))
@@ -76,10 +76,10 @@ class Steps:
         """Run the backward pass of a training step.
 
         Args:
-            run: Calls the module's `backward`, with a loss and the other arguments.
-            loss: What Lightning has made of the training step's loss.
-            *args: The others.
-            **kwargs: The others, by name.
+            run: Calls the module's `backward` with a loss and the other arguments.
+            loss: The loss that Lightning computed from the training step's.
+            *args: Further positional arguments of `backward`.
+            **kwargs: Further keyword arguments of `backward`.
         """
 
         def in_step(loss: Tensor) -> None:
@@ -87,26 +87,26 @@ class Steps:
                 named = kwargs.get("inputs")
                 if named is None:
                     run(loss, *args, **kwargs)
-                else:  # the weights that a user names are not the tensors that the graph was built with
+                else:  # the graph was built with other tensors than the weights that the user names
                     tensors = [named] if isinstance(named, Tensor) else named
                     run(loss, *args, **{**kwargs, "inputs": self._pipeline.backward_inputs(tensors)})
 
         self._retry.backward(loss, in_step)
 
     def _stepping(self) -> AbstractContextManager[None]:
-        """The scope around a backward pass, by what is planned for the step that it belongs to."""
+        """Return the scope for a backward pass, according to the plan for the optimizer's step that follows."""
         if self._steps_next is None or self._steps_next[1].why_not is not None:
             return nullcontext()
         optimizer, plan = self._steps_next
         optimizers = self._pipeline.optimizers
-        # what has been stepped cannot run again
+        # While the step may have to run again, nothing is stepped in backward: that could not be undone.
         if plan.why_not_in_backward is None and not self._retry.is_probing:
             return optimizers.stepping_in_backward(optimizer, clamp=plan.clamp, keep_gradients=plan.keeps_gradients)
         return optimizers.measuring_norms() if plan.needs_norms else nullcontext()
 
     @contextmanager
     def optimizer_step(self, optimizer: Optimizer, automatic: bool) -> Iterator[SteppingPlan]:
-        """Scope around a step of an optimizer, in which Lightning's own loop runs forward and backward."""
+        """Open a scope around an optimizer's step, within which Lightning's own loop runs forward and backward."""
         plan = self.plan(optimizer, automatic)
         self._steps_next = optimizer, plan
         try:
@@ -116,7 +116,7 @@ class Steps:
         self._pipeline.weights_changed()
 
     def plan(self, optimizer: Optimizer, automatic: bool) -> SteppingPlan:
-        """When the next step of an optimizer steps which weights."""
+        """Plan when the next step of an optimizer steps which weights."""
         return plan_stepping(
             self._pipeline, self._module, optimizer, automatic, self._precision, self._strategy, self._lightning
         )

@@ -1,9 +1,9 @@
-"""The Strategy: Lightning's contract, translated for the pipeline, and nothing else.
+"""The Strategy: translates Lightning's contract into calls of the pipeline, and does nothing else.
 
-`SuperpipelineMixin` is the whole implementation. Each namespace joins it with its own `ParallelStrategy` (see
-`lightning.py` and `pytorch_lightning.py`), because classes of one namespace are refused by the other's Trainer.
-"Hazard N" in comments is the N-th way in which Lightning's defaults go wrong for weights in host memory; each has tests
-of that name, which show it, in `tests/test_strategy_hazards.py`.
+`SuperpipelineMixin` is the whole implementation. Each namespace combines it with its own `ParallelStrategy` (see
+`lightning.py` and `pytorch_lightning.py`), because the Trainer of one namespace refuses classes of the other.
+"Hazard N" in comments is the N-th way in which Lightning's defaults go wrong for weights in host memory; tests of that
+name in `tests/test_strategy_hazards.py` demonstrate each.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ if TYPE_CHECKING:
 
 
 class SuperpipelineMixin(ProcessesMixin):
-    """What `SuperpipelineStrategy` is in every namespace.
+    """The implementation of `SuperpipelineStrategy`, shared by both namespaces.
 
     Attributes:
-        presets: Other registered names, and the arguments that each stands for.
+        presets: Further registered names, with the arguments that each stands for.
         streaming_checkpoint_io: The namespace's default checkpoint plugin.
         callback: The namespace's `SuperpipelineCallback`.
+        options: The user's options.
         pipeline: The engine, from `setup` to `teardown`; `None` otherwise.
     """
 
@@ -85,7 +86,7 @@ class SuperpipelineMixin(ProcessesMixin):
         if io is None:
             io = self._checkpoint_io = self.streaming_checkpoint_io()
         elif isinstance(io, self.lightning.wrapping_checkpoint_io):
-            # The setter keeps what the user wrapped.
+            # Set the wrapped plugin; the wrapper's setter keeps one that the user chose.
             io.checkpoint_io = self.streaming_checkpoint_io()  # type: ignore[attr-defined]
         return cast("CheckpointIO", io)
 
@@ -108,8 +109,8 @@ class SuperpipelineMixin(ProcessesMixin):
         super().setup_environment()
         self.setup_processes()
         if self.root_device.type != "cpu" and self._threads_before is None:
-            # On the CPU the same threads compute the model, and other numbers of threads sum in another order than
-            # plain training.
+            # Not on the CPU, where the same threads compute the model: with another number of threads, sums would be
+            # taken in another order than in plain training.
             self._threads_before = use_all_cores(self.num_processes)
             if self._threads_before is not None:
                 self.lightning.info(
@@ -130,7 +131,7 @@ class SuperpipelineMixin(ProcessesMixin):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        # Not the base class's: it moves the model, and the optimizer state after it, to the device (hazard 4).
+        # Not calling the base class: it moves the model, and then the optimizer state, to the device (hazard 4).
         self._detach()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -149,7 +150,7 @@ class SuperpipelineMixin(ProcessesMixin):
 
     @override
     def model_to_device(self) -> None:
-        """Attach the pipeline, which moves the buffers. Metrics are moved here; the weights stay where they are."""
+        """Attach the pipeline, which moves the buffers, and move metrics; weights stay where they are."""
         module = self._module
         for metric in module.modules():
             if isinstance(metric, Metric):
@@ -168,7 +169,7 @@ class SuperpipelineMixin(ProcessesMixin):
             )
             self._steps = Steps(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
             lend(self.precision_plugin, self.pipeline, self._steps, self.lightning)
-        # Hazard 1: `self.device`, `self.log` and others rely on it, and nothing was moved that would have set it.
+        # Hazard 1: `self.device`, `self.log` and others rely on the device property, and no `.to()` has set it.
         self.lightning.update_properties(module, device=self.root_device)
 
     @property
@@ -222,12 +223,12 @@ class SuperpipelineMixin(ProcessesMixin):
     def _expected_plans(self) -> Iterator[tuple[Optimizer, SteppingPlan]]:
         module = self._module
         if self._steps is None or module.trainer.state.fn != self.lightning.fitting:
-            return  # optimizers of an earlier fit are still there
+            return  # the optimizers, if any, belong to an earlier fit
         for optimizer in self.optimizers:
             yield optimizer, self._steps.plan(optimizer, module.automatic_optimization)
 
     def why_optimizer_waits(self) -> str | None:
-        """Why an optimizer steps all of its weights after backward; None if none does."""
+        """Return why an optimizer steps all of its weights after backward; None if none does."""
         return next((plan.why_not for _, plan in self._expected_plans() if plan.why_not is not None), None)
 
     @override
@@ -253,20 +254,20 @@ class SuperpipelineMixin(ProcessesMixin):
             self._start_over()
 
     def _start_over(self) -> None:
-        """A tuner has tried a batch that is too large, and goes back: what was given up for it is to be had again."""
+        """Attach anew after a tuner tried too large a batch, to regain what was given up to save memory for it."""
         self._detach()
         self.model_to_device()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # Hazard 4: the base class moves it to the device; state belongs where its weight is.
+        # Hazard 4: the base class moves optimizer state to the device, but state belongs where its weight is.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
             own_memory(optimizer)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        # A checkpoint is the same whatever lives on the device at the moment.
+        # A checkpoint must not depend on what currently lives on the device.
         state = super().optimizer_state(optimizer)
         return cast("dict[str, Tensor]", tree_map_only(Tensor, Tensor.cpu, state))
 
@@ -299,7 +300,7 @@ class SuperpipelineMixin(ProcessesMixin):
 
     @override
     def teardown(self) -> None:
-        # The module goes back to its user plain and on the CPU, whatever happened before (hazard 10).
+        # Whatever happened before, the user gets a plain module on the CPU back (hazard 10).
         try:
             self._detach()
         finally:
@@ -309,7 +310,8 @@ class SuperpipelineMixin(ProcessesMixin):
                 assert self.model is not None
                 self.model = self._layer_sync.revert(self.model)
             if module is not None and not any(t.is_meta for t in chain(module.parameters(), module.buffers())):
-                # Metrics, and what an attempt to attach left behind. What is still on meta is why `setup` raised.
+                # Moves metrics, and what a failed attempt to attach left behind. If something is still on the meta
+                # device, `setup` raised because of it, and it cannot be moved.
                 module.cpu()
             if self._threads_before is not None:
                 torch.set_num_threads(self._threads_before)
@@ -327,20 +329,20 @@ class SuperpipelineMixin(ProcessesMixin):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # threads, streams, device memory and groups belong to this process
+        # threads, streams, device memory and process groups cannot leave this process
         return {**super().__getstate__(), "pipeline": None, "_steps": None, "replicas": None}
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy's names, unless they are there already (Lightning refuses a second time)."""
+        """Register the strategy's names, unless they already are: Lightning refuses to register a name twice."""
         for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=cls.__name__, **choices)
 
 
 def _move_metric(metric: Metric, device: torch.device) -> None:
-    """Move a metric's states (hazard 2), but not the weights of networks inside it: they are streamed."""
+    """Move a metric's states (hazard 2), but not the weights of networks inside it, which are streamed."""
     hidden = {name: metric.__dict__[name] for name in ("_parameters", "_modules")}
     metric.__dict__.update({name: {} for name in hidden})
     try:

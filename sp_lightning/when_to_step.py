@@ -1,8 +1,8 @@
-"""When the optimizer may step under the device's computing: what a module and its callbacks override says it.
+"""Decides when the optimizer may step while the device computes, from the hooks that users override.
 
-Lightning calls users' hooks between backward and the optimizer's step. Whatever they do to gradients and weights must
-have the effect that it has in plain training. Stepping after backward, under the next forward, is right with all of
-them. Stepping in backward is right only where none of them is there.
+Lightning calls users' hooks between backward and the optimizer's step. Whatever these do to gradients and weights must
+have the same effect as in plain training. Stepping after backward, during the next forward, is right with any hook.
+Stepping in backward is right only where there are none.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class SteppingPlan:
     """When the weights of one optimizer are stepped.
 
     Attributes:
-        why_not: Why they are stepped as in plain training; None if it is done unit by unit.
-        why_not_in_backward: Why units wait for the end of backward; None if they do not.
+        why_not: Why they are stepped all at once, as in plain training; None if they are stepped unit by unit.
+        why_not_in_backward: Why units are not stepped before backward ends; None if they are.
         needs_norms: Whether something between backward and the step needs the norms of gradients.
-        clamp: The value by which gradients are clipped.
-        keeps_gradients: Whether somebody may look at gradients after the step.
+        clamp: The absolute value that gradients are clipped to; None if they are not clipped by value.
+        keeps_gradients: Whether something may read gradients after the step.
     """
 
     why_not: str | None
@@ -79,8 +79,8 @@ def plan_stepping(
         optimizer: The optimizer about to step.
         automatic: Whether Lightning's own loop steps it.
         precision: The precision plugin.
-        strategy: The class of the strategy, which may be a user's.
-        lightning: Where the module comes from.
+        strategy: The class of the strategy, which may be a user's subclass.
+        lightning: The namespace that the module belongs to.
 
     Returns:
         The plan.
@@ -115,13 +115,13 @@ def _hindrances(
     strategy: type,
     lightning: Namespace,
 ) -> list[str]:
-    """What may look at gradients, or change them, between backward and the step."""
+    """List what may read or change gradients between backward and the step."""
     hindrances = []
     if not automatic:
         hindrances.append("the step is not one of automatic optimization")
     elif not isinstance(precision, lightning.precisions) and type(precision) is not lightning.precision:
         hindrances.append(f"`{type(precision).__name__}` may do anything to gradients")
-    # of the classes: on the objects themselves some of them are ours
+    # Look at the classes: on the objects, some of these methods are ours.
     for cls, hooks in ((type(precision), _OF_THE_PRECISION), (strategy, _OF_THE_STRATEGY)):
         hindrances += [f"`{cls.__name__}.{hook}` is overridden" for hook in hooks if is_users(cls, hook)]
     hindrances += [f"`{name}` is overridden" for name in _overridden([module], _OF_THE_MODULE)]
@@ -130,13 +130,13 @@ def _hindrances(
 
 
 def _overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:
-    """Hooks that are users' own code."""
+    """Yield the hooks that users have overridden."""
     for thing in objects:
         yield from (f"{type(thing).__name__}.{hook}" for hook in hooks if is_users(thing, hook))
 
 
 def is_users(thing: Any, hook: str) -> bool:
-    """Whether a hook of an object, or of a class, is neither Lightning's nor ours."""
+    """Tell whether a hook of an object or class is defined neither by Lightning nor by us."""
     method = getattr(thing, hook, None)
     package = getattr(method, "__module__", "").split(".")[0]
     return method is not None and package not in _NOT_OF_USERS

@@ -166,7 +166,7 @@ def test_help_shows_every_argument(capsys):
     names = "k k_prime memory_budget units resident activations pin_memory host_threads compile debug timeout"
     for name in names.split():
         assert f"--trainer.strategy.init_args.{name} " in text or f"--trainer.strategy.{name} " in text
-    assert "How many units are on the device at once" in text
+    assert "Number of units on the device at once" in text
 
 
 def test_print_config_can_be_read_again(tmp_path, capsys):

@@ -1,1 +1,1 @@
-"""What the callback measures and says: recordings of a few steps, metrics, tables, and what would help."""
+"""What the callback and the strategy measure and report: recorded steps, metrics, tables and advice."""

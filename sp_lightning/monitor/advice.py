@@ -1,4 +1,4 @@
-"""What a step hangs on, and what would help: said only where numbers of this run show it."""
+"""Advice on the bottleneck of a step, given only where this run's numbers support it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from sp_lightning.pipeline import Kind, Lane, PipelineOptions, Summary, readable_bytes
 from sp_lightning.timeline import Breakdown, headline, readable_seconds
 
-_MUCH = 0.3  # a share that is worth doing something about
-_WORTH_ROOM = 0.1  # of the device's memory: what a larger batch or window would need at least
+_MUCH = 0.3  # the least share of a lane's work that is worth doing something about
+_WORTH_ROOM = 0.1  # the least share of device memory that a larger batch or window could use
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a run.
+    """The facts about a run that advice is based on.
 
     Attributes:
         numbers: Where the time of a recorded step went.
-        recomputed: How many units computed their forward twice in a step.
+        recomputed: Number of units that computed their forward twice in a step.
         summary: The plan.
-        options: What the user chose.
-        device_peak: The most device memory that was held.
-        device_total: How much this process could have; None if nobody knows.
+        options: The user's options.
+        device_peak: Peak device memory.
+        device_total: Device memory available to this process; None if unknown.
         waits_for_optimizer: Why the optimizer steps all weights after backward; None if it does not.
     """
 
@@ -37,20 +37,20 @@ class Evidence:
 
     @property
     def free(self) -> int:
-        """Device memory that was never used; zero if that is not known, not much, or what the user wants."""
+        """Device memory that was never used; zero if unknown, too little to use, or due to the user's budget."""
         if self.device_total is None or self.options.memory_budget is not None:
             return 0
         free = self.device_total - self.device_peak
         return free if free > _WORTH_ROOM * self.device_total else 0
 
     def part_of_lane(self, kind: Kind) -> float:
-        """How much of a lane's work is of one kind."""
+        """Return the share of a kind of work in all the work of its lane."""
         busy = self.numbers.busy[kind.lane]
         return self.numbers.kinds[kind] / busy if busy else 0.0
 
 
 def diagnose(evidence: Evidence) -> list[str]:
-    """Where the time of a step went, and what would make it shorter, a sentence each."""
+    """Return lines that say where the time of a step went and what would make it shorter."""
     numbers = evidence.numbers
     lines = [f"A step takes {readable_seconds(numbers.seconds / numbers.steps)}. {headline(numbers)}"]
     sources = {Lane.COMPUTE: _computing, Lane.TO_DEVICE: _to_device, Lane.TO_HOST: _to_host, Lane.HOST: _host}

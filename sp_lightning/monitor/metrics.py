@@ -1,4 +1,4 @@
-"""What is logged while a model trains: counters of the engine, and times of a recorded step, under `superpipeline/`."""
+"""The metrics that are logged under `superpipeline/` in training: counters of the engine, times of a recorded step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTED = {
     "late_loads": "loads in a step that nothing had asked for ahead of time",
     "heals": "weights in a step that backward needed and that had to be brought back without notice",
 }
-"""What is logged whenever Lightning logs; numbers of a step are means over the steps since the last time."""
+"""Metrics that are logged whenever Lightning logs. Those "in a step" are means over the steps since the last time."""
 
 TIMED = {
     "step_seconds": "time of a step",
@@ -34,11 +34,11 @@ TIMED = {
     "host_seconds": "time in a step in which the host stepped units or added gradients up",
     "overlap": "part of all copying and work on the host that ran while the device computed",
 }
-"""What is logged after a step was recorded."""
+"""Metrics that are logged after a step was recorded."""
 
 
 class Counters:
-    """The engine's counters as numbers of one step.
+    """Converts the engine's counters into values per step.
 
     Args:
         pipeline: The engine.
@@ -49,7 +49,7 @@ class Counters:
         self._before = replace(pipeline.stats)
 
     def read(self) -> dict[str, float]:
-        """Values for `COUNTED`, of the steps since the last call."""
+        """Return values for `COUNTED`, for the steps since the last call."""
         now, before = replace(self._pipeline.stats), self._before
         self._before = now
         steps = max(1, now.steps - before.steps)
@@ -70,7 +70,7 @@ class Counters:
 
 
 def timed_metrics(numbers: Breakdown) -> dict[str, float]:
-    """Values for `TIMED`, of a recorded step."""
+    """Return values for `TIMED`, for the recorded steps."""
     values = {
         "step_seconds": numbers.seconds / numbers.steps,
         "compute_share": numbers.share(numbers.busy[Lane.COMPUTE]),
@@ -88,10 +88,10 @@ def timed_metrics(numbers: Breakdown) -> dict[str, float]:
 
 
 def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
-    """The most device memory that was held so far, and how much this process can have, as far as torch tells.
+    """Return the peak of device memory so far, and the device memory available to this process (None if unknown).
 
     Args:
-        pipeline: The engine; on a device whose memory torch does not count, what it has counted itself.
+        pipeline: The engine. On a device whose memory torch does not count, its own counters are used.
     """
     api = torch.get_device_module(pipeline.device)
     if hasattr(api, "mem_get_info"):

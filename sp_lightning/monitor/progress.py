@@ -1,4 +1,4 @@
-"""A progress bar for setting up: hundreds of gigabytes are read, moved and page-locked before the first step."""
+"""A progress bar for set-up: hundreds of gigabytes may be read, moved and pinned before the first step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PATIENCE = 2.0  # seconds without a bar
 
 
 class SetUpProgress:
-    """Shows a bar, if it takes long.
+    """Shows a progress bar if set-up takes long.
 
     Args:
-        clock: Tells seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,11 +26,11 @@ class SetUpProgress:
 
     @property
     def shown(self) -> bool:
-        """Whether there is a bar now."""
+        """Whether a bar is on the screen."""
         return self._bar is not None
 
     def __call__(self, done: int, total: int) -> None:
-        """So many bytes are done, of so many; zero begins anew."""
+        """Report that `done` of `total` bytes are done; zero starts over."""
         if not done:
             self.close()
             self._begin = self._clock()
@@ -44,7 +44,7 @@ class SetUpProgress:
                 self.close()
 
     def close(self) -> None:
-        """Take the bar away, also when it was left in the middle."""
+        """Remove the bar, even if it is not complete."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,7 +1,7 @@
-"""Records steps of a run now and then: enough to say where time goes, seldom enough to cost nothing.
+"""Records steps of a run every now and then: often enough to tell where time goes, seldom enough not to cost any.
 
-A recording takes one step more than it is asked for. Copies and optimizer steps that an earlier step has asked for run
-under the first one, unrecorded, and would be missing in the picture; so the first step is left out.
+A recording spans one step more than it shows. Copies and optimizer steps that an earlier step has issued are not
+recorded when they run during the first one, and would be missing from the picture; so the first step is dropped.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from contextlib import ExitStack
 
 from sp_lightning.pipeline import Pipeline, Recording
 
-_SETTLING_STEPS = 5  # in the first ones the engine learns, measures and plans
-_LEAST_INTERVAL = 20  # steps from one recording to the next: at the end of each the host waits for the device
+_SETTLING_STEPS = 5  # first steps, in which the engine learns, measures and plans
+_LEAST_INTERVAL = 20  # steps from one recording to the next, because each makes the host wait for the device at its end
 
 
 class Recorder:
-    """Says when to record, and gives what was recorded.
+    """Decides when to record, and returns the recordings.
 
     Args:
-        pipeline: What is recorded.
-        steps: How many steps a recording shows.
-        interval: Steps from one recording to the next, at least 20; one has ended when the last of them begins.
-        expected: How many steps the run has, as far as that is known; the first recording ends before.
+        pipeline: The engine.
+        steps: Number of steps that a recording shows.
+        interval: Steps from one recording to the next, at least 20. A recording ends when the last of them begins.
+        expected: Number of steps of the run, as far as it is known; the first recording ends before that.
 
     Attributes:
-        latest: What was recorded last; None before.
-        recomputed: How many units computed their forward twice in a step then.
+        latest: The latest recording; None before the first.
+        recomputed: Number of units that computed their forward twice in a step of the latest recording.
     """
 
     def __init__(self, pipeline: Pipeline, steps: int, interval: int, expected: float) -> None:
@@ -42,9 +42,9 @@ class Recorder:
         self._recomputed_before = 0
 
     def step_begins(self) -> Recording | None:
-        """The next step is about to begin; gives what was recorded if the one before it was the last to record.
+        """Note that a step is about to begin, and return the recording if the previous step was the last one in it.
 
-        Not when that one ends: what comes between, such as waiting for data, is part of a step.
+        A recording does not end with its last step: the time between steps, such as waiting for data, is part of it.
         """
         self._left -= 1
         finished = self.finish() if self._left == 0 else None
@@ -57,7 +57,10 @@ class Recorder:
         return finished
 
     def finish(self) -> Recording | None:
-        """End the recording, if there is one, whatever it has got: something else than training steps comes now."""
+        """End the current recording early, if there is one, and return it if it shows anything new.
+
+        Called when the run ends, or something else comes between training steps.
+        """
         recording, self._recording = self._recording, None
         if recording is None:
             return None

@@ -1,4 +1,4 @@
-"""What is said of every run: the plan as a table, with what was chosen and why, and in the end what came of it."""
+"""The texts that are shown for every run: the plan as a table, later choices, and the outcome at the end."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _WORK = {
 
 
 def plan_rows(pipeline: Pipeline, optimizers: Sequence[str]) -> list[tuple[str, str]]:
-    """The plan of a pipeline as names and values.
+    """Return the plan of a pipeline as pairs of a name and a value.
 
     Args:
         pipeline: The engine, attached.
-        optimizers: How each optimizer steps, and why; empty where none does.
+        optimizers: How each optimizer steps, and why; empty if none does.
     """
     summary, module = pipeline.summary(), pipeline.module
     automatic = "auto" in (pipeline.options.k, pipeline.options.k_prime)
@@ -47,7 +47,7 @@ def plan_rows(pipeline: Pipeline, optimizers: Sequence[str]) -> list[tuple[str, 
 
 
 def bytes_to_device(summary: Summary, trains: bool) -> int:
-    """Bytes of weights that one step sends, for a chain of units: what forward leaves is there for the backward."""
+    """Return the bytes of weights that one step sends for a chain of units; backward finds the last `k` still there."""
     stays = min(summary.k, summary.units)
     forward = sum(summary.unit_bytes)
     backward = sum(summary.unit_bytes[: summary.units - stays]) if trains else 0
@@ -55,7 +55,7 @@ def bytes_to_device(summary: Summary, trains: bool) -> int:
 
 
 def planned(plan: WindowPlan) -> str:
-    """Say what was chosen when the first steps had been measured, and what it is expected to take."""
+    """Describe the plan that was chosen after measuring the first steps, and what it is expected to take."""
     chosen = [f"k={plan.k}", f"k_prime={plan.k_prime}"]
     if plan.resident:
         chosen.append(f"{len(plan.resident)} units resident")
@@ -72,9 +72,9 @@ def show_table(rows: Sequence[tuple[str, str]], rich: bool, say: Callable[[str],
     """Show a table.
 
     Args:
-        rows: Names and values.
-        rich: Whether to draw it as Lightning draws its own with rich; else it is lines of text.
-        say: Where text goes.
+        rows: Pairs of a name and a value.
+        rich: Whether to draw it with rich, as Lightning draws its own tables; else it is lines of text.
+        say: Called with the text.
     """
     if not rich:
         say(as_table(rows))
@@ -91,13 +91,13 @@ def show_table(rows: Sequence[tuple[str, str]], rich: bool, say: Callable[[str],
 
 
 def outcome(stats: Stats, summary: Summary) -> str:
-    """Say in a few lines what was streamed, and what it saved.
+    """Describe in a few lines what was streamed, and what that saved.
 
     Args:
-        stats: What the pipeline counted.
-        summary: Its plan.
+        stats: The pipeline's counters.
+        summary: The pipeline's plan.
     """
-    living = f"\nOn the device live {summary.living_on_device}." if summary.living_on_device else ""
+    living = f"\nLiving on the device: {summary.living_on_device}." if summary.living_on_device else ""
     return (
         f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {readable_bytes(stats.bytes_to_device)} to the"
         f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late,"

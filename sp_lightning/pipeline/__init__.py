@@ -1,4 +1,4 @@
-"""The engine: streams a module's units between host and device. Imports torch and nothing of Lightning."""
+"""The engine: streams a module's units between host and device. It imports torch, and nothing from Lightning."""
 
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.layout.window_plan import WindowPlan

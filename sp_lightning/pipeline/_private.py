@@ -1,4 +1,4 @@
-"""The private torch APIs the engine needs, in one place, each with the reason why nothing public serves.
+"""The private torch APIs that the engine needs, each with the reason why no public one serves.
 
 `tests/pipeline/test_private.py` fails when one of them changes. Everything else in the engine is public torch.
 """
@@ -29,16 +29,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-# Compiled code is guarded against the dispatch modes around it. Torch 2.9 compiles for modes that leave compiled code
-# alone, but its guards see them all the same: every call compiles again, and at torch's limit nothing is compiled any
-# more. Newer ones tell their guards which modes matter, and no public name says which torch does.
+# Compiled code is guarded on the dispatch modes around it. Torch 2.9 compiles under modes that ignore compiled code,
+# but its guards still see these modes: every call recompiles, until torch's limit ends compilation altogether. Newer
+# versions tell their guards which modes matter, and no public name says which versions do.
 COMPILES_UNDER_MODES = hasattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals")
 
 _CAN_LOOK_AT_TOP = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # not in torch 2.6
 
 
 class _SeenPushes(threading.local):
-    """Where torch cannot tell which hooks are on top: those that were pushed, as far as Python pushed them."""
+    """The stack of saved-tensor hooks that were pushed from Python, for a torch that cannot tell which are on top."""
 
     def __init__(self) -> None:
         self.stack: list[SavedTensorHooks] = []
@@ -48,7 +48,7 @@ _seen = _SeenPushes()
 
 
 def _see_pushes_of_others() -> None:
-    """Watch `saved_tensors_hooks`, through which users and checkpoints push theirs."""
+    """Watch `saved_tensors_hooks`, the context manager with which users and checkpoints push theirs."""
     enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
 
     def watched_enter(self: saved_tensors_hooks) -> None:
@@ -68,10 +68,10 @@ if not _CAN_LOOK_AT_TOP:
 
 
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
-    """The saved-tensor hooks that autograd would call now.
+    """Return the saved-tensor hooks that autograd would call now.
 
-    Autograd calls only the innermost pair. Ours must hand what is not a weight to the pair below, or a user's
-    `checkpoint(use_reentrant=False)` is silently switched off; the public API can push a pair but not look at it.
+    Autograd calls only the innermost pair. Ours must pass on what is not a weight to the pair below, or a user's
+    `checkpoint(use_reentrant=False)` is silently disabled; the public API can push a pair but not look at it.
     """
     if not _CAN_LOOK_AT_TOP:
         return _seen.stack[-1] if _seen.stack else None
@@ -80,12 +80,12 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
 
 
 def saved_tensor_hooks_allowed() -> bool:
-    """Whether hooks may be pushed: the reverse-mode transforms of `torch.func` forbid it."""
+    """Tell whether saved-tensor hooks may be pushed: the reverse-mode transforms of `torch.func` forbid it."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:
-    """Push a pair without the context manager: a `with` block cannot span a module's enter and leave."""
+    """Push a pair without the context manager: a `with` block cannot reach from entering a module to leaving it."""
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
     if not _CAN_LOOK_AT_TOP:
         _seen.stack.append(hooks)
@@ -99,12 +99,12 @@ def pop_saved_tensor_hooks() -> None:
 
 
 def graph_task() -> int:
-    """The number of the backward pass that this thread runs a node of; -1 outside. Reentrant ones have their own."""
+    """Return the id of the backward pass that this thread runs a node of; -1 outside. A reentrant one has its own."""
     return int(torch._C._current_graph_task_id())
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a node of a backward pass; a checkpoint's recomputation is told from a forward by it."""
+    """Tell whether this thread runs a node of a backward pass: in a checkpoint's recomputation, not in a forward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -112,13 +112,13 @@ _ZERO_GRAD = {inspect.unwrap(zero_grad).__code__ for zero_grad in (Optimizer.zer
 
 
 def zero_grad_is_calling(above: int = 1, levels: int = 8) -> dict[str, Any] | None:
-    """The local variables of torch's `zero_grad`, if it is among the callers; None otherwise.
+    """Return the local variables of torch's `zero_grad` if it is among the callers, None otherwise.
 
-    `zero_grad` reads each `.grad` only to throw it away. Gradients that are shown on demand must not be made for that.
+    `zero_grad` reads each `.grad` only to discard it; gradients that are made on demand should not be made for that.
 
     Args:
-        above: How many callers up to begin; a look at each costs as much as all else that is done for a weight.
-        levels: How many to look at.
+        above: How many frames up to start; each frame looked at costs as much as all other work for a weight.
+        levels: How many frames to look at.
     """
     frame: FrameType | None = sys._getframe(above)
     while frame is not None and levels:
@@ -129,9 +129,9 @@ def zero_grad_is_calling(above: int = 1, levels: int = 8) -> dict[str, Any] | No
 
 
 def others_hook_steps(optimizer: Optimizer, own: int = 1) -> bool:
-    """Whether there are hooks on an optimizer's steps besides the engine's own for all optimizers.
+    """Tell whether an optimizer has step hooks besides the engine's own, which are registered for all optimizers.
 
-    They may look at the optimizer's parameters or change their gradients; in which order hooks run is torch's choice.
+    They may look at the optimizer's parameters or change their gradients, and torch decides the order of hooks.
     """
     of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     of_this = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
@@ -139,10 +139,12 @@ def others_hook_steps(optimizer: Optimizer, own: int = 1) -> bool:
 
 
 def scope_that_ends_before_backward() -> str | None:
-    """A scope around this call without which it would compute something else; torch says only inside of its own code.
+    """Find a scope around this call that changes what it computes, but will have ended when backward runs.
+
+    Torch keeps track of these scopes only internally.
 
     Returns:
-        What the scope is, in words; None outside of any.
+        A name for the scope, for the user; None outside of any.
     """
     if parametrize._cache_enabled:
         return "`parametrize.cached()`"
@@ -150,16 +152,16 @@ def scope_that_ends_before_backward() -> str | None:
 
 
 def is_tracing() -> bool:
-    """Whether `torch.jit.trace` is recording."""
+    """Tell whether `torch.jit.trace` is recording."""
     return bool(torch._C._is_tracing())
 
 
 def arrives_whole(func: Any, device_type: str) -> bool:
-    """Whether a `TorchDispatchMode` gets an operation before it is taken apart, and autocast is to see its parts.
+    """Tell whether a `TorchDispatchMode` gets a composite operation whole, whose parts autocast has yet to see.
 
-    Only in inference mode, without autograd, which takes operations apart. Autocast has followed its rule for an
-    operation before a mode gets it, and leaves its parts alone; but it has none for `einsum` or `lstm`. Nor does it do
-    anything about `out=`.
+    This happens only in inference mode: elsewhere autograd decomposes composite operations first. Autocast has applied
+    its rule for an operation before a mode gets it, and leaves the parts alone; but it has no rule for `einsum` or
+    `lstm`, nor does it touch operations with `out=`.
     """
     return (
         torch.is_inference_mode_enabled()
@@ -181,10 +183,10 @@ def _has_kernel(func: OpOverload, key: str) -> bool:
 
 
 def take_apart(func: OpOverload, args: Any, kwargs: Any, mode: TorchDispatchMode) -> Any:
-    """Run an operation by its parts, as autograd would have it, and have the mode that got it get them.
+    """Decompose an operation as autograd would, and run its parts under the mode that got it.
 
-    Torch switches autocast off for as long as a mode handles an operation; here it is as it was before.
-    `OpOverload.decompose` takes decompositions in Python where there are some, which round differently.
+    Torch disables autocast while a mode handles an operation; here it is restored. `OpOverload.decompose` would prefer
+    Python decompositions, which round differently.
     """
     with torch._C._RestorePythonTLSSnapshot(), torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
         TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
@@ -195,10 +197,10 @@ def take_apart(func: OpOverload, args: Any, kwargs: Any, mode: TorchDispatchMode
 
 
 def run_as_without_mode(func: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-    """Run an operation that a `TorchDispatchMode` got, with the numbers that it has without the mode.
+    """Run an operation that a `TorchDispatchMode` got, with the same results as without the mode.
 
-    Torch switches autocast off for as long as a mode handles an operation. One that autocast has no rule for may be
-    made of others that it casts for: `_transformer_encoder_layer_fwd` on the CPU, `einsum` in inference mode.
+    Torch disables autocast while a mode handles an operation. An operation that autocast has no rule for may consist of
+    others that it does cast: `_transformer_encoder_layer_fwd` on the CPU, `einsum` in inference mode.
     """
     name = _autocast_key(device_type)
     if not isinstance(func, OpOverload) or _has_kernel(func, name):
@@ -214,7 +216,7 @@ def run_as_without_mode(func: Any, args: Any, kwargs: Any, device_type: str) -> 
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward pass that is running now has run its last node (as DDP and FSDP2 do)."""
+    """Run `callback` after the last node of the backward pass that is running now, as DDP and FSDP2 do."""
     Variable._execution_engine.queue_callback(callback)
 
 
@@ -223,62 +225,61 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 
 
 def sees_torch_functions() -> bool:
-    """Whether this thread is outside of `without_torch_function`; tells the engine's own code from others'."""
+    """Tell whether this thread is outside of `without_torch_function`, and so not in the engine's own code."""
     return bool(torch._C._is_torch_function_enabled())
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The identity of a tensor's memory. Views made by autograd (`W.t()`) share it, `is` and `isinstance` miss them."""
+    """Return the identity of a tensor's storage. Views share it (`W.t()`), which `is` and `isinstance` would miss."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # functorch's wrappers have no memory of their own
+    except (NotImplementedError, RuntimeError):  # functorch's wrappers have no storage of their own
         return 0
 
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
-    """Keeps the identity of a tensor's memory from being used again, but not the memory."""
+    """Return a weak reference to a tensor's storage: its identity is not reused, but its memory may be freed."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def without_values() -> AbstractContextManager[object]:
-    """In it, tensors that it made have shapes, dtypes and a device, and no values. Memory is counted as if they had.
+    """Return a mode whose tensors have a shape, a dtype and a device but no values; storages report their full size.
 
-    The meta device has no values, either, but what depends on the device (autocast, attention's kernels) is different
-    there.
+    The meta device has no values either, but what depends on the device (autocast, attention kernels) differs there.
     """
     return FakeTensorMode()
 
 
 def users_of_storage(tensor: Tensor) -> int:
-    """How many tensors and storage objects hold this memory: tells whether a user kept an old gradient."""
+    """Count the tensors and storage objects that hold this memory, to tell whether a user kept an old gradient."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def users_of_tensor(tensor: Tensor) -> int:
-    """How many hold this very tensor: Python, however often, and each Parameter whose `.grad` it is.
+    """Count the owners of this very tensor: Python as a whole is one, each Parameter whose `.grad` it is another.
 
-    Python's own count knows of the latter in some versions of torch only (not in 2.6).
+    Python's reference count includes the latter only in some versions of torch (not in 2.6).
     """
     return int(tensor._use_count())
 
 
 def tensor_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], Tensor | None]]:
-    """Hooks of `Tensor.register_hook`. The graph holds the twin, so the master's own hooks are called by hand."""
+    """Return the hooks of `Tensor.register_hook`: the graph holds the twin, so the master's are called by hand."""
     return list((parameter._backward_hooks or {}).values())
 
 
 def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], None]]:
-    """Hooks of `register_post_accumulate_grad_hook`, called by hand for the same reason."""
+    """Return the hooks of `register_post_accumulate_grad_hook`, called by hand for the same reason."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return list((hooks or {}).values())
 
 
 class StepCode:
-    """The code of an optimizer's class, for parameters and hyperparameters of our choice.
+    """Runs the `step` of an optimizer's class with chosen parameters and hyperparameters.
 
-    It is the code below what torch wraps around `step`: it runs many times for parts of a unit, which neither hooks nor
-    the profiler should take for steps of the user's. No public name leads there.
+    It calls the function below torch's wrapper around `step`: it runs many times for parts of a unit, and neither hooks
+    nor the profiler should take these for steps of the user's. No public name leads there.
     """
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -289,11 +290,11 @@ class StepCode:
         for lent in ("grad_scale", "found_inf"):  # a GradScaler lends them to fused kernels, for the user's own call
             attributes.pop(lent, None)
         for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-            attributes[check] = _nothing  # asks the driver for its devices at each call, for 0.1 ms
+            attributes[check] = _nothing  # the check queries the driver for its devices at each call, for 0.1 ms
         vars(self._optimizer).update(attributes, param_groups=[group])
 
     def run(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        """Step the parameters that this is the state of."""
+        """Step the parameters that are the keys of `state`."""
         self._group["params"] = list(state)
         self._optimizer.state = state  # type: ignore[assignment]
         self._step(self._optimizer)
@@ -304,38 +305,38 @@ def _nothing() -> None:
 
 
 def step_is_replaced(optimizer: Optimizer) -> bool:
-    """Whether someone put a `step` of their own in place of torch's, in the class or in this object.
+    """Tell whether torch's `step` was replaced, in the class or in this object.
 
-    A scheduler does so, too, in the object, to see whether it was called; below its own there is the class's.
+    A scheduler wraps it in the object, too, to notice calls, but then the wrapped function is the class's own.
     """
     step, own = type(optimizer).step, vars(optimizer).get("step")
-    code = getattr(inspect.unwrap(step), "__code__", None)  # not all that can be called has some: a mock, a partial
+    code = getattr(inspect.unwrap(step), "__code__", None)  # not every callable has code: a mock, a partial
     of_torch = code is not None and os.path.dirname(code.co_filename) == os.path.dirname(torch.optim.__file__)
     of_a_scheduler = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is step
     return not of_torch or not (own is None or of_a_scheduler)
 
 
 def hide_from_dynamo(modules: Iterable[str]) -> None:
-    """Have `torch.compile` leave the code in these modules alone, while it compiles what that code calls.
+    """Make `torch.compile` skip the code in these modules, but compile what that code calls.
 
-    In a model that is compiled as a whole, a gate must break the graph, run as it is, and have the unit's forward
-    compiled below it. `torch.compiler.disable` serves one function: with `recursive` nothing below it is compiled,
-    without, dynamo goes on to trace each function of the engine that it calls. torch hides its own packages like this.
+    In a model that is compiled as a whole, a gate must break the graph and run uncompiled, while the unit's forward
+    below it is compiled. `torch.compiler.disable` covers one function: with `recursive`, nothing below it is compiled;
+    without, dynamo goes on to trace each function of the engine that it calls. Torch hides its own packages this way.
     """
-    from torch._dynamo import trace_rules  # takes a second: not before there is something to attach to
+    from torch._dynamo import trace_rules  # takes a second: only once there is something to attach to
 
     for module in modules:
         trace_rules.add(module)
 
 
 def call_before_compiling(action: Callable[[], None]) -> None:
-    """Have something done whenever torch is about to compile, before any code can notice that it does.
+    """Run `action` whenever torch is about to compile, before `torch.compiler.is_compiling()` becomes true.
 
-    While dynamo compiles, `torch.compiler.is_compiling()` holds in all threads (torch 2.15), and an optimizer that
-    steps in another one then computes in tensors what are numbers else. Dynamo's own callbacks come too late.
+    While dynamo compiles, it is true in all threads (torch 2.15), and an optimizer that steps in another thread then
+    computes with tensors where it otherwise uses Python numbers. Dynamo's own callbacks come too late.
     """
     session = getattr(torch.compiler, "_compile_session_context", None)
-    if session is None:  # a torch in which it holds only for what is traced
+    if session is None:  # in this torch it is true only for what is being traced
         return
 
     @contextmanager
@@ -348,13 +349,13 @@ def call_before_compiling(action: Callable[[], None]) -> None:
 
 
 def explain_graph_break(function: Callable[..., Any], reason: str) -> None:
-    """What `torch.compile(..., fullgraph=True)` says when it meets a function of ours; not public for a method."""
+    """Set the reason that `torch.compile(..., fullgraph=True)` gives at a function of ours; not public for methods."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
 
 
 def without_compile(module: nn.Module) -> nn.Module:
-    """The module inside of what `torch.compile(module)` returned, whose class is not public; or else the module."""
+    """Return the module that `torch.compile(module)` wrapped, in a class that is not public; else the module itself."""
     from torch._dynamo import OptimizedModule
 
     inner: nn.Module = module._orig_mod if isinstance(module, OptimizedModule) else module

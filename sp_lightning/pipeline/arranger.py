@@ -1,7 +1,7 @@
-"""One arrangement after another: when a module's units are arranged anew, and the change from one to the next.
+"""When a module's units are arranged anew, and the change from one arrangement to the next.
 
-Always between steps, and while no graph needs the old one: the module has other parameters, steps have shown
-something (learned.py), a planner wants another window, autocast goes on or off, memory has run out.
+It always happens between steps, while no graph needs the old arrangement. The reasons: the module has other parameters,
+steps have shown something (learned.py), a planner wants another window, autocast goes on or off, memory has run out.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.weights.units import Member
 
-_FRESH_STARTS = 2  # after memory did not suffice for what had been chosen; then nothing is chosen any more
+_MAX_FRESH_STARTS = 2  # times that all is chosen anew after memory ran out; after that, nothing is chosen any more
 
 
 class Arranger:
-    """Makes arrangements of a module, and has one of them at work.
+    """Makes arrangements of a module and keeps one of them at work.
 
     Args:
-        lasting: What goes over from one arrangement to the next.
-        planner: Chooses what the options leave to it; without one the window stays as small as it is.
-        progress: Told how many bytes of weights have been laid out on the host, and of how many.
-        keeper: Is told of the calls of members.
-        in_step: Whether the scope of a step is open.
+        lasting: The parts that outlive an arrangement.
+        planner: Chooses what the options leave open; without one the window keeps its initial size.
+        progress: Called with the bytes of weights that have been laid out on the host, and with their total.
+        keeper: The object that members' calls are routed to.
+        in_step: Tells whether the scope of a step is open.
 
     Attributes:
-        assembly: The arrangement at work.
-        survey: What a planner may know.
+        assembly: The parts that stream the current arrangement.
+        survey: A planner's view of the pipeline.
 
     Raises:
-        ValueError: If an option does not fit the module or the memory.
+        ValueError: If an option does not fit the module or the available memory.
     """
 
     assembly: Assembly
@@ -71,16 +71,16 @@ class Arranger:
 
     @property
     def arrangement(self) -> Arrangement:
-        """Units, and where their weights lie at the moment."""
+        """The units, and where their weights currently lie."""
         return self.assembly.arrangement
 
     def before_step(self, look_for_new_parameters: bool) -> None:
-        """Arrange anew if there is a reason for it.
+        """Arrange anew if there is a reason to.
 
         Args:
-            look_for_new_parameters: Whether somebody may have put other Parameters into the modules.
+            look_for_new_parameters: Whether to check for other Parameters in the modules.
         """
-        if not self._is_arranged:  # the last attempt has failed, for want of memory say
+        if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange()
         waiting = self._graphs.waiting()
         if not waiting and (self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters())):
@@ -97,13 +97,17 @@ class Arranger:
         self._follow_plan()
 
     def rearrange(self) -> None:
-        """Make another arrangement, for the same autocast."""
+        """Make another arrangement, for the same autocast dtype."""
         self._rearrange_for(self.arrangement.autocast)
 
     def adapt_to_autocast(self, member: Member, autocast: torch.dtype | None) -> bool:
-        """Autocast was switched on or off before a member's call; True if everything was arranged anew for it."""
+        """Follow a change of autocast that is found in a member's call.
+
+        Returns:
+            Whether everything was arranged anew for it.
+        """
         learned = self._learned
-        # without its cache, whether a weight is used once for a graph is to be seen first: nothing can be assumed
+        # Nothing can be assumed without autocast's cache: whether a graph uses a weight only once remains to be seen.
         if autocast is not None and not learned.lowered and torch.is_autocast_cache_enabled():
             learned.assume_lowered(known_to_be_lowered(self._lasting.module, self.arrangement.units))
         if self.arrangement.untouched and not self._graphs.waiting():
@@ -112,14 +116,14 @@ class Arranger:
             self.assembly.activate()
             return True
         for weight in [place.weight for place in member.places if place.weight.lowered]:
-            self.assembly.outside.keep_as_is(weight)  # the unit is used with and without autocast in one step
+            self.assembly.outside.keep_as_is(weight)  # one step uses the unit both with and without autocast
         return False
 
     def shrink(self) -> str | None:
-        """Take less device memory from the next step on, of what `"auto"` leaves open.
+        """Use less device memory from the next step on, by giving up something that the user has left open.
 
         Returns:
-            What was given up, in words; None if nothing is left to give up.
+            What was given up, for the log; None if nothing was left to give up.
         """
         if self._choose_anew():
             return "the window and what becomes of activations are measured and chosen anew, for less memory"
@@ -143,10 +147,13 @@ class Arranger:
         return None
 
     def _keep_whole(self) -> str | None:
-        """Do not divide a module that is called several times in a forward; its name, or None if there is none.
+        """Stop dividing modules that are called several times in a forward.
 
-        To recompute a call of a lone layer saves nothing, and for each call all layers would travel. Only where weights
-        are less than activations: else it is weights that do not fit.
+        Recomputing the call of a lone layer saves nothing, and every call would move all layers. Only done where
+        weights take less than activations; otherwise it is the weights that do not fit.
+
+        Returns:
+            The names of these modules; None if there are none.
         """
         if self._options.units is not None:
             return None
@@ -167,10 +174,14 @@ class Arranger:
         return ", ".join(map(repr, outermost))
 
     def _choose_anew(self) -> bool:
-        """Start over where something was chosen that may have been too much; False if nothing was, or too often."""
+        """Discard what was chosen, so that it is chosen again for less memory.
+
+        Returns:
+            Whether there was anything to discard; False also after too many fresh starts.
+        """
         learned, auto = self._learned, self._activations.auto
         holds_activations = auto is not None and any(policy != "recompute" for policy in auto.in_use.values())
-        if learned.fresh_starts == _FRESH_STARTS or not (holds_activations or learned.plan is not None):
+        if learned.fresh_starts == _MAX_FRESH_STARTS or not (holds_activations or learned.plan is not None):
             return False
         learned.fresh_starts += 1
         if self._planner is not None:
@@ -179,16 +190,17 @@ class Arranger:
         return True
 
     def stop_planning(self) -> None:
-        """What is being measured is worth nothing: a step was not finished, or it was the last."""
+        """Discard the measurement under way: a step did not finish, or it was the last."""
         if self._planner is not None:
             self._planner.abandon()
 
     # ------------------------------------------------------------------------------------------------- reasons for it
 
     def _has_new_parameters(self) -> bool:
-        """Whether someone put other Parameters into the modules (`load_state_dict(assign=True)`), or took one out.
+        """Tell whether Parameters in the modules were replaced (`load_state_dict(assign=True)`) or removed.
 
-        Pruning puts a parameter elsewhere in its module, and a mask, which belongs on the device, among its buffers.
+        Pruning moves a parameter to another name in its module and adds a mask, which belongs on the device, to its
+        buffers.
         """
         return any(
             type(found := place.parameters.get(place.key)) in (nn.Parameter, type(None))
@@ -202,7 +214,7 @@ class Arranger:
             return any(weight.is_replaced for weight in self.arrangement.weights)
 
     def _follow_plan(self) -> None:
-        """Have the window that the planner wants."""
+        """Adopt the window that the planner wants."""
         if self._planner is None:
             return
         plan = self._planner.before_step(self.survey, torch.is_grad_enabled())
@@ -211,7 +223,7 @@ class Arranger:
         policies = self._activations.auto
         self._learned.plan = plan
         self.rearrange()
-        self._activations.auto = policies  # units are the same, and so is what was measured of them
+        self._activations.auto = policies  # the units are the same, so their measurements still hold
         if policies is not None and plan is not None and plan.policies:
             units = [(unit, plan.policies.get(unit.name, "keep")) for unit in self.arrangement.units]
             policies.prescribe({m.name: policy for unit, policy in units for m in unit.members})
@@ -224,9 +236,9 @@ class Arranger:
         self._is_arranged = False
         self.assembly.take_down()
         for weight in self.arrangement.weights:
-            if weight.is_replaced:  # who keeps our memory keeps the values in it
+            if weight.is_replaced:  # whoever still holds our memory keeps the values in it
                 self._learned.leave_memory_of(weight)
-            else:  # or what `p.data = ...` has given it stays out of the memory that is sent
+            else:  # otherwise memory from `p.data = ...` would stay outside of the memory that is sent
                 weight.readopt()
         self.arrangement.give_up_memory()
         module = self._lasting.module
@@ -242,17 +254,17 @@ class Arranger:
         assembly.put_up(self._keeper)
         self.assembly = assembly
         self._is_arranged = True
-        self._activations.auto = self._auto_policy()  # units have changed: measured anew
+        self._activations.auto = self._auto_policy()  # other units: measured anew
         lasting.stats.arrangements += 1
         if not arrangement.units and self._options.activations in ("recompute", "offload"):
             warnings.warn(
                 f"`activations={self._options.activations!r}` has no effect any more: every weight is used outside of "
-                "its module's forward (a penalty over all of them, say), so all stay on the device, no unit is left.",
+                "its module's forward (say, by a penalty over all), so all stay on the device and no unit is left.",
                 stacklevel=2,
             )
 
     def _auto_policy(self) -> AutoPolicy | None:
-        """What chooses for each unit, where there is a limit to what activations may take."""
+        """Make the policy that chooses for each unit; None where activations have no memory limit."""
         if not self._activations.chooses or self.survey.budget is None:
             return None
         never_again = self._activations.never_again
@@ -261,5 +273,5 @@ class Arranger:
         return AutoPolicy(lasting.backend, lasting.meter, self._room_for_activations, never_again, tells=not is_planned)
 
     def _room_for_activations(self) -> int:
-        """Bytes of device memory for activations, where there is a limit."""
+        """Return the bytes of device memory left for activations; only meaningful where there is a limit."""
         return max(0, (self.survey.budget or 0) - self.arrangement.streaming_bytes())

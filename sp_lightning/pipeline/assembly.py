@@ -1,6 +1,7 @@
-"""An arrangement at work: the parts that stream its units, put together, put up in the module tree and taken down.
+"""An assembly: the parts that stream one arrangement, wired together, put up in the module tree and taken down.
 
-A pipeline has one assembly at a time. Another one follows when units, or the dtypes in which weights are sent, change.
+A pipeline has one assembly at a time. Another one replaces it when units, or the dtypes that weights are sent in,
+change.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ _HOST = torch.device("cpu")
 
 
 class Assembly:
-    """The parts that belong to one arrangement. Making it wires them; the module is as it was until `put_up`.
+    """The parts that belong to one arrangement. Constructing it wires them; `put_up` is what changes the module.
 
     Args:
-        arrangement: Units, and where their weights lie.
-        lasting: What the pipeline had before, and will have afterwards.
-        in_step: Whether the scope of a step is open.
+        arrangement: The units, and where their weights lie.
+        lasting: The parts that outlive the arrangement.
+        in_step: Tells whether the scope of a step is open.
 
     Attributes:
-        arrangement: See above.
-        schedule: Knows what comes next.
+        arrangement: The units, and where their weights lie.
+        schedule: Predicts which use comes next.
         window: Brings groups to the device.
-        returns: Brings gradients home.
-        gradients: Those that are there.
+        returns: Moves gradients to the host.
+        gradients: The gradients that are on the host.
         steps: The optimizers' work on the host.
         overlap: Steps units while the device computes.
         backward: Follows backward passes.
         outside: Serves weights that are used outside of their unit.
-        guard: Notices who touches a master.
+        guard: Notices accesses to masters.
         calls: Runs the calls of members.
     """
 
@@ -80,7 +81,7 @@ class Assembly:
             stats,
             lasting.spent,
             overlaps=lasting.options.overlap_optimizer is not False,
-            fused=lasting.device.type != "cpu",  # there the user's choice stands: the same numbers as plain training
+            fused=lasting.device.type != "cpu",  # on the CPU the user's choice stands, as in plain training
             is_nested=lambda: self.backward.is_nested(),
         )
         self.backward = BackwardPass(
@@ -131,10 +132,11 @@ class Assembly:
         """Take over the module.
 
         Args:
-            keeper: Is told of the calls of its members.
+            keeper: The object that members' calls are routed to.
 
         Raises:
-            torch.OutOfMemoryError: If units that are to live on the device do not fit; nothing is taken over then.
+            torch.OutOfMemoryError: If the units that should live on the device do not fit; the module is not taken over
+                then.
         """
         arrangement, lasting = self.arrangement, self._lasting
         self._settle_on_device()
@@ -147,7 +149,7 @@ class Assembly:
         lasting.pool.pinnable = arrangement.host_share.pinnable_bytes()
         stay = (*lasting.module.buffers(), *arrangement.unmanaged.values(), *arrangement.on_device)
         lasting.meter.uncounted = set(map(storage_key, stay))
-        for twin in arrangement.twins.values():  # now, because torch.func forbids it inside of its transforms
+        for twin in arrangement.twins.values():  # now, because torch.func forbids it inside its transforms
             self.returns.follow_requires_grad(twin)
         if lasting.options.compile:
             for member in arrangement.streamed_members:
@@ -156,7 +158,7 @@ class Assembly:
             install_gate(member, keeper)
 
     def _settle_on_device(self) -> None:
-        """Let units live on the device, if there is really room for all of them."""
+        """Move the units that live on the device there, or move them all back if memory runs out."""
         lasting, parameters = self._lasting, self.arrangement.on_device
         try:
             on_device.move(parameters, lasting.device, lasting.optimizers.seen)
@@ -167,13 +169,13 @@ class Assembly:
             known.forget_units(parameters)
 
     def take_down(self) -> None:
-        """Give the module back, but for its buffers; masters keep their identity, their values and their memory."""
+        """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement, lasting = self.arrangement, self._lasting
         self.backward.closed = True
         self.overlap.put_back()
         self.steps.settle()
         for member in arrangement.members:
-            swap_out(member)  # a caller that looks into a unit may be running
+            swap_out(member)  # the call of a module that looks into a unit may still be running
             remove_gate(member)
         for twin in arrangement.twins.values():
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
@@ -186,19 +188,19 @@ class Assembly:
         for group in arrangement.groups:
             group.host.release_copies()
         on_device.move(arrangement.on_device, _HOST, lasting.optimizers.seen)
-        move_unmanaged(arrangement.unmanaged.values(), _HOST)  # all is checked as if for the first time
+        move_unmanaged(arrangement.unmanaged.values(), _HOST)  # the next arrangement checks them as if new
 
     # ------------------------------------------------------------------------------------------------------ in a step
 
     def activate(self) -> None:
-        """A step, or a backward pass, begins: masters are guarded, and what is on the device is checked."""
+        """Begin a step or a backward pass: guard masters, and have weights on the device checked before use."""
         if not self.guard.redirects:
-            if not (in_backward() and self._lasting.graphs.waiting()):  # the backward of the step before
+            if not (in_backward() and self._lasting.graphs.waiting()):  # not for the backward of the previous step
                 self.window.suspect_all()
             self.guard.arm()
 
     def close(self) -> None:
-        """Guard no more than has to be, once neither a step nor a backward pass is under way."""
+        """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
         if self._in_step() or self.backward.running:
             return
         if self.overlap.settled and self.gradients.settled:
@@ -214,7 +216,7 @@ class Assembly:
             self.close()
 
     def abandon(self) -> None:
-        """An exception has ended whatever was under way."""
+        """Clean up after an exception has ended whatever was under way."""
         self.calls.abandon()
         self.overlap.put_back()
         self.backward.abandon()

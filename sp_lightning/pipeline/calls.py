@@ -1,8 +1,8 @@
-"""Calls of units: what happens around one, and when backward comes back to what it computed.
+"""The calls of members: what the engine does around each one, and when backward reaches what it computed.
 
-A call *enters* its unit: the group is on the device, twins stand in the module tree, copies are started for what comes
-next. It *leaves* it: masters are back, and the slot may be given away. What it computed gets a node in the graph that
-announces its backward.
+A call *enters* its unit: the group is brought to the device, twins take the masters' place in the module tree, and
+copies are started for what comes next. It *leaves* it: masters are put back, and the slot may be reused. The node that
+made its output gets a hook that announces its backward.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from sp_lightning.pipeline.weights.window import Window
 
 
 class Calls:
-    """Runs the calls of an arrangement's members, inside of a step.
+    """Runs the calls of an arrangement's members during a step.
 
     Args:
         arrangement: The arrangement.
-        lasting: What outlives it.
+        lasting: The parts that outlive it.
         window: Brings groups to the device.
-        schedule: Is told what is used.
+        schedule: Records which members are used.
         backward: Follows backward passes.
-        outside: Gives weights that cannot stay in their group memory of their own.
-        returns: Gets the gradients home.
-        in_step: Whether the scope of a step is open.
+        outside: Makes weights resident that cannot stay in their group.
+        returns: Moves gradients to the host.
+        in_step: Tells whether the scope of a step is open.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Calls:
         self._returns = returns
         self._in_step = in_step
         self._under_autocast = UnderAutocast(arrangement, lasting, outside)
-        self._inside: list[list[Group]] = []  # what each call that is running now computes with
+        self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
 
     def run(
         self,
@@ -90,20 +90,20 @@ class Calls:
         """Run a module's call with its weights on the device.
 
         Args:
-            member: The module.
-            forward: Its call, without the gate around it.
-            args: What it was called with.
-            kwargs: The same, by name.
+            member: The member whose module is called.
+            forward: The module's call, without the gate around it.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
             autocast: The dtype that autocast lowers to, if it is on.
         """
         if member.unit is None:
             return self._run_around_units(member, forward, args, kwargs)
         if self._activations.manages(member):
-            return self._activations.run(member, args, kwargs)  # which calls the module, and so comes here once more
+            return self._activations.run(member, args, kwargs)  # calls the module, which comes here once more
         number = self._enter(member)
         pushed = self._saved.push()
         try:
-            if autocast is not None and self._under_autocast.is_to_be_watched(member):
+            if autocast is not None and self._under_autocast.needs_watching(member):
                 output = self._under_autocast.run_watched(member, forward, args, kwargs)
             elif member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
                 output = run_uncompiled(forward, *args, **kwargs)
@@ -116,7 +116,7 @@ class Calls:
             self._leave(member)
 
     def abandon(self) -> None:
-        """An exception has ended all calls."""
+        """Clean up after an exception has ended all calls."""
         for member in self._arrangement.members:
             member.running = 0
             swap_out(member)
@@ -125,18 +125,18 @@ class Calls:
     # --------------------------------------------------------------------------------------------------------- a call
 
     def _enter(self, member: Member) -> int:
-        """A call begins; returns its number."""
+        """Begin a call, and return its number."""
         with self._at_work:
             number = self._graphs.number_call()
             self._arrangement.untouched = False
             member.entered += 1
             direction = _direction()
             if self._backward.running and direction is not Pass.BACKWARD:
-                self._backward.abandon()  # it ended with an exception that the user caught inside of the step
+                self._backward.abandon()  # it ended with an exception that the user caught within the step
             if member.is_streamed:
                 self._schedule.visit(member.index, direction)
                 self._learned.note_call(member.unit_name)
-            self._under_autocast.keep_apart_uses(member)
+            self._under_autocast.stop_lowering_if_reused(member)
             self._outside.unblock(member)
             for group in member.groups:
                 self._window.bring(group)
@@ -153,7 +153,7 @@ class Calls:
 
     def _leave(self, member: Member) -> None:
         with self._at_work:
-            if not member.running:  # an exception inside led to a reset
+            if not member.running:  # an exception inside the call led to a reset
                 return
             member.running -= 1
             for group in self._inside.pop():
@@ -178,7 +178,7 @@ class Calls:
     ) -> Any:
         if member.looks_into is None:
             return forward(*args, **kwargs)
-        # nn.TransformerEncoder asks its first layer's weights whether a fast path will do: it must see ordinary ones
+        # nn.TransformerEncoder inspects its first layer's weights to decide on a fast path: it must see ordinary ones.
         swap_in(member.looks_into, self._returns.follow_requires_grad)
         try:
             return forward(*args, **kwargs)
@@ -186,7 +186,7 @@ class Calls:
             swap_out(member.looks_into)
 
     def _write_back(self, weight: Weight) -> None:
-        """A forward changed a weight in place: the host has the truth, so it gets the change."""
+        """Copy a weight that a forward changed in place back to the master, which holds the authoritative value."""
         if weight.lowered:
             raise RuntimeError(
                 f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its module "
@@ -203,7 +203,7 @@ class Calls:
         group.state = group.host.state()
 
     def _units_ahead(self, member: Member) -> int:
-        """How many other units forward is expected to use before backward begins, as far as the offloader asks."""
+        """Return how many other units forward should still use before backward; the offloader needs no more."""
         ahead = [member.unit]
         for index in islice(self._schedule.upcoming_before_the_turn(), len(self._arrangement.streamed_members)):
             following = self._arrangement.streamed_members[index].unit
@@ -216,7 +216,7 @@ class Calls:
     # --------------------------------------------------------------------------------------------------- its backward
 
     def _announce(self, member: Member, output: Any, number: int) -> Any:
-        """Have backward announce itself, and let nothing that leaves a unit lie in its slot."""
+        """Have backward announce itself when it reaches this call, and clone outputs that lie in a slot."""
         tensors = tensors_in(output)
         if any(storage_key(tensor) in self._arrangement.twins for tensor in tensors):
             output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._arrangement.twins else t)
@@ -238,9 +238,9 @@ class Calls:
     def _reach(
         self, member: Member, graph: Graph, groups: list[Group], around: list[Group], bundle: Bundle | None
     ) -> None:
-        """Backward is about to run the nodes of a member's call."""
+        """Bring a member's unit back: backward is about to run the nodes of its call."""
         if self._backward.closed:
-            return  # unpacking will say so if it matters
+            return  # if it matters, unpacking raises
         if torch.is_grad_enabled() and not self._in_step():
             raise RuntimeError(
                 "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "

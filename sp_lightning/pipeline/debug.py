@@ -1,8 +1,8 @@
 """`debug=True`: every operation of a step is checked for weights that are not where they should be.
 
-On the emulated device host and device are the same memory, so nothing but this check sees an operation that mixes a
-master with what is on the "device"; on a GPU torch would raise. That a weight is read before its copy has landed
-nobody else sees on either.
+On the emulated device, host and device are the same memory, so only this check notices an operation that mixes a master
+with tensors on the "device"; on a GPU torch would raise. A read of a weight before its copy has landed goes unnoticed
+without it on either.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sp_lightning.pipeline.modules.lowering import is_view, tensors_among
 
 
 class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises when an operation reads a twin that is not there, or computes with a master.
+    """Raises when an operation reads a twin that is not on the device, or computes with a master.
 
     Args:
-        arrangement: The arrangement of now.
-        is_paused: Whether the engine itself or an optimizer is at work, which may do both.
-        device_type: The device whose autocast computes as if nothing was checked.
+        arrangement: Returns the current arrangement.
+        is_paused: Tells whether the engine itself or an optimizer is at work, which may do both.
+        device_type: The type of device whose autocast must keep working under this mode.
     """
 
     supports_higher_order_operators = True  # `flex_attention` is one operation here
@@ -38,7 +38,7 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled, and what it runs is checked. A torch that cannot do that runs it uncompiled."""
+        """Keep compiled code compiled, and check what it runs; a torch that cannot do that runs it uncompiled."""
         return COMPILES_UNDER_MODES
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""What a pipeline keeps from one arrangement to the next."""
+"""The parts of a pipeline that outlive an arrangement."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from sp_lightning.pipeline.weights.weight import Twin
 
 
 class Lasting:
-    """Parts that work with every arrangement of a pipeline.
+    """The parts that serve every arrangement of a pipeline.
 
     Args:
         module: The module.
-        device: Where is computed.
-        options: The user's choices.
-        backend: Allocates, copies, and works on the host.
-        replicas: Other processes that train the same model, if there are any.
+        device: The device that forward and backward run on.
+        options: The user's options.
+        backend: Allocates memory, copies, and runs work on the host.
+        replicas: The other processes that train the same model; None if there are none.
         require: Called with a twin before backward reads it.
-        close: Called when something was done between steps for an optimizer.
+        close: Called after work for an optimizer between steps.
 
     Attributes:
-        module: See above.
-        device: See above.
-        options: See above.
-        backend: See above.
-        replicas: See above.
+        module: The module.
+        device: The device that forward and backward run on.
+        options: The user's options.
+        backend: Allocates memory, copies, and runs work on the host.
+        replicas: The other processes that train the same model; None if there are none.
         stats: Counters.
-        at_work: Entered around whatever the engine does itself.
-        learned: What steps have shown, for the next arrangement.
-        graphs: The graphs that calls build.
-        pool: The host memory in which saved activations wait.
-        meter: Counts what autograd holds on the device.
-        offloader: Takes what may wait on the host.
+        at_work: A scope entered around everything that the engine does itself.
+        learned: Findings from past steps, for the next arrangement.
+        graphs: The autograd graphs that calls build.
+        pool: Host memory for offloaded activations.
+        meter: Counts the device memory that autograd's saved tensors hold.
+        offloader: Offloads saved activations to the host and fetches them back.
         saved: The saved-tensor hooks.
-        activations: Decides what becomes of what autograd saves.
-        optimizers: Notices that optimizers step.
-        known_optimizers: How each of them is stepped by units.
-        spent: Masters, by identity, whose gradients were used as they arrived.
+        activations: Applies the policy for activations to each call.
+        optimizers: Notices optimizer steps.
+        known_optimizers: For each optimizer, how it steps unit by unit.
+        spent: Identities of masters whose gradients were used as they arrived, and not kept.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a user may choose, checked once, before any work."""
+"""The user's options, checked once, before any work."""
 
 from __future__ import annotations
 
@@ -17,31 +17,36 @@ ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "auto"]
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """Choices for one pipeline; every default works.
+    """Options for one pipeline; every default works.
 
     Args:
-        k: Units on the device at once. At or above the number of units, nothing is streamed. `"auto"` is two, until a
-            planner has measured the first steps and chosen.
-        k_prime: Units moved together in one transfer, at most `k`. `"auto"` is one, until a planner has chosen.
-        memory_budget: Device memory that weights, gradients on their way, and activations (with `"auto"`) may take:
-            bytes, a fraction of the device's memory (a float up to 1), or text such as `"12GB"`.
-        units: What a unit is: module classes or their names, or a callable `(name, module) -> bool`. `None` finds them.
-        resident: Names of modules or parameters that always stay on the device.
-        activations: What happens to what a unit's forward saves for backward: `"keep"` leaves it on the device,
-            `"recompute"` keeps the unit's inputs alone and runs its forward again in backward, `"offload"` lets it wait
-            in host memory. `"auto"` measures and chooses for each unit, so that everything fits into `memory_budget`,
-            or into what is free; where no limit is known, everything is kept.
-        overlap_optimizer: Step units on the host while the device computes; `"auto"` does where it is exact.
-        resident_optimizer: Where a planner finds memory to spare, let whole units live on the device, with gradients
-            and optimizer state; only the rest streams. They are stepped there, by the optimizer's own code.
-        pin_memory: Page-locked host memory; `"auto"` pins where the device gains by it.
-        host_threads: Threads that step units and add up gradients on the host; `"auto"` leaves a quarter of the cores
-            near the device to everything else.
-        compile: Compile the forward of each unit with `torch.compile`, as `block.compile()` does.
-        debug: Poison free slots, delay copies, and check every access to a weight.
+        k: Number of units on the device at once. With `k` at least the number of units, nothing is streamed. `"auto"`
+            is two until a planner has measured the first steps and chosen.
+        k_prime: Number of units moved together in one transfer, at most `k`. `"auto"` is one until a planner has
+            chosen.
+        memory_budget: Device memory that weights, gradients on their way to the host and activations may take: a number
+            of bytes (an int), text such as `"12GB"`, or a fraction of the device's memory (a float up to 1). `None`
+            means 90 % of what is free, and no limit on the CPU. A window that needs more is refused.
+        units: The modules to use as units: classes, class names, or a callable `(name, module) -> bool`. `None` finds
+            them automatically.
+        resident: Names of modules or parameters to keep on the device at all times.
+        activations: What to do with the tensors that a unit saves for backward. `"keep"` leaves them on the device,
+            `"recompute"` keeps only the unit's inputs and runs its forward again in backward, `"offload"` moves them to
+            host memory until backward. `"auto"` measures two steps, then chooses for each unit so that everything fits
+            in `memory_budget`, or in the memory that is free; where no limit is known, everything is kept.
+        overlap_optimizer: Whether to step the optimizer unit by unit on the host while the device computes. `"auto"`
+            does so where the result is that of a plain step; `True` makes anything else an error.
+        resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
+            a planner finds memory to spare (`k="auto"`). The optimizer's own code steps them there, and only the other
+            units stream.
+        pin_memory: Whether to use pinned (page-locked) host memory. `"auto"` pins where the device gains by it.
+        host_threads: Number of threads that step the optimizer and add up gradients on the host. `"auto"` uses
+            `OMP_NUM_THREADS` if the user set it, else three quarters of the cores near the device.
+        compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` does.
+        debug: Whether to delay copies at random, poison free slots and check every access to a weight.
 
     Raises:
-        ValueError: For a value outside of what is allowed.
+        ValueError: If an option has an invalid value.
     """
 
     k: int | Literal["auto"] = "auto"

@@ -1,8 +1,8 @@
-"""Weights that their unit's place cannot serve, and masters that somebody looks at while a step runs.
+"""Weights used outside of their unit, and accesses to masters while a step runs.
 
-The guard (guard.py) notices who touches a master; what follows from it is decided here. A weight that is used outside
-of its unit's calls, or in another dtype than the one in which it is sent, gets memory of its own on the device: at
-once, so that this step is right, and for good in the next arrangement.
+The guard (guard.py) notices accesses to masters; this module responds. A weight that is used outside of its unit's
+calls, or in another dtype than the one it is sent in, gets memory of its own on the device at once, so that this step
+is right. The next arrangement makes the former resident, and sends the latter in its own dtype.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from sp_lightning.pipeline.weights.window import Window
 
 
 class OutsideUse:
-    """Answers the guard of an arrangement's masters.
+    """Responds to the guard of an arrangement's masters.
 
     Args:
         arrangement: The arrangement.
-        lasting: What outlives it.
+        lasting: The parts that outlive it.
         window: Brings groups to the device.
-        returns: Brings the gradients.
-        in_backward: Knows what has been stepped already.
+        returns: Moves gradients to the host.
+        in_backward: Knows which weights have already been stepped in backward.
         backward: Follows backward passes.
         settle: Waits until gradients have landed and optimizer steps are done.
 
     Attributes:
-        device: Where is computed.
-        guard: Notices who touches a master.
+        device: The device that forward and backward run on.
+        guard: Notices accesses to masters.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class OutsideUse:
     # -------------------------------------------------------------------------------------------- what the guard asks
 
     def serve(self, weight: Weight) -> nn.Parameter:
-        """The weight on the device, for an operation outside of its unit."""
+        """Return the weight on the device, for an operation outside of its unit."""
         with self._at_work:
             self._window.finish_step(weight.unit.group)
             self._arrangement.untouched = False
-            if weight.lowered:  # who uses it here may not want it cast
+            if weight.lowered:  # this use may need it in its own dtype
                 self.keep_as_is(weight)
             twin = weight.twin
             in_use = twin.group.users > 0 or self._backward.has_reached(weight.unit)
@@ -88,7 +88,7 @@ class OutsideUse:
             return twin.parameter
 
     def unblock(self, member: Member) -> None:
-        """A call inside of a unit whose place its own group would need: its weights get memory of their own."""
+        """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
         for group in [group for group in member.groups if self._window.is_blocked(group)]:
             for weight in {id(place.weight): place.weight for place in member.places}.values():
                 if weight.twin.group is group:
@@ -96,7 +96,7 @@ class OutsideUse:
                     self._learned.touched_outside.append(weight)
 
     def used(self, weights: Iterable[Weight]) -> None:
-        """Weights were used that no unit's call watches: a graph that needs them waits for its backward, too."""
+        """Note the use of weights outside of unit calls: a graph that needs them waits for its backward, too."""
         if not torch.is_grad_enabled() or in_backward():
             return
         graph = self._graphs.watch_current()
@@ -105,12 +105,12 @@ class OutsideUse:
                 hold_while_needed(weight.twin.parameter, graph, self._reach_leaf)
 
     def _reach_leaf(self, graph: Graph) -> None:
-        """Backward is about to add up the gradient of a weight, in a graph that no unit was called for."""
+        """Note that backward has reached a weight of a graph that used it outside of unit calls."""
         if not self._backward.closed:
             self._backward.go_through(graph)
 
     def touched(self, weight: Weight) -> None:
-        """Somebody outside of the engine looks at a master: its step must be done."""
+        """Finish a master's pending optimizer step, because code outside of the engine reads it."""
         if self.guard.redirects:
             with self._at_work:
                 self._window.finish_step(weight.unit.group)
@@ -118,7 +118,7 @@ class OutsideUse:
             self._settle()
 
     def asked_for_gradient(self, weight: Weight) -> None:
-        """Somebody reads a master's `.grad`."""
+        """Put a master's gradient into its `.grad`, because somebody reads it."""
         self._check_unseen(weight)
         if self._in_backward.has_spent(weight):
             raise RuntimeError(
@@ -131,37 +131,37 @@ class OutsideUse:
             self._gradients.show(weight)
 
     def gradient_is_dropped(self, weight: Weight) -> None:
-        """Somebody gives a master another `.grad`, or none."""
+        """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
         self._check_unseen(weight)
         self._gradients.drop(weight)
         self._in_backward.forget_spent(weight)
 
     def _check_unseen(self, weight: Weight) -> None:
-        """Nobody may look at a gradient, or change it, between a step in backward and the call of `step()`."""
+        """Raise if a gradient is read or changed between a weight's step in backward and the call of `step()`."""
         if self._in_backward.awaits_step(weight):
             with self._at_work:
                 self._backward.forget_failed()
             self._in_backward.check_unseen(weight)
 
     def note_write(self, weight: Weight) -> None:
-        """A master may be written to."""
+        """Note that a master may be written to: its copies on the device are checked before next use."""
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
 
     def in_graph(self, weight: Weight) -> Tensor:
-        """The leaf that the graph of this step was built on."""
+        """Return the leaf that stands for a weight in the autograd graph of this step."""
         return weight.twin.parameter
 
     # ------------------------------------------------------------------------------------------- memory of their own
 
     def keep_as_is(self, weight: Weight) -> None:
-        """Send a weight in its own dtype from now on; if it was lowered, give it a resident copy until then."""
+        """Send a weight in its own dtype from the next arrangement on; if it is lowered now, make it resident."""
         self._learned.used_as_is.add(id(weight.master))
         if weight.lowered:
             self.make_resident(weight)
 
     def make_resident(self, weight: Weight) -> Twin:
-        """Give a weight memory of its own on the device until the next arrangement, which is made soon."""
+        """Give a weight memory of its own on the device until the next arrangement, which is due."""
         self._stats.promotions += 1
         twin = self._arrangement.make_resident(weight)
         self._window.groups.append(twin.group)

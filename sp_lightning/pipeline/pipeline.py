@@ -1,11 +1,11 @@
-"""The pipeline: what users have of the engine. It leads through a step; between steps units may be arranged anew.
+"""The pipeline: the engine's public object. It runs the steps; between steps it may arrange the units anew.
 
 [Note: one step]
-`step()` opens a scope: masters are guarded, and what lies on the device is checked against them before it is used.
-A unit's call *enters* it (its group is on the device, twins stand in the module tree) and *leaves* it (masters are
-back, the slot may be given away). Backward *reaches* units through the nodes that made their outputs, through what it
-unpacks, and through recomputation; it leaves all of them when it ends. Each time, the schedule is asked what comes
-next and copies are started for it.
+`step()` opens a scope in which masters are guarded, and weights on the device are checked against them before use. A
+call *enters* its unit (the group is brought to the device, twins take the masters' place in the module tree) and
+*leaves* it (masters are put back, the slot may be reused). Backward *reaches* units through the nodes that made their
+outputs, through the saved tensors that it unpacks, and through recomputation; it leaves all of them when it ends. Each
+time, the schedule tells what comes next, and copies are started for it.
 
     schedule -> transfer -> device -> hooks -> autograd -> gradients -> optimizer -> host
 """
@@ -52,24 +52,28 @@ _attached: set[Pipeline] = set()
 class Pipeline:
     """Streams a module's units between host and device while it computes.
 
-    Attaching happens on construction, `detach` undoes it. In between, the module is used as ever: call it, call
+    Constructing it attaches it to the module; `detach` undoes that. In between, use the module as usual: call it, call
     `backward`, step any torch optimizer over its parameters, save and load its state.
 
     Args:
         module: The module, with its parameters on the CPU.
-        device: Where to compute; by default the current accelerator, or else the CPU.
-        options: Choices; the defaults work.
-        backend: How to copy; made for the device by default.
-        planner: Chooses what `options` leave to it, between steps; without one the window stays as small as it is.
-        progress: Told how many bytes of weights have been laid out on the host, and of how many.
-        replicas: Other processes that train the same model: gradients are averaged with theirs.
+        device: The device to compute on; by default the current accelerator, or else the CPU.
+        options: The options; the defaults work.
+        backend: Allocates and copies memory; by default the backend for the device.
+        planner: Chooses, between steps, what `options` leave open; without one the window keeps its initial size.
+        progress: Called with the bytes of weights that have been laid out on the host, and with their total.
+        replicas: The other processes that train the same model: gradients are averaged with theirs.
 
     Attributes:
-        replicas: See above.
-        optimizers: What is done for optimizers: steps while the device computes, clipping, unscaling.
+        module: The module.
+        device: The device that forward and backward run on.
+        options: The options.
+        replicas: The other processes; None if there are none.
+        stats: Counters of what the engine has done.
+        optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
 
     Raises:
-        ValueError: If an option does not fit the module or the memory; nothing is attached then.
+        ValueError: If an option does not fit the module or the available memory. Nothing is attached then.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
@@ -133,32 +137,32 @@ class Pipeline:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Scope around a training, validation or prediction step, or around a backward pass; may be nested.
+        """Open the scope of a training, validation or prediction step, or of a backward pass; may be nested.
 
-        Calls of the module open one by themselves. A wider one is needed around code that uses weights outside of
-        module calls, and around `torch.autograd.grad(..., create_graph=True)`.
+        A call of the module opens one by itself. A wider one is needed around code that uses weights outside of module
+        calls, and around `torch.autograd.grad(..., create_graph=True)`.
         """
-        # resumed, because an optimizer may call it through a closure of its own, which torch's hooks are not shown
+        # Guards are resumed because an optimizer may get here through a closure that torch's step hooks do not see.
         with guards_resumed(), self._scope(look_for_new_parameters=True):
             yield
 
     def weights_changed(self) -> None:
-        """Weights on the host were written to: what lies on the device is checked before it is used again."""
+        """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
         self._assembly.window.suspect_all()
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
-        """Write down what the lanes are busy with in this scope: units, copies, work on the host, and stalls."""
+        """Record what the lanes do in this scope: units computing, copies, work on the host, and stalls."""
         with self._backend.trace.record() as recording:
             yield recording
 
     def settle(self) -> None:
-        """Wait until gradients have landed and optimizer steps are done, as reading any weight does by itself."""
+        """Wait until gradients have landed and optimizer steps are done. Reading a weight does this by itself."""
         self._assembly.settle()
 
     @contextmanager
     def in_all_processes(self) -> Iterator[None]:
-        """Scope around a backward pass that runs in all processes, even if in this one it comes to no weight."""
+        """Open a scope around a backward pass that runs in all processes, even if it reaches no weight in this one."""
         before = None if self.replicas is None else self.replicas.passes
         yield
         if self.replicas is not None and self.replicas.passes == before:
@@ -166,18 +170,18 @@ class Pipeline:
                 self._assembly.returns.finish(takes_part=True)
 
     def share_buffers(self) -> None:
-        """Between steps, if there are several processes: all have the buffers of the first one from now on."""
+        """Give all processes the first one's buffers; call it between steps. Does nothing in a single process."""
         if self.replicas is not None:
             self.replicas.share_buffers(self.module)
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What `backward(inputs=...)` needs in place of these tensors: for a master, the leaf that is in the graph."""
+        """Return the tensors to pass to `backward(inputs=...)`: each master replaced by the leaf in the graph."""
         with without_torch_function():
             weights = self.arrangement.weights_by_master
             return [weights[id(t)].twin.parameter if id(t) in weights else t for t in tensors]
 
     def reset(self) -> None:
-        """After an exception in the middle of a step: idle, nothing in flight, ready for the next step."""
+        """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
         with self._at_work:
             self.stats.resets += 1
             self._assembly.abandon()
@@ -188,45 +192,45 @@ class Pipeline:
             self._assembly.guard.disarm()
 
     def has_gradients(self) -> bool:
-        """Whether a gradient is there that the next backward pass would add to."""
+        """Tell whether there is a gradient that the next backward pass would add to."""
         elsewhere = any(parameter.grad is not None for parameter in self._parameters_elsewhere())
         return elsewhere or any(self._assembly.gradients.get(weight) is not None for weight in self.arrangement.weights)
 
     def drop_gradients(self) -> None:
-        """Nothing is left of a backward pass that failed, where there was no gradient before it."""
+        """Drop what a failed backward pass has left behind; only valid if there was no gradient before it."""
         for parameter in self._parameters_elsewhere():
             parameter.grad = None
 
     def _parameters_elsewhere(self) -> list[nn.Parameter]:
-        """Those that autograd itself collects gradients of."""
+        """Return the parameters whose gradients autograd itself accumulates."""
         return [*self.arrangement.unmanaged.values(), *self.arrangement.on_device]
 
     def shrink(self) -> str | None:
-        """Take less device memory from the next step on, of what `"auto"` leaves open.
+        """Use less device memory from the next step on, by giving up something that the user has left open.
 
         Returns:
-            What was given up, in words; None if nothing is left to give up.
+            What was given up, for the log; None if nothing was left to give up.
         """
         return self._arranger.shrink()
 
     def rebuild(self) -> None:
-        """Take in a changed module tree: other Parameter objects, added or removed modules.
+        """Adopt a changed module tree: other Parameter objects, added or removed modules.
 
         Raises:
-            RuntimeError: In the middle of a step.
+            RuntimeError: If it is called in the middle of a step.
         """
         if self._depth or self._assembly.backward.running:
             raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
         self._arranger.rearrange()
 
     def detach(self) -> None:
-        """Give the module back: plain, on the CPU, without a trace. Calling it again does nothing."""
+        """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
         if self not in _attached:
             return
         failed = None
         try:
             self.settle()
-        except Exception as error:  # of a step that nobody has asked for: the module is given back all the same
+        except Exception as error:  # a pending optimizer step failed: give the module back first, then raise
             failed = error
         if self._depth or self._assembly.backward.running or failed is not None:
             self.reset()
@@ -247,22 +251,22 @@ class Pipeline:
             raise failed
 
     def summary(self) -> Summary:
-        """What was planned, in numbers; `str()` of it is a table."""
+        """Return the plan in numbers; `str()` of it is a table."""
         return summarize(self._assembly, self._lasting)
 
     @property
     def arrangement(self) -> Arrangement:
-        """Units, and where their weights lie at the moment."""
+        """The units, and where their weights currently lie."""
         return self._arranger.arrangement
 
     @property
     def survey(self) -> Survey:
-        """What a planner may know."""
+        """A planner's view of the pipeline."""
         return self._arranger.survey
 
     @property
     def may_run_out(self) -> bool:
-        """Whether a step may fail for want of device memory, or because of what was chosen to save it."""
+        """Whether a step may fail because device memory runs out, or because of what was chosen to save memory."""
         return self._backend.runs_out or self.survey.budget is not None
 
     @property
@@ -290,11 +294,11 @@ class Pipeline:
             if self._depth:
                 self._depth -= 1
                 if self._depth == 0 and not in_backward():
-                    self._graphs.begin()  # who holds the old one waits for its backward
+                    self._graphs.begin()  # whoever still holds the old graph waits for its backward
                 self._assembly.close()
 
     def _checked(self) -> AbstractContextManager[Any]:
-        # not in inference: torch's fused fast paths look for dispatch modes, and without them other numbers come out
+        # Not in inference: torch's fused fast paths are off under a dispatch mode, and other kernels round differently.
         if self.options.debug and self._depth == 1 and torch.is_grad_enabled():
             return AccessCheck(
                 lambda: self.arrangement, lambda: bool(self._at_work) or guards_suspended(), self.device.type
@@ -306,9 +310,9 @@ class Pipeline:
             self._assembly.backward.note()
             return
         if self._assembly.backward.running or any(member.running for member in self.arrangement.members):
-            self.reset()  # an exception came out of a backward that nothing surrounded
+            self.reset()  # a backward outside of any scope ended with an exception
         self._arranger.before_step(look_for_new_parameters)
-        if not self._graphs.waiting():  # else this is the backward of the step before
+        if not self._graphs.waiting():  # else this is the backward of the previous step
             self.stats.steps += 1
             self._backend.trace.begin_step()
             self._activations.begin_step()
@@ -350,7 +354,7 @@ class Pipeline:
         return self._assembly.calls.run(member, forward, args, kwargs, autocast)
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """The dtype in which weights can be sent because autocast would lower them to it; None where it would not."""
+        """Return the dtype that autocast lowers weights to, so that they can be sent in it; None if autocast is off."""
         if not torch.is_autocast_enabled(self.device.type):
             return None
         return torch.get_autocast_dtype(self.device.type)

@@ -1,4 +1,4 @@
-"""Amounts of memory, and times, as users write and read them."""
+"""Conversion of memory sizes and times from and to text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | None:
-    """Turn a budget as users write it into bytes; `None` for a fraction of a device whose memory is not known.
+    """Convert a user's budget to bytes; `None` if it is a fraction of a device whose memory size is unknown.
 
     Raises:
         ValueError: If the budget is not positive, not a size, or a fraction above 1.
@@ -37,13 +37,13 @@ def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | No
         raise ValueError(f"`memory_budget={budget!r}` must be above zero. {advice}")
     if isinstance(budget, float):
         if budget > 1:
-            raise ValueError(f"`memory_budget={budget!r}` is a float above 1, which is no fraction. {advice}")
+            raise ValueError(f"`memory_budget={budget!r}` is a float above 1, which is not a fraction. {advice}")
         return None if device_bytes is None else int(budget * device_bytes)
     return budget
 
 
 def readable_bytes(count: int) -> str:
-    """A number of bytes as people write it."""
+    """Format a number of bytes, with a unit."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -53,7 +53,7 @@ def readable_bytes(count: int) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """A time as people write it: three digits and a unit."""
+    """Format a time with three digits and a unit."""
     for size, unit in UNITS_OF_TIME:
         if abs(seconds) >= 0.9995 * size or unit == "µs":
             value = seconds / size

@@ -1,4 +1,4 @@
-"""Counters that show what the engine did; tests, the callback and the benchmarks read them."""
+"""Counters of what the engine did, for tests, the callback and the benchmarks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ class Stats:
         steps: Outermost `step()` scopes.
         loads: Units copied to the device (resident weights not counted).
         resident_loads: Copies of resident weights to the device.
-        misses: Loads that nothing had prefetched, so that computing waited for all of the copy.
+        misses: Loads that had not been prefetched, so that computing waited for the whole copy.
         bytes_to_device: Bytes copied from host to device.
         bytes_to_host: Bytes copied from device to host.
-        offloaded_bytes: Those of them that were saved activations.
-        fetched_bytes: Bytes of saved activations that came back to the device, among `bytes_to_device`.
+        offloaded_bytes: The part of `bytes_to_host` that was saved activations.
+        fetched_bytes: The part of `bytes_to_device` that was saved activations coming back.
         activation_misses: Activations that backward needed and that had not been fetched ahead.
-        heals: Weights that backward needed and that had to be brought back without a prior notice.
-        promotions: Weights used outside of their unit, which became resident.
-        write_backs: Weights that a forward changed in place, copied back to the host.
-        recomputed: Calls of units whose forward ran again in backward.
+        heals: Weights that had to be brought back because backward needed them without announcing their unit.
+        promotions: Weights that became resident because they were used outside of their unit.
+        write_backs: Weights copied back to the host because a forward changed them in place.
+        recomputed: Unit calls whose forward ran again in backward.
         host_syncs: Times that the host waited for the device.
-        activation_bytes: Device memory that is held now because autograd saved it for backward, without weights.
-        activation_peak_bytes: The most that it has been.
-        optimizer_waits: Times that the host waited for an optimizer's step, because somebody looked at a weight.
+        activation_bytes: Device memory that saved tensors hold now, weights not counted.
+        activation_peak_bytes: The maximum of `activation_bytes`.
+        optimizer_waits: Times that the host waited for an optimizer's step because a weight was accessed.
         overlapped_steps: Units that an optimizer stepped while the device could compute.
-        steps_in_backward: Those of them that were stepped before backward had ended.
+        steps_in_backward: The part of `overlapped_steps` that happened before backward had ended.
         optimizer_steps: Calls of an optimizer's `step`.
         arrangements: Times that units, host memory and places on the device were laid out.
         resets: Recoveries after an exception in the middle of a step.
@@ -58,7 +58,7 @@ class Stats:
     resets: int = 0
 
     def clear(self) -> None:
-        """Set every counter to zero, and the peak to what is held now."""
+        """Set every counter to zero, and the activation peak to the current `activation_bytes`."""
         held = self.activation_bytes
         for field in fields(self):
             setattr(self, field.name, 0)

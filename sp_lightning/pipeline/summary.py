@@ -1,4 +1,4 @@
-"""What a pipeline planned, in numbers and as a table."""
+"""The plan of a pipeline, in numbers and as a table."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class Summary:
     """The plan of a pipeline.
 
     Attributes:
-        device: Where it computes.
-        units: How many units stream.
+        device: The device that forward and backward run on.
+        units: Number of units.
         k: Units on the device at once.
         k_prime: Units moved together.
-        model_bytes: All weights, as they lie on the host.
-        device_bytes: Device memory for weights: slots, resident weights, and all that belongs to units which live on
-            the device. It is never exceeded.
+        model_bytes: Bytes of all weights in their own dtypes.
+        device_bytes: Device memory for weights: slots, resident weights, and everything that belongs to units which
+            live on the device. It is never exceeded.
         gradient_bytes: Device memory for gradients on their way to the host.
         resident: Names of resident weights.
         resident_bytes: Their bytes on the device.
-        host_bytes: Host memory for weights and for what is sent of them.
-        host_gradient_bytes: Host memory for gradients, as far as they have needed any.
-        optimizer_bytes: Host memory for what optimizers keep about the weights, as far as they have stepped them.
-        host_activation_bytes: Host memory for activations that wait there, as far as they have needed any.
-        parameters: How many numbers the weights have.
+        host_bytes: Host memory for weights and for the copies of them that are sent.
+        host_gradient_bytes: Host memory for gradients, as far as it has been allocated.
+        optimizer_bytes: Host memory for optimizer state, as far as it exists.
+        host_activation_bytes: Host memory for offloaded activations, as far as it has been allocated.
+        parameters: Number of elements of all weights.
         unit_names: Names of the units.
-        unit_bytes: Bytes that each unit sends.
-        lowered: How many weights are sent in autocast's dtype.
-        pinned: Whether all that is sent lies in page-locked memory.
-        plan: What a planner has chosen, and why; None as long as nothing was planned.
+        unit_bytes: Bytes sent for each unit.
+        lowered: Number of weights that are sent in autocast's dtype.
+        pinned: Whether everything that is sent lies in pinned memory.
+        plan: The planner's choice and its prediction; None if nothing was planned.
     """
 
     device: str
@@ -60,25 +60,25 @@ class Summary:
 
     @property
     def host_bytes_per_parameter(self) -> float:
-        """Host memory for weights, gradients and optimizer state, for each number in the weights."""
+        """Host memory for weights, gradients and optimizer state, divided by `parameters`."""
         in_all = self.host_bytes + self.host_gradient_bytes + self.optimizer_bytes
         return in_all / self.parameters if self.parameters else 0.0
 
     @property
     def saved(self) -> float:
-        """The share of the weights that never has to be on the device at once with the rest."""
+        """The share of all weights' bytes by which `device_bytes` is smaller."""
         return max(0.0, 1 - self.device_bytes / self.model_bytes) if self.model_bytes else 0.0
 
     @property
     def living_on_device(self) -> str:
-        """What lives on the device, in words; empty if nothing does."""
+        """A description of the units that live on the device; empty if none do."""
         if self.plan is None or not self.plan.on_device:
             return ""
         count, nbytes = len(self.plan.on_device), readable_bytes(self.plan.on_device_bytes)
         return f"{count} of {self.units} units, with gradients and optimizer state: {nbytes}"
 
     def rows(self) -> list[tuple[str, str]]:
-        """The plan as a table of names and values."""
+        """Return the plan as pairs of a name and a value."""
         streamed = "all on the device, none streamed" if self.k >= self.units else "streamed"
         largest = max(self.unit_bytes, default=0)
         return [
@@ -97,7 +97,7 @@ class Summary:
 
 
 def summarize(assembly: Assembly, lasting: Lasting) -> Summary:
-    """What a pipeline with this arrangement at work has planned."""
+    """Summarize the plan of the pipeline that these parts belong to."""
     arrangement = assembly.arrangement
     every_weight = [weight for unit in arrangement.all_units for weight in unit.every_weight]
     return Summary(
@@ -124,6 +124,6 @@ def summarize(assembly: Assembly, lasting: Lasting) -> Summary:
 
 
 def as_table(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values as lines of text, one below the other."""
+    """Format names and values as aligned lines of text."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

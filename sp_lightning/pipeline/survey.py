@@ -1,4 +1,4 @@
-"""What a planner may know of a pipeline, and what the engine knows of a planner (the `planning` package has one)."""
+"""The interfaces between pipeline and planner: a planner's view of a pipeline, and the engine's view of a planner."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.trace import Recording
 from sp_lightning.pipeline.weights.units import Unit
 
-SHARE_OF_FREE_MEMORY = 0.9  # that may be taken, where no budget says how much
-_LESS = 0.85  # of it may be taken after each time that it did not suffice
+SHARE_OF_FREE_MEMORY = 0.9  # of free device memory is the budget if the user gives none
+_SHARE_AFTER_FAILURE = 0.85  # the budget shrinks to this share of it each time that it did not suffice
 
 
 class Survey:
-    """A pipeline, as far as it matters for choosing a window.
+    """A planner's view of a pipeline: what matters for choosing a window.
 
     Args:
-        lasting: The parts of the pipeline.
-        arrangement: Gives the arrangement that is at work.
-        gradients_there: Gives the bytes of device memory that there are by now for gradients on their way.
+        lasting: The parts of the pipeline that outlive an arrangement.
+        arrangement: Returns the current arrangement.
+        gradient_bytes: Returns the bytes of device memory that are allocated for gradients on their way to the host.
 
     Attributes:
-        options: The user's choices.
+        options: The user's options.
         stats: Counters.
     """
 
     def __init__(
-        self, lasting: Lasting, arrangement: Callable[[], Arrangement], gradients_there: Callable[[], int]
+        self, lasting: Lasting, arrangement: Callable[[], Arrangement], gradient_bytes: Callable[[], int]
     ) -> None:
         self.options: PipelineOptions = lasting.options
         self.stats: Stats = lasting.stats
         self._lasting = lasting
         self._arrangement = arrangement
-        self._gradients_there = gradients_there
+        self._gradient_bytes = gradient_bytes
         self._most_memory = 0
 
     @property
     def arrangement(self) -> Arrangement:
-        """Units, and where their weights lie at the moment."""
+        """The units, and where their weights currently lie."""
         return self._arrangement()
 
     @property
     def activations(self) -> AutoPolicy | None:
-        """What chooses for the activations of each unit; None where nothing does."""
+        """The policy that chooses for each unit's activations; None where none does."""
         return self._lasting.activations.auto
 
     @property
     def budget(self) -> int | None:
         """Device memory for weights, gradients on their way and activations; None if no limit is known.
 
-        Each time that it did not suffice for what was chosen, it is taken to be less: memory comes in pieces.
+        It shrinks each time that it did not suffice for what was chosen, because memory gets fragmented.
         """
         budget = self.arrangement.budget
         if budget is None:
@@ -67,25 +67,25 @@ class Survey:
             if free is None:
                 return None
             streaming = self.arrangement.streaming_bytes()
-            if torch.is_grad_enabled():  # what the first backward will make is still counted as free
-                streaming = min(streaming, self.arrangement.device_bytes() + self._gradients_there())
+            if torch.is_grad_enabled():  # `free` still includes what the first backward will allocate
+                streaming = min(streaming, self.arrangement.device_bytes() + self._gradient_bytes())
             budget = streaming + int(SHARE_OF_FREE_MEMORY * free)
-        return int(_LESS**self._lasting.learned.fresh_starts * budget)
+        return int(_SHARE_AFTER_FAILURE**self._lasting.learned.fresh_starts * budget)
 
     @property
     def activation_peak(self) -> int:
-        """The most bytes of activations that were on the device in the step before."""
+        """The peak bytes of activations on the device in the previous step."""
         return self._lasting.meter.step_peak
 
     @property
     def backward_passes(self) -> int:
-        """How many have ended."""
+        """Number of backward passes that have ended."""
         return self._lasting.activations.backward_passes
 
     def bytes_on_device(self, unit: Unit) -> int:
-        """What a unit would take if it lived on the device; 0 if it may not, or if nothing of it is stepped.
+        """Return what a unit would take if it lived on the device; 0 if it may not, or if nothing of it is trained.
 
-        It may where the user wants that, if all optimizers step weight by weight: others look at weights together.
+        It may if the user allows it and every optimizer steps weight by weight; others look at weights together.
         """
         optimizers = self._lasting.optimizers
         trainable = [weight.master for weight in unit.every_weight if weight.master.requires_grad]
@@ -95,13 +95,14 @@ class Survey:
         return weights + sum(p.nbytes + on_device.state_bytes(optimizers.seen, p) for p in trainable)
 
     def begin_watching_memory(self) -> int | None:
-        """Bytes of device memory that are allocated, where the device tells."""
+        """Start to track peak device memory, and return the bytes allocated now; None if the device does not tell."""
         self._most_memory = 0
-        self._lasting.activations.when_backward_ends = self._look_at_memory  # who counts anew between steps is late
+        # Sampled at the end of each backward, because somebody may reset the device's peak between steps.
+        self._lasting.activations.when_backward_ends = self._look_at_memory
         return self._lasting.backend.memory_in_use()
 
     def end_watching_memory(self) -> int:
-        """The most bytes of device memory that were allocated since `begin_watching_memory`; 0 if it does not tell."""
+        """Return the peak bytes of device memory since `begin_watching_memory`; 0 if the device does not tell."""
         self._look_at_memory()
         self._lasting.activations.when_backward_ends = lambda: None
         return self._most_memory
@@ -110,15 +111,15 @@ class Survey:
         self._most_memory = max(self._most_memory, self._lasting.backend.most_memory_in_use() or 0)
 
     def record(self) -> AbstractContextManager[Recording]:
-        """Write down what the lanes are busy with in this scope."""
+        """Record what the lanes do in this scope."""
         return self._lasting.backend.trace.record()
 
 
 class Planner(Protocol):
-    """Is asked between steps, when no graph waits for its backward."""
+    """Chooses the window; asked between steps, when no graph waits for its backward."""
 
     def before_step(self, survey: Survey, builds_graph: bool) -> WindowPlan | None:
-        """What the next step is to run with; None for the smallest window.
+        """Return the plan for the next step; None for the smallest window.
 
         Args:
             survey: The pipeline.
@@ -126,7 +127,7 @@ class Planner(Protocol):
         """
 
     def start_over(self) -> None:
-        """What was planned did not fit: it is forgotten."""
+        """Forget all plans, because one of them did not fit."""
 
     def abandon(self) -> None:
-        """A step was not finished, or the pipeline ends: whatever was being measured is worth nothing."""
+        """Discard the measurement under way: a step did not finish, or the pipeline ends."""

@@ -1,6 +1,6 @@
-"""Calls under autocast: what a forward does with its weights decides in which dtype they are sent from then on.
+"""Calls under autocast: how a forward uses its weights decides which dtype they are sent in from then on.
 
-The rules are in lowering.py; here they meet the calls of an arrangement.
+The rules are in lowering.py; this module applies them to the calls of an arrangement.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sp_lightning.pipeline.weights.units import Member
 
 
 class UnderAutocast:
-    """Watches the calls of an arrangement's members, as long as it is open how autocast treats their weights.
+    """Watches the calls of an arrangement's members until it is known how autocast treats their weights.
 
     Args:
         arrangement: The arrangement.
-        lasting: What outlives it.
-        outside: Gives weights that are not to be sent lowered memory of their own.
+        lasting: The parts that outlive it.
+        outside: Makes weights resident that must not be sent lowered.
     """
 
     def __init__(self, arrangement: Arrangement, lasting: Lasting, outside: OutsideUse) -> None:
@@ -37,14 +37,14 @@ class UnderAutocast:
         self._graphs = lasting.graphs
         self._outside = outside
 
-    def is_to_be_watched(self, member: Member) -> bool:
-        """Whether a call would show something: it is the first one with a graph, or the first one without."""
+    def needs_watching(self, member: Member) -> bool:
+        """Tell whether a call would show something new: it is the first one with a graph, or the first one without."""
         return torch.is_grad_enabled() not in member.observed
 
     def run_watched(
         self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a member's forward and note what it does with weights."""
+        """Run a member's forward and note how it uses its weights."""
 
         def keep_as_is(layer: nn.Module) -> None:
             for place in member.places:
@@ -53,7 +53,7 @@ class UnderAutocast:
                     place.parameters[place.key] = self._outside.serve(place.weight)
 
         spy = LoweringSpy(self._arrangement.twins, self._learned.assumed, self._device_type, keep_as_is)
-        with spy:  # which does not see into compiled code
+        with spy:  # it does not see into compiled code
             output = run_uncompiled(forward, *args, **kwargs)
         member.observed.add(spy.builds_graph)
         if spy.builds_graph:
@@ -61,11 +61,11 @@ class UnderAutocast:
         self._learned.take_in(spy.lowered, spy.used_as_is, [place.weight for place in member.places])
         return output
 
-    def keep_apart_uses(self, member: Member) -> None:
-        """Autocast without its cache casts for each use: a weight that is used twice for one graph is sent as it is."""
+    def stop_lowering_if_reused(self, member: Member) -> None:
+        """Send a weight in its own dtype if one graph uses it twice: without its cache, autocast casts for each use."""
         if self._arrangement.autocast is None or torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
             return
-        if in_backward():  # a checkpoint's recomputation is the same use once more
+        if in_backward():  # a checkpoint's recomputation repeats the same use
             return
         outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
         for weight in outermost:

@@ -1,4 +1,4 @@
-"""What a step costs, and which choices make it cheapest. Knows the engine, and nothing of Lightning."""
+"""Predicts what a step costs, and searches for the choices that make it fastest. Imports nothing from Lightning."""
 
 from sp_lightning.planning.choose import Plan, choose
 from sp_lightning.planning.cost import Choice, Prediction, predict

@@ -1,8 +1,8 @@
-"""The search: of all choices that fit the budget, the one whose step takes the least time (docs/planning.md).
+"""The search for the choice with the fastest step, among all that fit the budget (docs/planning.md).
 
-Activations come first, because they are few: some splits of the budget between activations and weights are tried, each
-with the cheapest policies for its share (`pipeline.choice`). For each split, every `k` and `k_prime` worth trying is
-replayed, with as many units resident as then fit.
+Activations come first, because they leave few options: some splits of the budget between activations and weights are
+tried, each with the cheapest policies for its share (`activations/choice.py`). For each split, every `k` and `k_prime`
+worth trying is replayed, with as many units resident as then fit.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from sp_lightning.planning.cost import (
 )
 from sp_lightning.planning.workload import Machine, Workload
 
-_SHARES = 4  # of the units that could live on the device
-_SPLITS = 6  # of the budget between activations and weights
-_ALIKE = 1.02  # times that differ by less are the same
-_NOT_AHEAD = 1.04  # how much faster a window that fetches nothing ahead must be: it hides no deviation from the plan
+_SHARES = 4  # numbers of units on the device to try first, evenly apart
+_SPLITS = 6  # splits of the budget between activations and weights to try
+_TIE = 1.02  # times within this factor of each other count as the same
+_NO_PREFETCH_PENALTY = 1.04  # for windows that fetch nothing ahead: they hide no deviation from the plan
 _K_PRIMES = (1, 2, 4)
 _EVERY_K = 12  # up to here every k is tried, above it only steps of a sixth
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was chosen, and what it is expected to take."""
+    """The best choice, and what it is expected to take."""
 
     choice: Choice
     prediction: Prediction
@@ -51,10 +51,10 @@ class _Candidate(NamedTuple):
     @property
     def seconds(self) -> float:
         fetches_ahead = self.choice.k >= 2 * self.choice.k_prime
-        return self.prediction.seconds * (1.0 if fetches_ahead else _NOT_AHEAD)
+        return self.prediction.seconds * (1.0 if fetches_ahead else _NO_PREFETCH_PENALTY)
 
     def rank(self) -> tuple[int, float]:
-        """What decides between choices that take the same time: the smallest window, then the least work."""
+        """Return the sort key for choices that take the same time: the smallest window first, then the least work."""
         return self.arena_bytes, sum(self.prediction.lanes.values())
 
 
@@ -67,26 +67,27 @@ def choose(
     k_prime: int | Literal["auto"] = "auto",
     fill: bool = True,
 ) -> Plan:
-    """The choice whose step takes the least time within the budget; of those that take the same, the smallest window.
+    """Find the choice with the fastest step within the budget; among equally fast ones, that with the smallest window.
 
-    Where units may live on the device, some numbers of them are tried: each leaves another problem of the same kind.
+    Where units may live on the device, several numbers of them are tried: each leaves a smaller problem of the same
+    kind.
 
     Args:
-        workload: What a step has to do.
-        machine: How fast.
+        workload: The work of a step.
+        machine: The machine's speeds.
         budget: Bytes of device memory.
-        k: Units on the device at once, if that is given.
-        k_prime: Units moved together, if that is given.
-        fill: Whether to keep units resident in memory that is left.
+        k: Units on the device at once, if that is fixed.
+        k_prime: Units moved together, if that is fixed.
+        fill: Whether to fill memory that is left with resident units.
 
     Raises:
-        ValueError: If nothing fits; says the least that would.
+        ValueError: If nothing fits; the message has the least budget that would.
     """
     windows = list(_windows(len(workload.units), k, k_prime, machine))
     least = _least_bytes(workload, windows)
     if budget < least:
         has, needs = readable_bytes(budget), readable_bytes(least)
-        raise ValueError(f"{has} of device memory are too little: {needs} are needed.")
+        raise ValueError(f"{has} of device memory is too little: {needs} is needed.")
     best = _choose_streaming(workload, machine, budget, windows, fill)
     sets = _sets_on_device(workload, budget - least) if fill else []
     tried: dict[int, _Candidate] = {}
@@ -98,13 +99,13 @@ def choose(
         return tried[count].seconds
 
     count = _least_of(seconds, len(sets))
-    if count is not None and _ALIKE * seconds(count) < best.seconds:
+    if count is not None and _TIE * seconds(count) < best.seconds:
         best = tried[count]._replace(choice=replace(tried[count].choice, on_device=sets[count]))
     return Plan(best.choice, best.prediction)
 
 
 def _least_of(function: Callable[[int], float], length: int) -> int | None:
-    """Where a function of 0 to `length` - 1 is least, if it has one valley; else in one of its valleys."""
+    """Return a local minimum of a function on 0 ... `length` - 1: the global one if it has a single valley."""
     step = -(-length // _SHARES)
     best = min(range(length - 1, -1, -max(1, step)), key=function, default=None)
     while best is not None and step > 1:
@@ -114,7 +115,7 @@ def _least_of(function: Callable[[int], float], length: int) -> int | None:
 
 
 def _least_bytes(workload: Workload, windows: Iterable[tuple[int, int]]) -> int:
-    """The least device memory with which a step runs."""
+    """Return the least device memory with which a step can run."""
     weights = min(weight_bytes(workload, Choice(*window)) for window in windows)
     activations = activation_bytes(
         workload, choose_ways([unit.ways for unit in workload.units], 0, workload.turn_bytes)
@@ -123,7 +124,7 @@ def _least_bytes(workload: Workload, windows: Iterable[tuple[int, int]]) -> int:
 
 
 def _sets_on_device(workload: Workload, room: int) -> list[tuple[int, ...]]:
-    """For each number of units that may live on the device which ones do, spread evenly, up to as many as fit."""
+    """Return the units that live on the device for each number of them, spread evenly, up to as many as fit."""
     able = [number for number, unit in enumerate(workload.units) if unit.bytes_on_device]
     sets = [tuple(able[at] for at in _spread(count, len(able))) for count in range(1, len(able) + 1)]
     return [units for units in sets if sum(workload.units[unit].bytes_on_device for unit in units) <= room]
@@ -132,7 +133,7 @@ def _sets_on_device(workload: Workload, room: int) -> list[tuple[int, ...]]:
 def _choose_streaming(
     workload: Workload, machine: Machine, budget: int, windows: Sequence[tuple[int, int]], fill: bool
 ) -> _Candidate:
-    """The best window for what streams."""
+    """Return the best window for the units that stream."""
     room = budget - workload.reserve_bytes - gradient_bytes(workload)
     least_weights = min(weight_bytes(workload, Choice(*window)) for window in windows)
     candidates: list[_Candidate] = []
@@ -148,10 +149,10 @@ def _choose_streaming(
                 continue
             for each in {choice, _filled(workload, choice, left)} if fill else {choice}:
                 candidates.append(_Candidate(each, predict(workload, machine, each), arena))
-            if _fastest(candidates) <= _ALIKE * least:
+            if _fastest(candidates) <= _TIE * least:
                 break  # larger windows cannot be faster than that
-    alike = [candidate for candidate in candidates if candidate.seconds <= _ALIKE * _fastest(candidates)]
-    return min(alike, key=_Candidate.rank)
+    tied = [candidate for candidate in candidates if candidate.seconds <= _TIE * _fastest(candidates)]
+    return min(tied, key=_Candidate.rank)
 
 
 def _fastest(candidates: Sequence[_Candidate]) -> float:
@@ -161,8 +162,9 @@ def _fastest(candidates: Sequence[_Candidate]) -> float:
 def _windows(
     units: int, k: int | Literal["auto"], k_prime: int | Literal["auto"], machine: Machine
 ) -> Iterator[tuple[int, int]]:
-    """Pairs of k and k_prime that are worth a try."""
-    together: Sequence[int] = _K_PRIMES if machine.copy_seconds else _K_PRIMES[:1]  # copies that cost no more alone
+    """Yield the pairs of k and k_prime that are worth a try."""
+    # Moving units together only helps if each copy has a constant cost.
+    together: Sequence[int] = _K_PRIMES if machine.copy_seconds else _K_PRIMES[:1]
     if k_prime != "auto":
         together = (k_prime,)
     elif k != "auto":
@@ -179,7 +181,7 @@ def _windows(
 
 
 def _largest_windows(workload: Workload, windows: Sequence[tuple[int, int]], left: int) -> Iterator[tuple[int, int]]:
-    """For each k_prime the largest window that fits, if that is between two of the windows."""
+    """Yield the largest window that fits for each k_prime, if it lies between two of the given windows."""
     for number in {number for _, number in windows}:
         tried = sorted(k for k, other in windows if other == number)
         fits = [k for k in tried if weight_bytes(workload, Choice(k, number)) <= left]
@@ -191,15 +193,15 @@ def _largest_windows(workload: Workload, windows: Sequence[tuple[int, int]], lef
 
 
 def _spread(count: int, length: int) -> Iterator[int]:
-    """So many of so many numbers, spread evenly."""
+    """Yield `count` of the numbers below `length`, spread evenly."""
     return ((2 * number + 1) * length // (2 * count) for number in range(count))
 
 
 def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
-    """Ways for all units, the cheapest within several shares of what is there for activations.
+    """Yield ways for all units: the cheapest ones within several shares of the memory for activations.
 
-    What a way costs depends on how busy the lanes are with weights, which is not known here. So not all units have to
-    have all ways: some are looked for where nothing is offloaded, and some where nothing is recomputed.
+    What a way really costs depends on how busy the lanes are with weights, which is not known here. So the cheapest
+    ones are also searched for without offloading, and without recomputing.
     """
     if not workload.trains or all(len(unit.ways) == 1 for unit in workload.units):
         yield tuple(unit.ways[0] for unit in workload.units)
@@ -219,7 +221,7 @@ def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
 
 
 def _filled(workload: Workload, choice: Choice, left: int) -> Choice:
-    """The same choice with as many units resident as fit, spread evenly among those that stream."""
+    """Return the choice with as many units resident as fit, spread evenly among those that stream."""
     streamed = [number for number, unit in enumerate(workload.units) if not unit.lives_on_device]
     length = len(streamed)
 

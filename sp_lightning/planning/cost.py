@@ -1,4 +1,4 @@
-"""What a step costs, for given choices: its time, lane by lane, and the device's memory (docs/planning.md)."""
+"""The cost of a step for a given choice: its time, lane by lane, and its memory (docs/planning.md)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
 from sp_lightning.planning.replay import Layout, Replay
 from sp_lightning.planning.workload import Machine, Workload
 
-_WARM_UP = 1  # steps until each one is like the one before
+_WARM_UP = 1  # steps until the replay repeats itself
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What can be chosen.
+    """Everything that the planner chooses.
 
     Args:
         k: Units on the device at once, resident ones not counted.
         k_prime: Units moved together.
-        resident: Units, by their numbers, that have a place of their own and are never evicted.
-        ways: What becomes of the activations of each unit; the first of its ways where nothing is given.
-        on_device: Units, by their numbers, that live on the device with gradients and optimizer state.
+        resident: Numbers of the units that have a place of their own and are never evicted.
+        ways: For each unit, what becomes of its activations; if empty, the first of each unit's ways.
+        on_device: Numbers of the units that live on the device with their gradients and optimizer state.
     """
 
     k: int
@@ -36,15 +36,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step will take.
+    """The predicted cost of one step of the optimizer.
 
     Attributes:
-        seconds: For one step of the optimizer, when all steps are alike.
+        seconds: Its time, in the steady state.
         lanes: Seconds of work in each lane.
-        device_bytes: The most device memory for weights, gradients on their way and activations.
-        host_bytes: Host memory for weights, gradients, optimizer state and activations that wait there.
-        bytes_to_device: Per step.
-        bytes_to_host: Per step.
+        device_bytes: Peak device memory for weights, gradients on their way and activations.
+        host_bytes: Host memory for weights, gradients, optimizer state and offloaded activations.
+        bytes_to_device: Bytes copied to the device.
+        bytes_to_host: Bytes copied to the host.
     """
 
     seconds: float
@@ -56,12 +56,12 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """The lane that has most to do."""
+        """The lane that is busy longest."""
         return max(self.lanes, key=lambda lane: self.lanes[lane])
 
 
 def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
-    """What a step takes with these choices."""
+    """Predict what a step takes with a choice."""
     workload = workload.with_on_device(choice.on_device)
     replay = Replay(workload, machine, ways_of(workload, choice), _layout(workload, choice))
     for _ in range(_WARM_UP * workload.micro_steps):
@@ -80,7 +80,7 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
 
 
 def least_seconds(workload: Workload, machine: Machine, ways: Sequence[Way]) -> float:
-    """What a step takes at least with these ways, whatever the window: the work of the busiest lane."""
+    """Return a lower bound for a step's time with these ways and any window: the work of the busiest lane."""
     everything = (*workload.units, workload.resident)
     second = sum(way.seconds for way in ways if way.policy == "recompute")
     compute = sum(unit.forward_seconds + workload.trains * unit.backward_seconds for unit in workload.units)
@@ -97,7 +97,7 @@ def least_seconds(workload: Workload, machine: Machine, ways: Sequence[Way]) -> 
 
 
 def device_bytes(workload: Workload, choice: Choice) -> int:
-    """The most device memory that weights, gradients on their way and activations take."""
+    """Return the peak device memory for weights, gradients on their way and activations."""
     return (
         weight_bytes(workload, choice)
         + gradient_bytes(workload)
@@ -106,29 +106,29 @@ def device_bytes(workload: Workload, choice: Choice) -> int:
 
 
 def weight_bytes(workload: Workload, choice: Choice) -> int:
-    """Device memory for weights, and for all that units which live there have: the arena, and places of their own."""
+    """Return the device memory for weights, and for everything that belongs to units which live on the device."""
     own = sum(workload.units[unit].weight_bytes for unit in choice.resident) + workload.resident.weight_bytes
     return own + _layout(workload, choice).arena_bytes + workload.on_device_bytes
 
 
 def gradient_bytes(workload: Workload) -> int:
-    """Device memory for gradients on their way to the host."""
+    """Return the device memory for gradients on their way to the host."""
     return PIECES * max(workload.piece_bytes, *(u.gradient_bytes for u in (*workload.units, workload.resident)))
 
 
 def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
-    """Device memory for what autograd saves, and for what operations take while it is there."""
+    """Return the peak device memory for saved tensors, and for what units and the turn take while they compute."""
     return peak(ways, workload.turn_bytes) + workload.outside_bytes if workload.trains else 0
 
 
 def host_bytes(workload: Workload, choice: Choice) -> int:
-    """Host memory for weights, gradients, optimizer state and activations that wait there."""
+    """Return the host memory for weights, gradients, optimizer state and offloaded activations."""
     waiting = sum(way.leaving for way in ways_of(workload, choice))
     return waiting + sum(unit.host_bytes for unit in (*workload.units, workload.resident))
 
 
 def ways_of(workload: Workload, choice: Choice) -> tuple[Way, ...]:
-    """What becomes of the activations of each unit."""
+    """Return, for each unit, what becomes of its activations."""
     return choice.ways or tuple(unit.ways[0] for unit in workload.units)
 
 
@@ -141,6 +141,6 @@ def _layout(workload: Workload, choice: Choice) -> Layout:
     return Layout(parts, streamed, offsets, arena_bytes)
 
 
-@lru_cache(maxsize=1024)  # the same window is looked at with many ways for activations
+@lru_cache(maxsize=1024)  # the same window is tried with many ways for activations
 def _arena(sizes: tuple[int, ...], window: int) -> tuple[list[int], int]:
     return place_in_arena(sizes, window)

@@ -1,7 +1,7 @@
-"""A forward in which nothing is computed: what each unit would compute, and what autograd would save.
+"""A dry run of a model's forward: counts what each unit would compute, and what autograd would save.
 
-Tensors have shapes and dtypes and no values, so a model of any size is followed in seconds, without its weights and
-without the device. `estimate.py` makes a workload of what is seen.
+Tensors have shapes and dtypes but no values, so a model of any size takes seconds, without its weights and without the
+device. `estimate.py` turns the counts into a workload.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from sp_lightning.pipeline.weights.units import Division
 
 @dataclass
 class Seen:
-    """What was seen of the calls of one unit, or of all that is outside of units.
+    """Counts for the calls of one unit, or for everything outside of units.
 
     Attributes:
-        flops: Multiplications and additions.
-        inputs: Bytes of its inputs that autograd saved, or that a second forward would need.
-        saved: Bytes that autograd saved beyond that.
-        large: Bytes of all that, in pieces that are worth a copy to the host.
+        flops: Floating-point operations.
+        inputs: Bytes of its inputs: recomputing has to keep them.
+        saved: Bytes that autograd saved besides.
+        large: The part of both that is in tensors large enough to be offloaded.
     """
 
     flops: int = 0
@@ -42,12 +42,12 @@ class Seen:
 
 @dataclass
 class DryRun:
-    """What was seen of one forward.
+    """Counts for one forward.
 
     Attributes:
-        units: For each unit, in the order of the division.
-        outside: All that is outside of units.
-        calls: Which unit was called, call by call.
+        units: Counts for each unit, in the order of the division.
+        outside: Counts for everything outside of units.
+        calls: Number of the unit of each call, in order.
     """
 
     units: list[Seen]
@@ -56,15 +56,15 @@ class DryRun:
 
 
 class CannotFollow(ValueError):
-    """A forward needs values, or does not take these inputs."""
+    """Raised when a forward needs values, or does not accept these inputs."""
 
 
 def shapes_of(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of a module on the meta device, whatever the size of the module.
+    """Copy a module to the meta device, where it takes no memory.
 
     Args:
         module: The module, on any device; it stays as it is.
-        dtype: What floating-point parameters and buffers are converted to; `None` leaves them.
+        dtype: The dtype that floating-point parameters and buffers are converted to; `None` leaves them.
     """
 
     def on_meta(tensor: Tensor) -> Tensor:
@@ -74,34 +74,34 @@ def shapes_of(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def dry_run(module: nn.Module, division: Division, inputs: Any, autocast: torch.dtype | None) -> DryRun:
-    """Follow one forward of a module that builds a graph.
+    """Follow one forward of a module in training mode.
 
     Args:
-        module: On the meta device. It is not called: a copy is.
-        division: Its units. Weights whose `compute_dtype` is not their own are taken in that one.
-        inputs: What to call it with: a tuple is unpacked, and so is a dictionary with names of arguments. Of tensors
-            only shapes and dtypes matter, so they may be on the meta device.
+        module: The module, on the meta device. A copy of it is called, not the module itself.
+        division: Its units. A weight is taken in its `compute_dtype`.
+        inputs: Its inputs: a tuple is unpacked into positional arguments, a dictionary into keyword arguments. Only
+            shapes and dtypes of tensors matter, so they may be on the meta device.
         autocast: The dtype of autocast, if it is on.
 
     Raises:
-        CannotFollow: The forward raises, because it needs values or does not take these inputs.
+        CannotFollow: If the forward raises, because it needs values or does not accept these inputs.
     """
     dtypes = {id(weight.master): weight.compute_dtype for unit in division.units for weight in unit.weights}
     mode = without_values()
 
-    def imagined(tensor: Tensor) -> Tensor:
+    def without_memory(tensor: Tensor) -> Tensor:
         with mode:
             return torch.empty(tensor.shape, dtype=dtypes.get(id(tensor), tensor.dtype))
 
-    twin = _copy_with(module, imagined).train()
-    arguments = tree_map(lambda leaf: imagined(leaf) if isinstance(leaf, Tensor) else leaf, _as_arguments(inputs))
-    unit_of = {twin.get_submodule(m.name): index for index, unit in enumerate(division.units) for m in unit.members}
-    watch = _Watch(twin, len(division.units))
+    copied = _copy_with(module, without_memory).train()
+    arguments = tree_map(lambda leaf: without_memory(leaf) if isinstance(leaf, Tensor) else leaf, _as_arguments(inputs))
+    unit_of = {copied.get_submodule(m.name): index for index, unit in enumerate(division.units) for m in unit.members}
+    watch = _Watch(copied, len(division.units))
     context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
     with mode, watch.flops, context, watch.calls(unit_of), saved_tensors_hooks(watch.save, lambda tensor: tensor):
         args, kwargs = arguments
         try:
-            twin(*args, **kwargs)
+            copied(*args, **kwargs)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise CannotFollow(f"`{type(module).__name__}.forward` cannot be followed: {reason}") from error
@@ -110,7 +110,7 @@ def dry_run(module: nn.Module, division: Division, inputs: Any, autocast: torch.
 
 
 class _Watch:
-    """Notes FLOPs and saved tensors, for the unit whose call is under way."""
+    """Attributes FLOPs and saved tensors to the unit whose call is under way."""
 
     def __init__(self, module: nn.Module, units: int) -> None:
         self.seen = DryRun([Seen() for _ in range(units)])
@@ -121,29 +121,29 @@ class _Watch:
         self._memory: dict[int, Tensor] = {storage_key(p): p for p in [*module.parameters(), *module.buffers()]}
 
     def count_flops(self) -> None:
-        """What was computed since the last time belongs to where we have been."""
+        """Attribute the FLOPs since the last call to the current unit."""
         total = self.flops.get_total_flops()
         self._now.flops += total - self._counted
         self._counted = total
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Autograd saves a tensor."""
+        """Count a tensor that autograd saves."""
         nbytes = self._note(tensor)
         self._now.saved += nbytes
         return tensor
 
     def _note(self, tensor: Tensor) -> int:
-        """The bytes of a tensor's memory, if it was not noted before."""
+        """Return the bytes of a tensor's storage, or 0 if it was counted before."""
         key, nbytes = storage_key(tensor), tensor.untyped_storage().nbytes()
         if key in self._memory:
             return 0
-        self._memory[key] = tensor  # held, so that no other memory gets the same identity
+        self._memory[key] = tensor  # held, so that no other storage gets the same identity
         self._now.large += nbytes if nbytes >= SMALLEST else 0
         return nbytes
 
     @contextmanager
     def calls(self, unit_of: Mapping[nn.Module, int]) -> Iterator[None]:
-        """Notice when calls of units begin and end."""
+        """Follow the calls of units within this scope."""
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._depth += 1
@@ -170,7 +170,7 @@ class _Watch:
 
 
 def _copy_with(module: nn.Module, changed: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a module with other tensors; those that are shared stay shared."""
+    """Copy a module with other tensors in place of its own; shared ones stay shared."""
     attributes = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
     replaced: dict[int, Any] = {id(tensor): changed(tensor) for tensor in [*attributes, *module.buffers()]}
     for parameter in module.parameters():
@@ -179,7 +179,7 @@ def _copy_with(module: nn.Module, changed: Callable[[Tensor], Tensor]) -> nn.Mod
 
 
 def _as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As Lightning calls a module with its `example_input_array`."""
+    """Unpack inputs into arguments, as Lightning does with an `example_input_array`."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
@@ -190,5 +190,5 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
     return 2 * batch * heads * length * key[-2] * (width + value[-1])
 
 
-# torch 2.6 does not count what attention takes on the CPU.
+# torch 2.6 does not count the FLOPs of attention on the CPU.
 _ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}

@@ -1,8 +1,8 @@
-"""A workload without a machine: from a model's shapes and assumptions, before there is anything to measure.
+"""Estimates a workload from a model's shapes and assumptions, without a machine to measure on.
 
-Units are found by the engine's own rules, on a copy of the model on the meta device. What they compute and save is seen
-in a dry run if it is known what the model is called with. Else each weight matrix is taken to multiply and add once for
-each token, and activations are left out. Times are FLOPs over an assumed rate, and bytes over an assumed bandwidth.
+Units are found by the engine's own rules, on a copy of the model on the meta device. If the model's inputs are known, a
+dry run counts what units compute and save. Else each weight matrix is assumed to multiply and add once for each token,
+and activations are left out. Times are FLOPs over an assumed rate, and bytes over an assumed bandwidth.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ STATE = {
     "RAdam": 2,
     "Rprop": 2,
 }
-"""How many numbers an optimizer of torch keeps for each parameter, with its default arguments."""
+"""State elements per parameter element of torch's optimizers, with their default arguments."""
 
-_FACTORED = "Adafactor"  # keeps a number per row and per column instead
+_FACTORED = "Adafactor"  # keeps one element per row and column instead
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-_DEVICE_MEMORY = 24 * 2**30  # where nobody says, and there is no device
+_DEVICE_MEMORY = 24 * 2**30  # if the user gives none, and there is no device
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is taken for granted where nothing is measured.
+    """Assumptions about machine and training, for a plan without measurements.
 
     Args:
-        device_memory: Memory of the device, of which a step may take 90 %: bytes, or text such as "24GiB". None asks
-            the device, and is 24 GiB where there is none.
-        to_device: What copies to the device reach, in GB/s.
-        to_host: What copies to the host reach, in GB/s.
-        compute: What the device reaches on such a model, in TFLOP/s. About half of what its maker says.
-        host_bandwidth: What the optimizer reads and writes on the host, in GB/s.
+        device_memory: Device memory, of which a step may take 90 %: bytes, or text such as "24GiB". None asks the
+            device, and is 24 GiB where there is none.
+        to_device: Bandwidth of copies to the device, in GB/s.
+        to_host: Bandwidth of copies to the host, in GB/s.
+        compute: Speed that the device reaches on such a model, in TFLOP/s: about half of what its maker states.
+        host_bandwidth: Bandwidth at which the optimizer reads and writes host memory, in GB/s.
         precision: The Trainer's `precision`.
-        optimizer: The class of the optimizer by its name in `torch.optim`, or the bytes that it keeps per parameter.
+        optimizer: Name of the optimizer's class in `torch.optim`, or the bytes of state that it keeps per parameter.
         activations: The strategy's `activations`.
-        units: The strategy's `units`: names of module classes. None finds them.
+        units: The strategy's `units`: names of module classes. None finds units automatically.
         resident: The strategy's `resident`.
         resident_optimizer: The strategy's `resident_optimizer`.
-        tokens: What each weight matrix is applied to in a step, where it is not known what the model is called with.
+        tokens: Number of tokens that each weight matrix is applied to in a step, if the model's inputs are not known.
 
     Raises:
-        ValueError: A value is not above zero, or not one of those that are known.
+        ValueError: If a value is not above zero, or not one of the known ones.
     """
 
     device_memory: int | str | None = None
@@ -116,7 +116,7 @@ class Assumptions:
 
     @property
     def device_bytes(self) -> int:
-        """The memory of the device."""
+        """Bytes of device memory."""
         if self.device_memory is not None:
             return parse_bytes(self.device_memory, device_bytes=None) or 0
         if torch.cuda.is_available():
@@ -129,10 +129,10 @@ class Estimate:
     """A model as a workload.
 
     Attributes:
-        workload: What a step has to do.
-        machine: How fast.
-        parameters: How many numbers the weights have.
-        flops: What a step computes, forward and backward.
+        workload: The work of a step.
+        machine: The assumed speeds.
+        parameters: Number of elements of all weights.
+        flops: FLOPs of a step, forward and backward.
     """
 
     workload: Workload
@@ -142,12 +142,12 @@ class Estimate:
 
 
 def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
-    """Make a workload of a model.
+    """Estimate the workload of a model.
 
     Args:
-        module: The model, on any device, the meta device included. It is neither changed nor called.
-        inputs: What its forward is called with in a step, as for `dry_run`; `None` if that is not known.
-        given: What is assumed.
+        module: The model, on any device, including the meta device. It is neither changed nor called.
+        inputs: The inputs to its forward, as for `dry_run`; `None` if they are not known.
+        given: The assumptions.
 
     Raises:
         ValueError: If the model has no parameters, `units` or `resident` do not fit it, or its forward cannot be
@@ -187,7 +187,7 @@ def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
 def _look(
     module: nn.Module, division: Division, inputs: Any, autocast: torch.dtype | None, given: Assumptions
 ) -> DryRun:
-    """What units compute and save, and what is computed and saved outside of them."""
+    """Count what is computed and saved in units and outside of them."""
     if inputs is not None:
         return dry_run(module, division, inputs, autocast)
     tables = [child for child in module.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)]
@@ -205,7 +205,7 @@ def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
     numbers = sum(weight.master.numel() for weight in unit.weights)
     parameters = sum(weight.master.numel() for weight in trained)
     forward = seen.flops / (given.compute * TERA)
-    # Backward multiplies once for the gradient of the input, and once more for the gradient of each trained weight.
+    # Backward multiplies once for the input's gradient, and once more for the gradient of each trained weight.
     backward = forward * (1 + parameters / numbers) if numbers else 0.0
     weights = sent_bytes([unit])
     return UnitWork(
@@ -222,7 +222,7 @@ def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
 
 
 def _ways(seen: Seen, weights: int, forward: float, backward: float, given: Assumptions) -> tuple[Way, ...]:
-    """What may become of a unit's activations, as far as the user leaves the choice."""
+    """Return what may become of a unit's activations, as far as the user leaves the choice."""
     everything = seen.inputs + seen.saved
     link = Link(up=given.to_device * GIGA, down=given.to_host * GIGA)
     offloading = link.offload_seconds(seen.large, weights, forward, backward)
@@ -235,16 +235,16 @@ def _ways(seen: Seen, weights: int, forward: float, backward: float, given: Assu
 
 
 def _host_bytes(weight: Weight, given: Assumptions) -> int:
-    """The master, what is sent of it, its gradient, and what the optimizer keeps of it."""
+    """Return the host memory for a master, its lowered copy, its gradient and its optimizer state."""
     nbytes = weight.master.nbytes + (weight.compute_bytes if weight.lowered else 0)
     if weight.master.requires_grad:
-        # A gradient in a lower dtype goes from where it lands into the optimizer, and has no memory of its own.
+        # A gradient in a lower dtype goes from where it lands straight into the optimizer, without memory of its own.
         nbytes += _state_bytes(weight.master, given) + (0 if weight.lowered else weight.master.nbytes)
     return nbytes
 
 
 def _bytes_on_device(weight: Weight, given: Assumptions) -> int:
-    """The weight, its gradient, what the optimizer keeps about it, and what autocast makes of it."""
+    """Return what a weight, its gradient, its optimizer state and autocast's copy of it take on the device."""
     if not given.resident_optimizer:
         return 0
     trained = weight.master.nbytes + _state_bytes(weight.master, given) if weight.master.requires_grad else 0
@@ -252,7 +252,7 @@ def _bytes_on_device(weight: Weight, given: Assumptions) -> int:
 
 
 def _ring_bytes(division: Division) -> int:
-    """Host memory through which gradients pass that have none of their own."""
+    """Return the host memory that gradients without memory of their own pass through."""
     passing = [unit for unit in division.units if any(w.lowered and w.master.requires_grad for w in unit.weights)]
     return slots_in_ring(len(division.all_units()), 1) * max(map(gradient_bytes, passing), default=0)
 
@@ -269,7 +269,7 @@ def _state_bytes(parameter: nn.Parameter, given: Assumptions) -> int:
 
 
 def _bytes_per_step(weights: Sequence[Weight], given: Assumptions) -> float:
-    """What an optimizer reads and writes for each parameter: gradient, master and state, and the copy that is sent."""
+    """Return what an optimizer reads and writes per parameter: gradient, master, state, and the copy that is sent."""
     trained = [weight for weight in weights if weight.master.requires_grad]
     touched = sum(
         2 * (weight.master.nbytes + _state_bytes(weight.master, given))

@@ -1,8 +1,8 @@
-"""From what a pipeline recorded of some steps to numbers about its workload and its machine.
+"""Derives a workload and a machine's speeds from a recording of some steps.
 
-Of several steps the fastest counts for every number: what disturbs a measurement makes it longer. Time that computing
-waited for copies (stalls) is taken out, so the numbers hold for any window. Time between the calls of units belongs to
-the unit before.
+Each number is taken from the fastest of the recorded steps, as disturbances only make them slower. Time that computing
+waited for copies (stalls) is subtracted, so the numbers hold for any window. Time between the calls of two units counts
+for the earlier one.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from sp_lightning.pipeline.layout.device_layout import sent_bytes
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.workload import NOTHING_SAVED, Machine, Stepping, UnitWork, Workload, calls_in_order
 
-_UNLIKE = 2  # how many times the smallest copy the largest must be, to tell what a copy costs whatever its size
+_MIN_SIZE_RATIO = 2  # largest to smallest copy, for a copy's constant cost to be told from its bandwidth
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What was seen of some steps besides their recording.
+    """Observations of the recorded steps that are not in the recording.
 
     Args:
-        trains: Whether they had a backward.
-        policies: For each step, what was done with the activations of each member, if something chooses for each.
-        activation_peak: The most bytes of activations at once.
-        turn_bytes: The most that were taken after the last unit, if something chooses for each unit.
-        outside_bytes: The most that were saved outside of units besides.
-        reserve_bytes: What must stay free beside weights, gradients and activations.
-        optimizer_steps: Steps of optimizers among them.
-        overlapped: Units that were stepped while the device computed.
-        in_backward: Those of them that were stepped before backward had ended.
+        trains: Whether the steps had a backward.
+        policies: For each step, the policy of each member's activations, if they are chosen per unit.
+        activation_peak: Peak bytes of activations.
+        turn_bytes: Peak bytes that were taken after the last unit, if policies are chosen per unit.
+        outside_bytes: Peak bytes that were otherwise saved outside of units.
+        reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
+        optimizer_steps: Number of steps of optimizers.
+        overlapped: Number of units that were stepped while the device computed.
+        in_backward: The part of `overlapped` that happened before backward had ended.
     """
 
     trains: bool
@@ -53,7 +53,7 @@ class Observed:
 
 
 def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Workload:
-    """What a step has to do."""
+    """Return the work of a step."""
     arrangement, auto = survey.arrangement, survey.activations
     steps = [_Step(arrangement, recording, begin, end) for begin, end in recording.steps]
     ways = {} if auto is None else auto.ways()
@@ -95,7 +95,7 @@ def _unit_work(
     seen: Sequence[tuple[_Step, Mapping[str, Policy]]],
     ways: Mapping[str, Sequence[Way]],
 ) -> UnitWork:
-    """What a unit has to do, as was seen in steps with these policies."""
+    """Return the work of a unit, from steps with the policies that were in use."""
     leaving = _moved(recording, Kind.OFFLOAD, unit) // len(seen)
     backward = min(step.backward[unit.name] - _second_forwards(unit, ways, policies) for step, policies in seen)
     return UnitWork(
@@ -112,7 +112,7 @@ def _unit_work(
 
 
 def machine_of(arrangement: Arrangement, recording: Recording) -> Machine:
-    """How fast copies and the optimizer are."""
+    """Return the speed of copies and of the optimizer."""
     to_device, copy_seconds = _rate(recording.spans, (Kind.LOAD, Kind.FETCH))
     to_host, _ = _rate(recording.spans, (Kind.GRADIENTS, Kind.OFFLOAD))
     parameters = {
@@ -134,10 +134,10 @@ class _Step:
     """One recorded step.
 
     Attributes:
-        forward: Seconds that the device computed for each unit in forward, by the unit's name.
-        backward: The same in backward.
-        called: The units of the forward, call by call.
-        turn: Seconds between the two.
+        forward: Seconds of computing for each unit in forward, by the unit's name.
+        backward: Seconds of computing for each unit in backward, by the unit's name.
+        called: Names of the units that forward called, call by call.
+        turn: Seconds between forward and backward.
         waits_for_all_gradients: Whether no unit was stepped before the last gradient had landed.
     """
 
@@ -162,10 +162,10 @@ class _Step:
         )
 
     def rest(self, apart: bool) -> float:
-        """Seconds of a step in which the device computed nothing of it and waited for no copy.
+        """Return the seconds of the step in which the device neither computed nor waited for a copy.
 
         Args:
-            apart: Whether the optimizer's work passes in them, and is not to count.
+            apart: Whether the optimizer's work falls into that time, and is to be subtracted.
         """
         known = sum(self.forward.values()) + sum(self.backward.values()) + self.turn + self._stalled[-1]
         stepped = sum(span.end - span.begin for span in self._of(Kind.STEP)) if apart else 0.0
@@ -175,7 +175,7 @@ class _Step:
         return [span for span in self._spans if span.kind is kind]
 
     def _sum(self, spans: Sequence[Span], units: Iterable[str]) -> dict[str, float]:
-        """Seconds for each unit; what runs between its calls and the next unit's is its own."""
+        """Sum up seconds for each unit; time between its call and the next unit's counts for it."""
         seconds: dict[str, float] = defaultdict(float)
         latest = None
         ends = [following.begin for _, following in pairwise(spans)] + [span.end for span in spans[-1:]]
@@ -191,14 +191,14 @@ class _Step:
 
 
 def _rate(spans: Iterable[Span], kinds: tuple[Kind, ...]) -> tuple[float, float]:
-    """Bytes per second of copies, and what each takes whatever its size, where their sizes differ enough to tell."""
+    """Return the bytes per second of copies and their constant cost in seconds, if sizes differ enough to tell it."""
     copies = [(span.nbytes, span.end - span.begin) for span in spans if span.kind in kinds and span.nbytes]
     nbytes, seconds = sum(size for size, _ in copies), sum(time for _, time in copies)
     if not seconds:
         return math.inf, 0.0
     mean = nbytes / len(copies)
     spread = sum((size - mean) ** 2 for size, _ in copies)
-    if max(copies)[0] >= _UNLIKE * min(copies)[0]:
+    if max(copies)[0] >= _MIN_SIZE_RATIO * min(copies)[0]:
         slope = sum((size - mean) * time for size, time in copies) / spread
         constant = seconds / len(copies) - slope * mean
         if slope > 0 and constant > 0:
@@ -219,14 +219,14 @@ def _trainable(unit: Unit) -> int:
 
 
 def _explicit(policy: str, leaving: int) -> Way:
-    """What happens to the activations of a unit, where the user has said it; only copies are known of it."""
+    """Return the way of a unit's activations where the user chose the policy; only its copies are known."""
     if policy == "offload":
         return Way("offload", 0, 0, 0.0, leaving)
     return Way("recompute", 0, 0, 0.0) if policy == "recompute" else NOTHING_SAVED
 
 
 def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
-    """What can happen to the activations of a unit: the same to those of all its members, as far as they can."""
+    """Return the ways of a unit's activations: one policy for all members, "keep" for those that cannot follow it."""
     measured = [{way.policy: way for way in ways[member.name]} for member in unit.members if member.name in ways]
     policies: tuple[Policy, ...] = ("keep", "recompute", "offload")
     together = []
@@ -238,7 +238,7 @@ def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
 
 
 def _second_forwards(unit: Unit, ways: Mapping[str, Sequence[Way]], policies: Mapping[str, Policy]) -> float:
-    """Seconds that second forwards of a unit took in a step."""
+    """Return the seconds that recomputing a unit's forward took in a step."""
     return sum(
         way.seconds
         for member in unit.members

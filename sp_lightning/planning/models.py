@@ -1,4 +1,4 @@
-"""Models to plan for, on the meta device: well-known shapes, and whatever transformers has a configuration of."""
+"""Models to plan for, on the meta device: well-known shapes, and everything that transformers can configure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Model(NamedTuple):
     """A model without weights.
 
     Attributes:
-        module: On the meta device.
-        inputs: What it is trained with; None if that does not follow from its configuration.
-        title: What it is, and what it is called with.
+        module: The model, on the meta device.
+        inputs: Inputs for a training step; None if its configuration does not tell them.
+        title: Its name, with the size of the inputs.
     """
 
     module: nn.Module
@@ -75,11 +75,11 @@ def transformers_model(name: str, batch_size: int, length: int) -> Model:
         length: Tokens in each text.
 
     Raises:
-        ValueError: If there is no such configuration, or no transformers.
+        ValueError: If there is no such configuration, or transformers is not installed.
     """
     if find_spec("transformers") is None:
         raise ValueError(f"{name!r} needs transformers: pip install transformers")
-    import transformers  # seconds, and not needed for models of other libraries
+    import transformers  # takes seconds, and models of other libraries do not need it
 
     if name in SHAPES:
         config_class, numbers = SHAPES[name]
@@ -98,7 +98,7 @@ def transformers_model(name: str, batch_size: int, length: int) -> Model:
         module = auto.from_config(config).float()
     if module.main_input_name == "input_ids" and not config.is_encoder_decoder:
         tokens = torch.empty(batch_size, length, dtype=torch.long, device="meta")
-        # A causal model's loss and logits are part of what a step takes. Its cache is not.
+        # A causal model's loss and logits are part of a step, so it gets labels; its cache is not.
         inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False} if is_causal else {"input_ids": tokens}
         return Model(module, inputs, f"{name}, {batch_size} x {length} tokens")
     if module.main_input_name == "pixel_values" and hasattr(config, "image_size"):

@@ -1,6 +1,6 @@
-"""The planner that a pipeline asks between steps: starts small, measures, and chooses; again, when all is different.
+"""The planner that a pipeline asks between steps: starts small, measures, and chooses; anew if the situation changes.
 
-    step 1      the smallest window; memory, kernels and the optimizer's state are made
+    step 1      the smallest window; memory, kernels and optimizer state are created
     steps 2, 3  recorded: what each unit computes and moves, how fast copies and the optimizer are
     step 4 on   the window that was chosen
 
@@ -27,38 +27,38 @@ from sp_lightning.planning.measure import Observed, machine_of, workload_of
 _WARM_UP = 1  # steps before the recording
 _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
-_MUCH_LARGER = 1.25  # inputs, than when they were measured
+_MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
 
 _Units = tuple[tuple[str, int, int], ...]
-"""Units by their names, with their bytes, and how many of these are trained."""
+"""For each unit: its name, its bytes, and its bytes that require gradients."""
 
 _Situation = tuple[_Units, bool]
-"""Units, and whether there is a backward: what a plan is made for."""
+"""The situation that a plan is made for: units, and whether there is a backward."""
 
 
 @dataclass(frozen=True)
-class _Made:
-    """A plan, and how large inputs (or activations) were when it was made; no plan if nothing but the smallest fits."""
+class _Outcome:
+    """The plan for a situation (None if only the smallest window fits), and the size of inputs or activations then."""
 
     plan: WindowPlan | None
     size: int
 
 
-def _warn(outcome: WindowPlan | str) -> None:
-    if isinstance(outcome, str):
-        warnings.warn(outcome, stacklevel=2)
+def _warn(result: WindowPlan | str) -> None:
+    if isinstance(result, str):
+        warnings.warn(result, stacklevel=2)
 
 
 class AutoPlanner(Planner):
     """Measures the first steps, then chooses what the user has left open (see `choose`).
 
     Args:
-        tell: Is given what came of it each time: a plan, or why the window stays as it is, which is a warning without.
+        tell: Called with each result: a plan, or why the window stays as it is. The default warns of the latter.
     """
 
     def __init__(self, tell: Callable[[WindowPlan | str], None] = _warn) -> None:
         self._tell = tell
-        self._made: dict[_Situation, _Made] = {}
+        self._outcomes: dict[_Situation, _Outcome] = {}
         self._arrangement: Arrangement | None = None
         self._units: _Units = ()
         self._has_limit = False
@@ -77,17 +77,17 @@ class AutoPlanner(Planner):
         if builds_graph and not self._trains:
             self._trains = True
             self.abandon()
-        made = self._made.get((self._units, self._trains))
-        if builds_graph != self._trains:  # a validation step in a training: its times would disturb
+        outcome = self._outcomes.get((self._units, self._trains))
+        if builds_graph != self._trains:  # a validation step during training: its times would falsify the measurement
             self.abandon()
-        elif made is None or _size(survey) > _MUCH_LARGER * made.size:
-            made = self._measure(survey) or made
-        return None if made is None else made.plan
+        elif outcome is None or _size(survey) > _MUCH_LARGER * outcome.size:
+            outcome = self._measure(survey) or outcome
+        return None if outcome is None else outcome.plan
 
     @override
     def start_over(self) -> None:
         self.abandon()
-        self._made.clear()
+        self._outcomes.clear()
 
     @override
     def abandon(self) -> None:
@@ -96,7 +96,7 @@ class AutoPlanner(Planner):
             measuring.stop()
 
     def _look_at(self, survey: Survey) -> None:
-        """Units were arranged anew; a plan is for units and their bytes, and does not mind where they lie."""
+        """Take note of a new arrangement; a plan depends on units and their bytes, but not on where they lie."""
         self._arrangement = survey.arrangement
         self._has_limit = survey.budget is not None
         units = tuple(
@@ -111,26 +111,26 @@ class AutoPlanner(Planner):
             self._units = units
             self.abandon()
 
-    def _measure(self, survey: Survey) -> _Made | None:
+    def _measure(self, survey: Survey) -> _Outcome | None:
         if self._measuring is None:
             self._measuring = _Measurement(survey, self._trains)
         measuring = self._measuring
         if measuring.goes_on():
             return None
         self._measuring = None
-        outcome = _plan(survey, measuring)
-        self._tell(outcome)
-        plan = None if isinstance(outcome, str) else outcome
-        made = self._made[self._units, self._trains] = _Made(plan, _size(survey))
-        return made
+        result = _plan(survey, measuring)
+        self._tell(result)
+        plan = None if isinstance(result, str) else result
+        outcome = self._outcomes[self._units, self._trains] = _Outcome(plan, _size(survey))
+        return outcome
 
 
 class _Measurement:
-    """Some steps that are being recorded.
+    """The recording of some steps.
 
     Args:
-        survey: The pipeline that takes the steps.
-        trains: Whether they have a backward.
+        survey: The pipeline.
+        trains: Whether the steps have a backward.
     """
 
     def __init__(self, survey: Survey, trains: bool) -> None:
@@ -148,7 +148,7 @@ class _Measurement:
         self.recording = Recording()
 
     def goes_on(self) -> bool:
-        """A step is about to begin; False if the steps before it are enough."""
+        """Count the step that ended before this call, and tell whether more steps are needed."""
         self._steps += 1
         if self._scope is None:
             if self._steps >= _WARM_UP and self._saw_optimizer():
@@ -156,7 +156,7 @@ class _Measurement:
             return True
         auto = self._survey.activations
         self._policies.append({} if auto is None else dict(auto.in_use))
-        if auto is not None:  # memory that two units save is counted for both, so this depends on what was done
+        if auto is not None:  # depends on the policies in use, as memory that two units save is counted for both
             auto.look()
             self._turn, self._outside = max(self._turn, auto.turn), max(self._outside, auto.outside)
         self._peak = max(self._peak, self._survey.activation_peak)
@@ -168,7 +168,7 @@ class _Measurement:
         return True
 
     def _saw_optimizer(self) -> bool:
-        """Whether an optimizer has stepped meanwhile, if there is one to wait for."""
+        """Tell whether an optimizer has stepped meanwhile, or is not worth waiting for."""
         steps = self._survey.stats.optimizer_steps - self._before.optimizer_steps
         return not self._waits or steps > 0 or self._steps >= _PATIENCE
 
@@ -185,11 +185,11 @@ class _Measurement:
         """End the recording."""
         if self._scope is not None:
             self._most_in_use = self._survey.end_watching_memory()
-            with contextlib.suppress(Exception):  # a copy that failed has been told of
+            with contextlib.suppress(Exception):  # a failed copy has raised elsewhere
                 self._scope.close()
 
     def observed(self) -> Observed:
-        """What was seen besides."""
+        """Return the observations that are not in the recording."""
         now, before = self._survey.stats, self._before
         auto = self._survey.activations
         reserve = 0 if auto is None else auto.reserve
@@ -210,12 +210,12 @@ class _Measurement:
 
 
 def _size(survey: Survey) -> int:
-    """Bytes of inputs, or of activations, where these are not measured."""
+    """Return the bytes of inputs, or of activations where inputs are not measured."""
     return survey.activation_peak if survey.activations is None else survey.activations.input_bytes
 
 
 def _plan(survey: Survey, measured: _Measurement) -> WindowPlan | str:
-    """Choose by what was measured; why not, if only the smallest window fits."""
+    """Choose by the measurements; return a message instead if only the smallest window fits."""
     options, arrangement, budget = survey.options, survey.arrangement, survey.budget
     assert budget is not None
     workload = workload_of(survey, measured.recording, measured.observed())

@@ -1,12 +1,12 @@
-"""A step as the engine would run it, in the order in which it would ask for things: how long it takes.
+"""Predicts the time of a step by replaying the order in which the engine would issue its work.
 
 [Note: the lanes of a step]
 Nothing here is a formula for the time. The engine's own order is replayed on four clocks: computing, copies to the
-device, copies to the host, work on the host. A copy begins when its lane is free, when all that was computed before it
-was asked for is done, and, for weights that an optimizer is still at, when that is done, too. Computing waits for the
-copy of what it needs. What is asked for when is what `pipeline/weights/window.py` does: places are given away when
-backward or forward has moved on, and filled in the order of use. Costs one pass over the units per step that is
-replayed.
+device, copies to the host, work on the host. A copy begins when its lane is free, when everything that was computed
+before the copy was issued is done and, for weights that are being stepped, when their optimizer step is done, too.
+Computing waits for the copies that it needs. Copies are issued as `pipeline/weights/window.py` does: places are given
+up when forward or backward has moved on, and filled in the order of use. Replaying a step costs one pass over the
+units.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Layout(NamedTuple):
     """Where units lie on the device.
 
     Attributes:
-        parts: Numbers of units that travel together, or of one that has a place of its own.
-        streamed: Those of the parts that share the arena.
-        offsets: Where each of these lies in it.
-        arena_bytes: How large it is.
+        parts: The numbers of units that travel together, or of a unit that has a place of its own.
+        streamed: The parts that share the arena.
+        offsets: The offset of each streamed part in the arena.
+        arena_bytes: The size of the arena.
     """
 
     parts: list[list[int]]
@@ -44,10 +44,11 @@ class _Group:
     """Units that travel together, or one that has a place of its own.
 
     Attributes:
-        uses: Where it is used in the order of one step.
-        ready: When its copy to the device will be done.
-        stepped: When the optimizer is done with it; None as long as that has not been worked out.
-        missing: How many of its units have still to give their gradients in this backward.
+        uses: Positions of its uses in the order of one step.
+        ready: When its copy to the device is done.
+        stepped: When its optimizer step is done; None as long as that has not been computed.
+        missing: How many of its units have yet to give their gradients in this backward.
+        landed: When its gradients are on the host.
     """
 
     def __init__(self, index: int, units: Sequence[int], workload: Workload) -> None:
@@ -68,19 +69,19 @@ class _Group:
 
 
 class Replay:
-    """The engine's order of a step, on four clocks (see the note above).
+    """Replays the engine's order of a step on four clocks (see the note above).
 
     Args:
-        workload: What a step has to do.
-        machine: How fast.
-        ways: What becomes of the activations of each unit.
-        layout: Where units lie.
+        workload: The work of a step.
+        machine: The machine's speeds.
+        ways: For each unit, what becomes of its activations.
+        layout: Where units lie on the device.
 
     Attributes:
-        compute: When all that the device was given to compute is done.
+        compute: When everything that the device was given to compute is done.
         busy: Seconds of work in each lane.
-        bytes_to_device: What was copied there.
-        bytes_to_host: What was copied there.
+        bytes_to_device: Bytes copied to the device so far.
+        bytes_to_host: Bytes copied to the host so far.
     """
 
     def __init__(self, workload: Workload, machine: Machine, ways: Sequence[Way], layout: Layout) -> None:
@@ -101,8 +102,8 @@ class Replay:
         self._step = -1
         self._next = 0  # the first use that has not been fetched ahead
         self._pieces = [0.0] * PIECES
-        self._turn = 0
-        self._given: list[_Group] = []  # to the optimizer, which has not been asked when it will be done
+        self._piece = 0
+        self._queued: list[_Group] = []  # groups given to the optimizer whose `stepped` has not been computed
 
     def _lay_out(self, layout: Layout) -> None:
         workload = self._workload
@@ -118,7 +119,7 @@ class Replay:
         self._resident.parameters = workload.resident.parameters
 
     def step(self) -> None:
-        """One more forward and backward."""
+        """Replay one more forward and backward."""
         workload = self._workload
         self._step += 1
         first = self._step * self._length
@@ -126,7 +127,7 @@ class Replay:
             self._load(self._resident)
         self._fetch_ahead(first - 1, first)
         self.compute = max(self.compute, self._resident.ready)
-        left = 0.0  # when the activations of the unit before have left
+        left = 0.0  # when the activations of the previous unit have left the device
         for call, unit in enumerate(self._order):
             self._bring(first + call)
             self._fetch_ahead(first + call, first + call)
@@ -159,7 +160,7 @@ class Replay:
             self.compute = max(self.compute, fetched.get(call, 0.0))
             seconds = work.backward_seconds + (way.seconds if way.policy == "recompute" else 0.0)
             self._compute(seconds / self._times[unit])
-            if work.gradient_bytes and call == self._first_call[unit]:  # autograd has summed up those of all calls
+            if work.gradient_bytes and call == self._first_call[unit]:  # autograd has summed up all calls' gradients
                 group.landed = max(group.landed, self._ship(work.gradient_bytes))
                 group.missing -= 1
                 if steps_now and not group.missing:
@@ -173,7 +174,7 @@ class Replay:
         return (self._step + 1) % self._workload.micro_steps == 0
 
     def _after_backward(self, position: int) -> None:
-        """Step what was not stepped in backward."""
+        """Step everything that was not stepped in backward."""
         stepping = self._workload.stepping
         if stepping is None or not self._is_last_micro_step:
             return
@@ -187,7 +188,7 @@ class Replay:
             for group in [group for group in self._groups if group.parameters]:
                 self._step_group(group, position)
         if stepping == "apart":
-            self._let_step()
+            self._run_queue()
             self.compute = max(self.compute, self._host)
 
     # ------------------------------------------------------------------------------------------------------ weights
@@ -203,13 +204,18 @@ class Replay:
         for other in group.conflicts:
             other.loaded = False
         if group.stepped is None:
-            self._let_step(until=group)
+            self._run_queue(until=group)
         assert group.stepped is not None
         group.ready = self._receive(group.nbytes, group.stepped)
         group.loaded = True
 
     def _fetch_ahead(self, position: int, kept_from: int) -> None:
-        """Load what is used after a position, as far as no place is taken that is used from `kept_from` on."""
+        """Load the next uses after a position, until one needs a place whose group is used before it.
+
+        Args:
+            position: The current use.
+            kept_from: The position from which on uses of loaded groups count.
+        """
         use = max(self._next, position + 1)
         while use <= position + self._length:
             group = self._group_at(use)
@@ -236,19 +242,19 @@ class Replay:
     # ------------------------------------------------------------------------------------------------ the optimizer
 
     def _step_group(self, group: _Group, position: int) -> None:
-        """The optimizer is given a group; what is on the device is outdated."""
-        self._given.append(group)
+        """Give a group to the optimizer, which makes its copy on the device outdated."""
+        self._queued.append(group)
         group.loaded, group.stepped = False, None
         if group is not self._resident:
             self._next = min(self._next, self._next_use(group, position + 1))
 
-    def _let_step(self, until: _Group | None = None) -> None:
-        """Give the optimizer's work its time: of what has landed, what the next forward needs first comes first.
+    def _run_queue(self, until: _Group | None = None) -> None:
+        """Advance the host's clock over queued optimizer steps: of those that have landed, the soonest needed first.
 
         Args:
-            until: The group that is waited for. What comes after it may still be overtaken by what lands later.
+            until: The group to stop after. Groups behind it may still be overtaken by ones that land later.
         """
-        coming = sorted(self._given, key=lambda group: -group.landed)
+        coming = sorted(self._queued, key=lambda group: -group.landed)
         landed: list[tuple[int, _Group]] = []
         while (coming or landed) and (until is None or until.stepped is None):
             if not landed:
@@ -261,7 +267,7 @@ class Replay:
             self._host += seconds
             self.busy["host"] += seconds
             group.stepped = self._host
-        self._given = [*coming, *(group for _, group in landed)]
+        self._queued = [*coming, *(group for _, group in landed)]
 
     # -------------------------------------------------------------------------------------------------- the lanes
 
@@ -284,7 +290,7 @@ class Replay:
         return self._down
 
     def _ship(self, nbytes: int) -> float:
-        self._turn = (self._turn + 1) % PIECES
-        self.compute = max(self.compute, self._pieces[self._turn])
-        self._pieces[self._turn] = self._send(nbytes)
-        return self._pieces[self._turn]
+        self._piece = (self._piece + 1) % PIECES
+        self.compute = max(self.compute, self._pieces[self._piece])
+        self._pieces[self._piece] = self._send(nbytes)
+        return self._pieces[self._piece]

@@ -1,4 +1,4 @@
-"""`sp_lightning.plan(module)`: what a model would take on the device, on the host and in time, as a table over k."""
+"""`sp_lightning.plan(module)`: a model's predicted device memory, host memory and step time, as a table over k."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sp_lightning.planning.dry_run import CannotFollow
 from sp_lightning.planning.estimate import TERA, Assumptions, Estimate, estimate
 from sp_lightning.planning.workload import Workload
 
-_EVERY_K = 4  # up to here each k is in the table, above it only twice as many at a time
+_EVERY_K = 4  # up to here each k is in the table, then k doubles from row to row
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one choice takes.
+    """The predicted cost of one choice.
 
     Attributes:
         choice: The choice.
-        prediction: What it takes.
+        prediction: Its predicted time and memory.
         device_bytes: Device memory for weights, gradients on their way, activations and their gradients.
-        fits: Whether that is within a step's share of the device.
+        fits: Whether `device_bytes` is within a step's share of device memory.
     """
 
     choice: Choice
@@ -38,7 +38,7 @@ class Row:
     fits: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Numbers and names alone, for JSON."""
+        """Return numbers and names only, for JSON."""
         return {
             "k": self.choice.k,
             "k_prime": self.choice.k_prime,
@@ -58,14 +58,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What a model would take, for several k.
+    """The predicted cost of training a model, for several k. `str()` of it is a table.
 
     Attributes:
-        title: What was planned for.
-        given: What is assumed.
+        title: The model's name in the table.
+        given: The assumptions.
         estimate: The model as a workload.
         rows: One for each k, with `k_prime=1` and no unit kept resident, up to the first that does not fit.
-        best: The choice whose step takes the least time; `None` if nothing fits.
+        best: The choice with the fastest step; `None` if nothing fits.
         not_followed: Why activations are not counted; `None` if they are.
     """
 
@@ -77,7 +77,7 @@ class Report:
     not_followed: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Numbers and names alone, for JSON."""
+        """Return numbers and names only, for JSON."""
         units = self.estimate.workload.units
         return {
             "model": self.title,
@@ -153,18 +153,21 @@ class Report:
 
 
 def plan(module: nn.Module, inputs: Any = None, assumptions: Assumptions | None = None, title: str = "") -> Report:
-    """Say what a model would take on the device and on the host, and how long a step would take, before it is trained.
+    """Estimate the device memory, host memory and step time of training a model, before it is trained.
 
-    Nothing is computed and no weights are needed, so the module may be on the meta device. Numbers are estimates from
-    shapes and from what is assumed; a model that is trained is measured.
+    Nothing is computed and no weights are needed, so the module may be on the meta device. The numbers are estimates,
+    from shapes and from the assumptions; during training the planner measures instead.
 
     Args:
         module: The model. It is neither changed nor called.
-        inputs: What its forward is called with in a step. A tuple is unpacked, and so is a dictionary with names of
-            arguments; tensors may be on the meta device. `None` takes the module's `example_input_array`, if it has
-            one; without any, activations are not counted.
-        assumptions: Of the device, the host, the precision and the optimizer.
-        title: What to call it; by default, the module's class.
+        inputs: The inputs to the model's forward in one step. A tuple is unpacked into positional arguments, a
+            dictionary into keyword arguments; tensors may be on the meta device. `None` uses the module's
+            `example_input_array`. Without inputs, activations are not counted.
+        assumptions: About the device, the host, the precision and the optimizer.
+        title: Name of the model in the table; by default, the name of its class.
+
+    Returns:
+        The report. `str()` of it is the table, `as_dict()` of it is for JSON.
 
     Raises:
         ValueError: If the model has no parameters, or `units` or `resident` do not fit it.
@@ -215,7 +218,7 @@ def _windows(units: int) -> Iterator[int]:
 
 
 def _count(number: int) -> str:
-    """A large number as people say it."""
+    """Format a large number with a word for its magnitude."""
     for name, size in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
         if number >= size:
             return f"{number / size:.2f} {name}"

@@ -1,4 +1,4 @@
-"""What a step has to do, and what with: numbers alone, measured (measure.py) or taken from a model's shapes."""
+"""The work of a step and the speeds of a machine as plain numbers: measured (measure.py) or estimated (estimate.py)."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Literal, TypeAlias
 from sp_lightning.pipeline.activations.choice import Way
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "apart"]
-"""When the optimizer steps units: as soon as their gradients have landed, under the next forward, or on its own."""
+"""When the optimizer steps units: as soon as their gradients have landed, during the next forward, or while the device
+waits."""
 
-_MOST_CALLS = 4  # for each unit, on average
+_MOST_CALLS = 4  # per unit, on average; more take too long to replay
 
 NOTHING_SAVED = Way("keep", held=0, working=0, seconds=0.0)
 
 
 @dataclass(frozen=True)
 class UnitWork:
-    """What one unit has to do in a step.
+    """The work of one unit in a step.
 
     Args:
         name: Its name.
-        weight_bytes: What is sent to the device.
-        gradient_bytes: What comes back; 0 for a frozen unit.
-        parameters: How many numbers the optimizer steps.
-        forward_seconds: On the device.
-        backward_seconds: On the device, without a second forward.
-        host_bytes: What it takes on the host: weights, what is sent of them, gradients, optimizer state.
+        weight_bytes: Bytes sent to the device.
+        gradient_bytes: Bytes of gradients that come back; 0 for a frozen unit.
+        parameters: Number of parameter elements that the optimizer steps.
+        forward_seconds: Time of its forward on the device.
+        backward_seconds: Time of its backward on the device, without recomputing.
+        host_bytes: Host memory for weights, the copies that are sent, gradients and optimizer state.
         ways: What may become of its activations, in order of preference.
-        bytes_on_device: What it takes on the device with gradients and optimizer state; 0 if it may not live there.
+        bytes_on_device: Device memory with gradients and optimizer state, if it lives there; 0 if it may not.
     """
 
     name: str
@@ -45,30 +46,30 @@ class UnitWork:
 
     @property
     def lives_on_device(self) -> bool:
-        """Whether nothing of it travels (see `Workload.with_on_device`)."""
+        """Whether nothing of it is copied (see `Workload.with_on_device`)."""
         return self.weight_bytes == 0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step of a model has to do.
+    """The work of a step of a model.
 
     Args:
         units: The units that may stream, in the order of the forward.
-        resident: All that is never streamed, as if it were one unit; it computes nothing.
+        resident: Everything that is never streamed, as if it were one unit; it computes nothing.
         trains: Whether there is a backward.
         stepping: When the optimizer steps units; None if it does not, in inference or with everything frozen.
-        micro_steps: Forwards and backwards for each step of the optimizer; gradients add up.
+        micro_steps: Forwards and backwards for each step of the optimizer: gradient accumulation.
         clips: Whether a unit may be stepped only when all gradients have landed: clipping by norm, a loss scaler.
-        turn_seconds: What the device computes between the last unit's forward and its backward: a head, a loss.
-        rest_seconds: What passes between the end of a step and the beginning of the next one.
-        turn_bytes: What is taken after the last unit, by a head or a loss: gone when its backward begins.
-        outside_bytes: Activations that are saved outside of units besides.
+        turn_seconds: Time on the device between the last unit's forward and its backward: a head, a loss.
+        rest_seconds: Time between the end of a step and the beginning of the next one.
+        turn_bytes: Memory taken after the last unit, by a head or a loss, and freed when its backward begins.
+        outside_bytes: Bytes that are otherwise saved outside of units.
         piece_bytes: Device memory in which a unit's gradients are put together, if that is more than the gradients.
         reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
-        on_device_bytes: What units take that live on the device, with gradients and optimizer state.
-        calls: Which units are called, by their numbers, in the order of the forward. Nothing, if it is each of them
-            once, one after the other.
+        on_device_bytes: Memory of the units that live on the device, with gradients and optimizer state.
+        calls: Numbers of the units that forward calls, in order. Empty if it calls each of them once, one after the
+            other.
     """
 
     units: tuple[UnitWork, ...]
@@ -88,11 +89,11 @@ class Workload:
 
     @property
     def order(self) -> Sequence[int]:
-        """Units in the order in which they are called; a head that has its weight from an embedding is in its unit."""
+        """Numbers of the units in the order of their calls; a head tied to an embedding belongs to its unit."""
         return self.calls or range(len(self.units))
 
     def with_on_device(self, units: Collection[int]) -> Workload:
-        """What is left to do if these units live on the device: they compute, and nothing of them travels."""
+        """Return the work that is left if these units live on the device: they compute, but nothing is copied."""
         there = [
             replace(unit, weight_bytes=0, gradient_bytes=0, parameters=0, host_bytes=0, bytes_on_device=0)
             if number in units
@@ -108,13 +109,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Machine:
-    """How fast things are.
+    """The speeds of a machine.
 
     Args:
-        to_device: Bytes per second.
-        to_host: Bytes per second.
-        optimizer: Parameters that are stepped on the host per second.
-        copy_seconds: What a copy takes whatever its size.
+        to_device: Bytes per second that copies to the device reach.
+        to_host: Bytes per second that copies to the host reach.
+        optimizer: Parameter elements that are stepped on the host per second.
+        copy_seconds: The constant cost of a copy, independent of its size.
     """
 
     to_device: float
@@ -124,14 +125,15 @@ class Machine:
 
 
 def calls_in_order(seen: Iterable[int | None], units: int) -> tuple[int, ...]:
-    """`Workload.calls` by what was seen.
+    """Return `Workload.calls` for observed calls.
 
     Args:
-        seen: Whose calls these were, one after the other; None is nobody's.
-        units: How many units there are.
+        seen: Number of the unit of each call, in order; None for a call that belongs to none.
+        units: Number of units.
 
     Returns:
-        Nothing where not all were called, or so often (a loop over tokens) that to replay it would take too long.
+        The calls; empty if each unit was called once in order, if some were not called at all, or if there were so many
+        calls (a loop over tokens) that replaying them would take too long.
     """
     calls = tuple(unit for unit, _ in groupby(unit for unit in seen if unit is not None))
     is_whole = set(calls) == {*range(units)} and len(calls) <= _MOST_CALLS * units

@@ -1,4 +1,4 @@
-"""A recorded step as a picture: what computed, copied and stepped when, and what computing had to wait for.
+"""Draws recorded steps: when units computed, were copied and stepped, and what computing had to wait for.
 
     breakdown.py   a recording in numbers
     picture.py     a recording as a drawing
@@ -7,7 +7,7 @@
     chrome.py      a recording as Chrome trace
     scale.py       round numbers for axes
 
-Knows recordings, and nothing of how they are made.
+It depends on recordings only, not on how they are made.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _SUFFIXES = (".html", ".png", ".json")
 
 
 def check_timeline_path(path: str | Path, argument: str = "path") -> Path:
-    """Check where a timeline is to be written, before anything is recorded.
+    """Check a timeline's file name before anything is recorded.
 
     Args:
         path: The file.
-        argument: What the user calls it.
+        argument: Name of the user's argument, for messages.
 
     Raises:
         ImportError: If it is a PNG, and Pillow is not installed.
-        ValueError: If its name does not say what kind of file it is.
+        ValueError: If its suffix is not one of the supported formats.
     """
     if Path(path).suffix.lower() not in _SUFFIXES:
         kinds = "`.html` (a page), `.png` (a picture) or `.json` (a Chrome trace, for ui.perfetto.dev)"
@@ -46,17 +46,17 @@ def check_timeline_path(path: str | Path, argument: str = "path") -> Path:
 
 
 def write_timeline(recording: Recording, path: str | Path, *, caption: str = "") -> None:
-    """Write what was recorded as a page, a picture or a trace, as the file's name says.
+    """Write a recording to a file as a page, a picture or a trace, depending on the file's suffix.
 
     Args:
-        recording: What `with pipeline.record() as recording:` gave, with at least one step.
-        path: A file whose name ends in `.html` (a page to zoom into, in one file), `.png` (needs Pillow) or `.json`
+        recording: The recording that `with pipeline.record() as recording:` made, with at least one step.
+        path: A file whose name ends in `.html` (a self-contained page to zoom into), `.png` (needs Pillow) or `.json`
             (a Chrome trace, for https://ui.perfetto.dev).
-        caption: What was recorded, for whoever sees it later.
+        caption: A description of what was recorded, shown in the picture.
 
     Raises:
-        ImportError: If a PNG is asked for and Pillow is not installed.
-        ValueError: If the name ends otherwise, or if no step was recorded.
+        ImportError: If `path` ends in `.png` and Pillow is not installed.
+        ValueError: If `path` has another suffix, or if no step was recorded.
 
     Example::
 

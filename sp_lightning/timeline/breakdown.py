@@ -1,4 +1,4 @@
-"""A recording in numbers: how busy each lane was, what computing waited for, and which lane a step hangs on."""
+"""A recording in numbers: how busy each lane was, what computing waited for, and which lane is the bottleneck."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from sp_lightning.pipeline import Kind, Lane, Recording
 
 Interval = tuple[float, float]
 
-_COMPUTES_ALL_THE_TIME = 0.9  # a share of the time that leaves nothing else to blame
+_COMPUTES_ALL_THE_TIME = 0.9  # the share of the time from which on computing itself is the bottleneck
 _SUPPLIERS = {"gradients": (Lane.TO_HOST, Lane.HOST, Lane.TO_DEVICE)}
 _USUAL_SUPPLIERS = (Lane.TO_DEVICE, Lane.HOST, Lane.TO_HOST)
-"""Whose work computing waits for: the first of these lanes that is busy at that moment."""
+"""Lanes to blame for a wait, in this order: the first one that is busy at that moment."""
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the time of the recorded steps went. All times are seconds, of all steps together.
+    """Where the time of the recorded steps went. Times are in seconds, for all steps together.
 
     Attributes:
-        begin: When the first of the steps began.
-        end: When the last one ended.
-        steps: How many steps there are.
-        busy: For each lane, how long it worked; stalls are not work.
-        nbytes: For each lane, how many bytes it moved.
-        kinds: For each kind, how long it took; for computing, without the stalls inside.
-        stalls: For how long computing waited for "weights", "gradients" or "activations".
-        blamed: For each lane, for how long computing waited for its work.
+        begin: When the first step began.
+        end: When the last step ended.
+        steps: Number of steps.
+        busy: How long each lane worked; stalls are not work.
+        nbytes: How many bytes each lane moved.
+        kinds: How long each kind of work took; computing does not include the stalls in it.
+        stalls: How long computing waited for "weights", "gradients" or "activations".
+        blamed: How long computing waited for each lane's work.
         hidden: How long copies and work on the host ran while the device computed.
-        beside: How long copies and work on the host ran at all.
+        beside: How long copies and work on the host ran in total.
     """
 
     begin: float
@@ -50,12 +50,12 @@ class Breakdown:
 
     @property
     def stalled(self) -> float:
-        """For how long computing waited for copies."""
+        """How long computing waited for copies."""
         return self.kinds[Kind.STALL]
 
     @property
     def elsewhere(self) -> float:
-        """For how long neither a unit computed nor computing waited: the loss, the loop, data."""
+        """How long no unit computed or waited for a copy: the loss, the loop, data."""
         return max(0.0, self.seconds - self.busy[Lane.COMPUTE] - self.stalled)
 
     @property
@@ -64,16 +64,16 @@ class Breakdown:
         return self.hidden / self.beside if self.beside else 1.0
 
     def share(self, seconds: float) -> float:
-        """What part of the time some seconds are."""
+        """Return the share of the total time that some seconds are."""
         return seconds / self.seconds if self.seconds else 0.0
 
     def rate(self, lane: Lane) -> float:
-        """Bytes per second while the lane worked."""
+        """Return the bytes per second that a lane moved while it worked."""
         return self.nbytes[lane] / self.busy[lane] if self.busy[lane] else 0.0
 
     @property
     def bottleneck(self) -> Lane | None:
-        """The lane that a step hangs on: computing, or whose work that waits for; None if it is none of them."""
+        """The lane that limits a step: computing, or the one that it waits for most; None if the limit is elsewhere."""
         if self.share(self.busy[Lane.COMPUTE]) >= _COMPUTES_ALL_THE_TIME:
             return Lane.COMPUTE
         lane = max(self.blamed, key=lambda lane: self.blamed[lane])
@@ -81,7 +81,7 @@ class Breakdown:
 
 
 def break_down(recording: Recording) -> Breakdown:
-    """Add up what a recording says about its steps. Work outside of them does not count.
+    """Add up the times of a recording's steps. Work outside of them does not count.
 
     Args:
         recording: A finished recording.
@@ -136,7 +136,7 @@ def _blame(causes: dict[str, list[Interval]], busy: dict[Lane, list[Interval]]) 
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as intervals that neither touch nor overlap, in order."""
+    """Merge intervals into ones that neither touch nor overlap, in order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -147,7 +147,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
-    """What is left of intervals outside of others; both as `union` gives them."""
+    """Subtract `others` from `intervals`; both must be as `union` returns them."""
     left, first = [], 0
     for begin, end in intervals:
         while first < len(others) and others[first][1] <= begin:
@@ -164,5 +164,5 @@ def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds in all."""
+    """Return the total length of intervals."""
     return sum(end - begin for begin, end in intervals)

@@ -1,4 +1,4 @@
-"""A recording in Chrome's trace format, for https://ui.perfetto.dev and chrome://tracing, which open it from a file."""
+"""A recording in Chrome's trace format, a file for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PROCESS = 1
 
 
 def to_chrome_trace(recording: Recording, caption: str = "") -> str:
-    """Everything that was recorded as JSON, a thread for each lane; times in microseconds, as the format wants them."""
+    """Convert a recording to JSON, with a thread for each lane; times are in microseconds, as the format requires."""
     threads = {lane: number for number, lane in enumerate(Lane, 1)}
     events: list[dict[str, Any]] = [_name("process_name", 0, caption or "superpipeline")]
     events += [_name("thread_name", thread, lane.value) for lane, thread in threads.items()]

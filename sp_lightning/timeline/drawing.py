@@ -1,7 +1,7 @@
-"""A drawing: a few kinds of shapes with coordinates, and the same picture as SVG or PNG.
+"""A drawing: a few kinds of shapes with coordinates, rendered as SVG or PNG.
 
-Timeline and plots say what to draw; only this file knows what a picture file looks like. Colours have names, so that
-one drawing serves light and dark pages.
+Timelines and plots decide what to draw; only this file knows picture formats. Colors have names, so that one drawing
+serves light and dark pages.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ COLORS = {
 }
 
 _SVG_FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', Arial, sans-serif"
-_PIXELS = 2  # of a PNG, for each unit of the drawing: sharp on any screen
-_GLYPH = 0.56  # width of an average letter, for each unit of its size
+_PIXELS = 2  # pixels of a PNG per unit of the drawing: sharp on any screen
+_GLYPH = 0.56  # width of an average letter, relative to the font size
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Box:
         width: Width.
         height: Height.
         color: A name in `COLORS`.
-        radius: Of its corners.
+        radius: Radius of its corners.
         label: Text in its middle, left out where the box is too narrow.
         label_color: A name in `COLORS`.
-        data: What a page may want to know about it.
+        data: Values for a page's script, as `data-...` attributes in SVG.
     """
 
     x: float
@@ -104,7 +104,7 @@ class Text:
 
 @dataclass
 class Drawing:
-    """Shapes, later ones on top."""
+    """A canvas with shapes, later ones on top."""
 
     width: float
     height: float
@@ -116,17 +116,17 @@ class Drawing:
 
 
 def text_width(text: str, size: float) -> float:
-    """How wide a text is, roughly: no font is asked."""
+    """Estimate the width of a text without a font."""
     return len(text) * size * _GLYPH
 
 
 def fits(box: Box, size: float) -> bool:
-    """Whether a box has room for its label."""
+    """Tell whether a box has room for its label."""
     return bool(box.label) and text_width(box.label, size) + 4 <= box.width
 
 
 def label_size(box: Box) -> float:
-    """The size of letters in a box."""
+    """Return the font size for a box's label."""
     return min(12.0, 0.6 * box.height)
 
 
@@ -134,7 +134,7 @@ def label_size(box: Box) -> float:
 
 
 def style() -> str:
-    """CSS that gives the colours their values, on light and on dark pages, and classes of their names."""
+    """Return CSS that defines the colors for light and dark pages, and a class for each."""
     light, dark = ("".join(f"--{_css(name)}:{values[page]};" for name, values in COLORS.items()) for page in (0, 1))
     classes = "".join(
         f".f-{_css(name)}{{fill:var(--{_css(name)})}}.s-{_css(name)}{{stroke:var(--{_css(name)})}}" for name in COLORS
@@ -146,11 +146,11 @@ def style() -> str:
 
 
 def to_svg(drawing: Drawing, styled: bool = True) -> str:
-    """The drawing as an SVG element.
+    """Render a drawing as an SVG element.
 
     Args:
         drawing: The drawing.
-        styled: Whether the element brings its colours; False where the page around it has them.
+        styled: Whether the element includes its colors and background; False if the page around it has them.
     """
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_number(drawing.width)} {_number(drawing.height)}"'
@@ -212,7 +212,7 @@ def require_pillow(what: str) -> None:
     """Raise unless PNGs can be drawn.
 
     Args:
-        what: What was asked for.
+        what: What needs Pillow, for the message.
 
     Raises:
         ImportError: If Pillow is not installed.
@@ -222,7 +222,7 @@ def require_pillow(what: str) -> None:
 
 
 def save_png(drawing: Drawing, path: Path) -> None:
-    """Write the drawing as a picture for light pages.
+    """Write the drawing as a PNG, in the colors of a light page.
 
     Raises:
         ImportError: If Pillow is not installed.
@@ -262,12 +262,12 @@ def _paint_text(pencil: Any, text: Text) -> None:
 
     font = ImageFont.load_default(text.size * _PIXELS)  # comes with Pillow: the same picture on every machine
     anchor = {"start": "ls", "middle": "ms", "end": "rs"}[text.anchor]
-    for shift in (0.0, 0.4) if text.bold else (0.0,):  # there is no bold one
+    for shift in (0.0, 0.4) if text.bold else (0.0,):  # Pillow's font has no bold variant: drawn twice
         place = (text.x + shift) * _PIXELS, text.y * _PIXELS
         pencil.text(place, text.text, fill=COLORS[text.color][0], font=font, anchor=anchor)
 
 
 def _corners(left: float, top: float, right: float, bottom: float) -> list[float]:
-    """In pixels; at least one wide, so that nothing short is lost."""
+    """Convert a box's corners to pixels, at least one wide, so that short spans stay visible."""
     x0, y0, x1, y1 = (value * _PIXELS for value in (left, top, right, bottom))
     return [x0, y0, max(x1 - 1, x0), max(y1 - 1, y0)]

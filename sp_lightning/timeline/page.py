@@ -1,7 +1,7 @@
-"""The timeline as a page of its own: the drawing as inline SVG, which can be zoomed, moved and pointed at.
+"""The timeline as a self-contained page: the drawing as inline SVG, with zooming, panning and tooltips.
 
-Without JavaScript the page is the picture. Pieces of work know when they were (`data-begin`, `data-end`), and a script
-moves them when another part of the time is looked at. Nothing is loaded from anywhere.
+Without JavaScript the page shows the whole picture. Each piece of work carries its times (`data-begin`, `data-end`),
+and a script moves it when the user zooms or pans. Nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline
 
 
 def to_page(recording: Recording, caption: str = "") -> str:
-    """The recording as a self-contained HTML page.
+    """Convert a recording to a self-contained HTML page.
 
     Args:
         recording: A finished recording of at least one step.
-        caption: What was recorded.
+        caption: A description of what was recorded.
 
     Raises:
         ValueError: If the recording has no step.

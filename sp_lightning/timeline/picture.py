@@ -1,4 +1,4 @@
-"""A recording as a drawing: a headline, where the time went, and a row of work for each lane."""
+"""Draws a recording: a headline, where the time went, and a row of work for each lane."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLOT_LEFT, PLOT_RIGHT = 250, WIDTH - MARGIN
 _LANE_HEIGHT, _LANE_GAP = 58, 12
 _STRIP_TOP, _STRIP_HEIGHT = 104, 30
 _LANES_TOP = 196
-_STEP_ROOM = 56  # for the words "step 100"
+_STEP_ROOM = 56  # width of the words "step 100"
 
 WORDS = {
     Kind.FORWARD: "forward",
@@ -27,10 +27,10 @@ WORDS = {
     Kind.STEP: "optimizer step",
     Kind.ADD: "gradients added up",
 }
-"""What the kinds are called in pictures."""
+"""Names of the kinds of work in pictures."""
 
 PALE = {Kind.FETCH, Kind.SUMS, Kind.OFFLOAD, Kind.ADD, Kind.GRADIENTS}
-"""Kinds whose colour takes dark letters."""
+"""Kinds whose color needs dark letters."""
 
 _LANE_WORDS = {
     Lane.COMPUTE: "compute",
@@ -45,7 +45,7 @@ def draw_timeline(recording: Recording, caption: str = "") -> Drawing:
 
     Args:
         recording: A finished recording of at least one step.
-        caption: What was recorded, for whoever sees the picture later.
+        caption: A description of what was recorded, shown in the picture.
 
     Raises:
         ValueError: If the recording has no step.
@@ -66,7 +66,7 @@ def draw_timeline(recording: Recording, caption: str = "") -> Drawing:
 
 
 def headline(numbers: Breakdown) -> str:
-    """Where the time went, in a sentence or two."""
+    """Say in a sentence or two where the time went."""
     device = f"The device computes {numbers.share(numbers.busy[Lane.COMPUTE]):.0%} of the time"
     causes = sorted(numbers.stalls.items(), key=lambda item: -item[1])
     waits = [f"{numbers.share(seconds):.0%} for {cause}" for cause, seconds in causes if numbers.share(seconds) > 0.01]
@@ -82,7 +82,7 @@ def headline(numbers: Breakdown) -> str:
 
 
 def where_time_goes(numbers: Breakdown) -> list[tuple[str, str, float]]:
-    """What the device did, as name, colour and seconds; adds up to all of the time."""
+    """Return what the device did, as names, colors and seconds that add up to the total time."""
     parts = [(WORDS[kind], kind.value, numbers.kinds[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD)]
     parts += [(f"waits for {cause}", "stall", seconds) for cause, seconds in sorted(numbers.stalls.items())]
     return [part for part in [*parts, ("elsewhere", "elsewhere", numbers.elsewhere)] if part[2] > 0]
@@ -99,7 +99,7 @@ def _draw_head(drawing: Drawing, numbers: Breakdown, caption: str) -> None:
 
 
 def _draw_strip(drawing: Drawing, numbers: Breakdown) -> None:
-    """What the device did, one share beside the other."""
+    """Draw a strip with the shares of what the device did."""
     parts = where_time_goes(numbers)
     total = sum(seconds for _, _, seconds in parts)
     x = float(MARGIN)
@@ -135,7 +135,7 @@ def _draw_axis(drawing: Drawing, recording: Recording, numbers: Breakdown) -> No
 
 
 def _draw_lane(drawing: Drawing, lane: Lane, top: float, numbers: Breakdown) -> None:
-    """What the lane is, how busy it was, and the room for its work."""
+    """Draw a lane's name, how busy it was, and the background for its work."""
     busy = numbers.share(numbers.busy[lane])
     drawing.add(Text(MARGIN, top + 19, _LANE_WORDS[lane], 14, bold=True))
     color = "edge"
@@ -166,7 +166,7 @@ def _bar(span: Span, top: float, numbers: Breakdown) -> Box:
 
 
 def _label(span: Span, width: float) -> str:
-    """The name of a unit, or as much of its end as there is room for: "model.layers.12", "layers.12", "12"."""
+    """Return a unit's name, or as much of its end as there is room for: "model.layers.12", "layers.12", "12"."""
     words = _words(span)
     while text_width(words, 12) + 4 > width and "." in words:
         words = words.partition(".")[2]
@@ -178,7 +178,7 @@ def _words(span: Span) -> str:
 
 
 def tip(span: Span) -> str:
-    """What a page says about a piece of work when it is pointed at."""
+    """Return the tooltip for a piece of work."""
     what = _words(span) if span.kind is Kind.STALL else f"{WORDS[span.kind]}: {span.name}"
     seconds = span.end - span.begin
     words = f"{what}\n{readable_seconds(seconds)}, from {readable_seconds(span.begin)} to {readable_seconds(span.end)}"
@@ -196,5 +196,5 @@ def _draw_legend(drawing: Drawing, recording: Recording) -> None:
 
 
 def _per_second(numbers: Breakdown) -> float:
-    """Units of the drawing for each second."""
+    """Return the drawing's units per second."""
     return (PLOT_RIGHT - PLOT_LEFT) / numbers.seconds if numbers.seconds else 0.0

@@ -8,7 +8,7 @@ from sp_lightning.pipeline.sizes import UNITS_OF_TIME
 
 
 def round_steps(span: float, count: int = 10) -> list[float]:
-    """From zero up to `span` in about `count` steps of one, two or five times a power of ten."""
+    """Return marks from zero to `span`, about `count` of them, at steps of one, two or five times a power of ten."""
     if span <= 0:
         return [0.0]
     rough = span / count
@@ -18,7 +18,7 @@ def round_steps(span: float, count: int = 10) -> list[float]:
 
 
 def ticks(seconds: float) -> list[tuple[float, str]]:
-    """Moments to mark on an axis that is so long, and what to write there: all in one unit."""
+    """Return the marks for a time axis of this length with their labels, all in one unit."""
     moments = round_steps(seconds)
     size, unit = next((pair for pair in UNITS_OF_TIME if moments[-1] >= pair[0]), UNITS_OF_TIME[-1])
     return [(moment, f"{moment / size:g} {unit}" if moment else "0") for moment in moments]
