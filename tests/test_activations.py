@@ -87,6 +87,47 @@ def test_recomputing_is_exact_under_lightning(name: str, precision: str) -> None
     assert_same_trace(lightning_reference(name, precision), lightning_run(CASES[name], strategy, precision))
 
 
+class GraphConvolution(nn.Module):
+    """Its neighbours are a sparse buffer, edges among its inputs and edges that it makes up."""
+
+    def __init__(self, width: int, nodes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("neighbours", torch.ones(nodes, nodes).triu().to_sparse())
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        made_up = torch.eye(len(x)).to_sparse()
+        return sum(torch.sparse.mm(each, self.linear(x).relu()) for each in (self.neighbours, edges, made_up)).tanh()
+
+
+class GraphNetwork(nn.Module):
+    """Graph convolutions, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GraphConvolution(WIDTH, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, edges)
+        return x
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_sparse_tensors_may_be_anywhere(activations: Policy) -> None:
+    """They have no storage, no `nbytes` and no bytes to add up."""
+    torch.manual_seed(0)
+    plain = GraphNetwork()
+    streamed = copy.deepcopy(plain)
+    x, edges = torch.randn(4, WIDTH), torch.rand(4, 4).round().to_sparse()
+    plain(x, edges).sum().backward()
+    with attached(streamed, units="GraphConvolution", activations=activations) as pipe:
+        streamed(x, edges).sum().backward()
+        assert (pipe.stats.recomputed > 0) == (activations == "recompute")
+    for ours, reference in zip(streamed.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, reference.grad)
+
+
 # ---------------------------------------------------------------------------------------------- how often, and whether
 
 calls: Counter[str] = Counter()  # a global variable, which nothing restores

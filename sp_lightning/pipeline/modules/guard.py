@@ -272,12 +272,9 @@ def _replace(value: Any, substitute: Callable[[Weight], Tensor]) -> Any:
 def _writes_to_a_master(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     first = next(iter(args or kwargs.values()), None)  # torch.nn.init passes it by name
-    if isinstance(first, list | tuple) and first:
-        first = first[0]
     sets_data = name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data
-    if isinstance(first, HostParameter) and (sets_data or _writes_in_place(name)):
-        return True
-    return next(_masters_in(kwargs.get("out")), None) is not None
+    targets = (first if sets_data or _writes_in_place(name) else None, kwargs.get("out"))
+    return next(_masters_in(targets), None) is not None
 
 
 def _writes_in_place(name: str) -> bool:

@@ -172,6 +172,7 @@ WRITES: list[Callable[[Tensor], Any]] = [
     lambda w: setattr(w, "data", torch.zeros(3, 3)),
     lambda w: nn.init.normal_(w),
     lambda w: torch._foreach_mul_([w], 2.0),
+    lambda w: torch._foreach_mul_([torch.ones(2), w], 2.0),
     lambda w: torch.add(torch.zeros(3, 3), 5, out=w),
 ]
 
