@@ -164,7 +164,7 @@ class Calls:
             for place in member.places:
                 twin = place.weight.twin
                 if replaced := twin.is_replaced:
-                    twin.take_back()
+                    twin.adopt_replacement()
                 if replaced or twin.changed_in_place:
                     self._write_back(place.weight)
             if not member.running and not self._backward.has_reached(member.unit):
@@ -196,7 +196,7 @@ class Calls:
             arrived = torch.empty_like(weight.host)
             self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
             weight.master.copy_(arrived)
-        weight.twin.written_back()
+        weight.twin.note_written_back()
         self._stats.host_syncs += 1
         self._stats.write_backs += 1
         group = weight.twin.group
