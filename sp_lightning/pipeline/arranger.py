@@ -110,7 +110,7 @@ class Arranger:
         # Nothing can be assumed without autocast's cache: whether a graph uses a weight only once remains to be seen.
         if autocast is not None and not learned.lowered and torch.is_autocast_cache_enabled():
             learned.assume_lowered(known_to_be_lowered(self._lasting.module, self.arrangement.units))
-        if self.arrangement.untouched and not self._graphs.waiting():
+        if self.arrangement.unused_in_step and not self._graphs.waiting():
             self.assembly.guard.disarm()
             self._rearrange_for(autocast)
             self.assembly.activate()
@@ -163,13 +163,13 @@ class Arranger:
             around = name.rpartition(".")[0]
             while around and not is_called(modules[around]):
                 around = around.rpartition(".")[0]
-            if around and not any(modules[name].children()) and modules[around] not in self._learned.whole:
+            if around and not any(modules[name].children()) and modules[around] not in self._learned.undivided:
                 found[around] = modules[around]
         outermost = {name: module for name, module in found.items() if not any(name.startswith(f"{n}.") for n in found)}
         weights = sum(parameter.nbytes for module in outermost.values() for parameter in module.parameters())
         if not outermost or weights > self.survey.activation_peak:
             return None
-        self._learned.whole += outermost.values()
+        self._learned.undivided += outermost.values()
         self._learned.outdated = True
         return ", ".join(map(repr, outermost))
 

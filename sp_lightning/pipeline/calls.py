@@ -128,7 +128,7 @@ class Calls:
         """Begin a call, and return its number."""
         with self._at_work:
             number = self._graphs.number_call()
-            self._arrangement.untouched = False
+            self._arrangement.unused_in_step = False
             member.entered += 1
             direction = _direction()
             if self._backward.running and direction is not Pass.BACKWARD:

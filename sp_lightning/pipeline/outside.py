@@ -74,7 +74,7 @@ class OutsideUse:
         """Return the weight on the device, for an operation outside of its unit."""
         with self._at_work:
             self._window.finish_step(weight.unit.group)
-            self._arrangement.untouched = False
+            self._arrangement.unused_in_step = False
             if weight.lowered:  # this use may need it in its own dtype
                 self.keep_as_is(weight)
             twin = weight.twin

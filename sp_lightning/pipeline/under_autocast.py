@@ -58,7 +58,7 @@ class UnderAutocast:
         member.observed.add(spy.builds_graph)
         if spy.builds_graph:
             self._graphs.current.uncompiled.add(member)
-        self._learned.take_in(spy.lowered, spy.used_as_is, [place.weight for place in member.places])
+        self._learned.note_uses_under_autocast(spy.lowered, spy.used_as_is, [place.weight for place in member.places])
         return output
 
     def stop_lowering_if_reused(self, member: Member) -> None:
