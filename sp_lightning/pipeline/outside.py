@@ -107,7 +107,7 @@ class OutsideUse:
     def _reach_leaf(self, graph: Graph) -> None:
         """Note that backward has reached a weight of a graph that used it outside of unit calls."""
         if not self._backward.closed:
-            self._backward.go_through(graph)
+            self._backward.note_graph(graph)
 
     def touched(self, weight: Weight) -> None:
         """Finish a master's pending optimizer step, because code outside of the engine reads it."""

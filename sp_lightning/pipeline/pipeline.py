@@ -104,7 +104,7 @@ class Pipeline:
                     "`resident_optimizer=True` works in one process only: which units live on the device would differ "
                     "between replicas."
                 )
-            replicas.begin_alike(module)
+            replicas.broadcast_module(module)
         processes = 1 if replicas is None else replicas.on_this_machine
         self._backend = backend or make_backend(self.device, self.options, processes)
         _check_share(self.options, self._backend)
@@ -117,7 +117,7 @@ class Pipeline:
             self.options,
             self._backend,
             replicas,
-            require=lambda twin: self._assembly.backward.require(twin),
+            require=lambda twin: self._assembly.backward.bring_for_backward(twin),
             close=lambda: self._assembly.close(),
         )
         self.stats, self.optimizers = lasting.stats, lasting.optimizers
