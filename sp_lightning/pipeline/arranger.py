@@ -85,7 +85,7 @@ class Arranger:
         waiting = self._graphs.waiting()
         if not waiting and (self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters())):
             self.rearrange()
-        self.assembly.overlap.put_back()
+        self.assembly.overlap.restore_param_groups()
         if waiting:
             return
         if torch.is_grad_enabled():

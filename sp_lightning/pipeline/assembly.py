@@ -172,7 +172,7 @@ class Assembly:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement, lasting = self.arrangement, self._lasting
         self.backward.closed = True
-        self.overlap.put_back()
+        self.overlap.restore_param_groups()
         self.steps.settle()
         for member in arrangement.members:
             swap_out(member)  # the call of a module that looks into a unit may still be running
@@ -218,7 +218,7 @@ class Assembly:
     def abandon(self) -> None:
         """Clean up after an exception has ended whatever was under way."""
         self.calls.abandon()
-        self.overlap.put_back()
+        self.overlap.restore_param_groups()
         self.backward.abandon()
         self._lasting.saved.pop_all()
         self._lasting.backend.drain()

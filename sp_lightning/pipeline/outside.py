@@ -120,7 +120,7 @@ class OutsideUse:
     def asked_for_gradient(self, weight: Weight) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it."""
         self._check_unseen(weight)
-        if self._in_backward.has_spent(weight):
+        if self._in_backward.gradient_was_used(weight):
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used by the optimizer as it arrived, and not kept. Read "
                 "it before the step, in `on_before_optimizer_step`, or train with `overlap_optimizer=False`."
@@ -141,7 +141,7 @@ class OutsideUse:
         if self._in_backward.awaits_step(weight):
             with self._at_work:
                 self._backward.forget_failed()
-            self._in_backward.check_unseen(weight)
+            self._in_backward.check_not_used(weight)
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""

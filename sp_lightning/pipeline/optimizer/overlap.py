@@ -84,7 +84,7 @@ class Overlap:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the weights that will be stepped unit by unit out of an optimizer that is about to step."""
-        self.put_back()
+        self.restore_param_groups()
         self._to_step.clear()  # left by a step that ended with an exception
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         known = [self._weights[id(p)] for p in parameters if id(p) in self._weights]
@@ -116,7 +116,7 @@ class Overlap:
 
     def after_step(self) -> None:
         """Step the weights that were taken out of the optimizer, after it has stepped the others."""
-        self.put_back()
+        self.restore_param_groups()
         for group in sorted(self._to_step, key=lambda group: (not group.resident, group.index)):
             shares = self._to_step[group]
             after = [ticket for share in shares for ticket in self._gradients.tickets_of(share.gradients)]
@@ -142,7 +142,7 @@ class Overlap:
             if id(parameter) not in self._had_state and parameter in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(parameter)
 
-    def put_back(self) -> None:
+    def restore_param_groups(self) -> None:
         """Put everything that was taken out back into the param groups."""
         while self._taken_out:
             param_group, parameters = self._taken_out.pop()
