@@ -159,7 +159,7 @@ class Arranger:
             return None
         modules = dict(self._lasting.module.named_modules())
         found = {}
-        for name in [name for name, calls in self._activations.called.items() if calls > 1]:
+        for name in [name for name, calls in self._activations.calls.items() if calls > 1]:
             around = name.rpartition(".")[0]
             while around and not is_called(modules[around]):
                 around = around.rpartition(".")[0]
@@ -270,7 +270,7 @@ class Arranger:
         never_again = self._activations.never_again
         lasting = self._lasting
         is_planned = self._planner is not None and "auto" in (self._options.k, self._options.k_prime)
-        return AutoPolicy(lasting.backend, lasting.meter, self._room_for_activations, never_again, tells=not is_planned)
+        return AutoPolicy(lasting.backend, lasting.meter, self._room_for_activations, never_again, warns=not is_planned)
 
     def _room_for_activations(self) -> int:
         """Return the bytes of device memory left for activations; only meaningful where there is a limit."""

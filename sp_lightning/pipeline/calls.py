@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sp_lightning.pipeline._private import in_backward, storage_key
-from sp_lightning.pipeline.activations.offload import STAYING, Bundle
+from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY, Bundle
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
@@ -209,7 +209,7 @@ class Calls:
             following = self._arrangement.streamed_members[index].unit
             if following is not ahead[-1]:
                 ahead.append(following)
-            if len(ahead) > STAYING:
+            if len(ahead) > UNITS_THAT_STAY:
                 break
         return len(ahead) - 1
 
