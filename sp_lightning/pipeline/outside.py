@@ -109,7 +109,7 @@ class OutsideUse:
         if not self._backward.closed:
             self._backward.note_graph(graph)
 
-    def touched(self, weight: Weight) -> None:
+    def before_read(self, weight: Weight) -> None:
         """Finish a master's pending optimizer step, because code outside of the engine reads it."""
         if self.guard.redirects:
             with self._at_work:
@@ -117,7 +117,7 @@ class OutsideUse:
         else:
             self._settle()
 
-    def asked_for_gradient(self, weight: Weight) -> None:
+    def before_gradient_read(self, weight: Weight) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it."""
         self._check_unseen(weight)
         if self._in_backward.gradient_was_used(weight):
@@ -130,7 +130,7 @@ class OutsideUse:
             self._gradients.settle()
             self._gradients.show(weight)
 
-    def gradient_is_dropped(self, weight: Weight) -> None:
+    def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
         self._check_unseen(weight)
         self._gradients.drop(weight)
@@ -148,7 +148,7 @@ class OutsideUse:
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
 
-    def in_graph(self, weight: Weight) -> Tensor:
+    def leaf_of(self, weight: Weight) -> Tensor:
         """Return the leaf that stands for a weight in the autograd graph of this step."""
         return weight.twin.parameter
 
