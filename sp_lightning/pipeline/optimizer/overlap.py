@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline._private import others_hook_steps
+from sp_lightning.pipeline._private import has_foreign_step_hooks
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
 from sp_lightning.pipeline.optimizer.in_backward import EarlyStep, InBackward, is_aliased
@@ -171,7 +171,7 @@ class Overlap:
         """Return why an optimizer cannot step weights unit by unit; None if it can."""
         if getattr(optimizer, "found_inf", None) is not None:
             return "a GradScaler has left it to the optimizer's own kernel to skip steps"
-        if others_hook_steps(optimizer):
+        if has_foreign_step_hooks(optimizer):
             return f"a step hook may look at everything that {type(optimizer).__name__} steps"
         for param_group in optimizer.param_groups:
             unknown = [p for p in param_group["params"] if id(p) in self._weights and id(p) not in self._checked]
