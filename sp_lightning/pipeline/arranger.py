@@ -234,7 +234,7 @@ class Arranger:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
-        self.assembly.take_down()
+        self.assembly.uninstall()
         for weight in self.arrangement.weights:
             if weight.is_replaced:  # whoever still holds our memory keeps the values in it
                 self._learned.leave_memory_of(weight)
@@ -251,7 +251,7 @@ class Arranger:
             lasting.module, self._options, self._learned, lasting.backend, autocast, self._progress, lasting.replicas
         )
         assembly = Assembly(arrangement, lasting, self._in_step)
-        assembly.put_up(self._keeper)
+        assembly.install(self._keeper)
         self.assembly = assembly
         self._is_arranged = True
         self._activations.auto = self._auto_policy()  # other units: measured anew

@@ -238,7 +238,7 @@ class Pipeline:
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
         stop_watching_functions(self)
-        self._assembly.take_down()
+        self._assembly.uninstall()
         self.arrangement.give_up_memory()
         for steps in self._lasting.known_optimizers.values():
             steps.forget()
