@@ -1039,7 +1039,7 @@ def test_any_mixture_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     chance = random.Random(0)
     with_room(monkeypatch, 0)
     monkeypatch.setattr(AutoPolicy, "policy", lambda *args: chance.choice(get_args(Policy)))
-    monkeypatch.setattr(offload, "SMALLEST", 0)
+    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 0)
     options = PipelineOptions(k=2, k_prime=1, debug=True)
     assert_exact(CASES[name], options, Plan.of(CASES[name], steps=4))
 

@@ -47,13 +47,13 @@ ENTRIES = [
 ]  # fmt: skip
 
 
-USUAL = offload_module.SMALLEST, offload_module._NEGLIGIBLE
+USUAL = offload_module.MIN_OFFLOAD_BYTES, offload_module._NEGLIGIBLE
 EVERYTHING = 1, 1 << 40
 
 
 def let_leave(patch: pytest.MonkeyPatch, sizes: tuple[int, int]) -> None:
     """What is too small to leave, and how small a part of a unit's tensors stays."""
-    patch.setattr(offload_module, "SMALLEST", sizes[0])
+    patch.setattr(offload_module, "MIN_OFFLOAD_BYTES", sizes[0])
     patch.setattr(offload_module, "_NEGLIGIBLE", sizes[1])
 
 
@@ -177,7 +177,7 @@ def saved_by_each_block() -> list[int]:
         memories: dict[int, list[Tensor]] = {}
         for tensor in held:
             key = storage_key(tensor)
-            if key not in weights | seen and tensor.untyped_storage().nbytes() >= offload_module.SMALLEST:
+            if key not in weights | seen and tensor.untyped_storage().nbytes() >= offload_module.MIN_OFFLOAD_BYTES:
                 memories.setdefault(key, []).append(tensor)
         seen |= memories.keys()
         found.append(sum(map(bytes_covered, memories.values())))

@@ -228,5 +228,5 @@ def test_random_graphs_are_exact(example: Example) -> None:
         if example.mixed:
             chance = random.Random(0)
             stack.enter_context(patch.object(AutoPolicy, "policy", lambda *args: chance.choice(get_args(Policy))))
-            stack.enter_context(patch.object(offload, "SMALLEST", 0))
+            stack.enter_context(patch.object(offload, "MIN_OFFLOAD_BYTES", 0))
         assert_exact(case, options, example.plan, reference)

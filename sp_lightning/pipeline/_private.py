@@ -128,7 +128,7 @@ def zero_grad_is_calling(above: int = 1, levels: int = 8) -> dict[str, Any] | No
     return None
 
 
-def others_hook_steps(optimizer: Optimizer, own: int = 1) -> bool:
+def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
     """Tell whether an optimizer has step hooks besides the engine's own, which are registered for all optimizers.
 
     They may look at the optimizer's parameters or change their gradients, and torch decides the order of hooks.
@@ -156,7 +156,7 @@ def is_tracing() -> bool:
     return bool(torch._C._is_tracing())
 
 
-def arrives_whole(func: Any, device_type: str) -> bool:
+def is_undecomposed(func: Any, device_type: str) -> bool:
     """Tell whether a `TorchDispatchMode` gets a composite operation whole, whose parts autocast has yet to see.
 
     This happens only in inference mode: elsewhere autograd decomposes composite operations first. Autocast has applied
@@ -182,7 +182,7 @@ def _has_kernel(func: OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)  # type: ignore[no-untyped-call]
 
 
-def take_apart(func: OpOverload, args: Any, kwargs: Any, mode: TorchDispatchMode) -> Any:
+def decompose_under_mode(func: OpOverload, args: Any, kwargs: Any, mode: TorchDispatchMode) -> Any:
     """Decompose an operation as autograd would, and run its parts under the mode that got it.
 
     Torch disables autocast while a mode handles an operation; here it is restored. `OpOverload.decompose` would prefer

@@ -85,7 +85,7 @@ class Arranger:
         waiting = self._graphs.waiting()
         if not waiting and (self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters())):
             self.rearrange()
-        self.assembly.overlap.put_back()
+        self.assembly.overlap.restore_param_groups()
         if waiting:
             return
         if torch.is_grad_enabled():
@@ -110,7 +110,7 @@ class Arranger:
         # Nothing can be assumed without autocast's cache: whether a graph uses a weight only once remains to be seen.
         if autocast is not None and not learned.lowered and torch.is_autocast_cache_enabled():
             learned.assume_lowered(known_to_be_lowered(self._lasting.module, self.arrangement.units))
-        if self.arrangement.untouched and not self._graphs.waiting():
+        if self.arrangement.unused_in_step and not self._graphs.waiting():
             self.assembly.guard.disarm()
             self._rearrange_for(autocast)
             self.assembly.activate()
@@ -159,17 +159,17 @@ class Arranger:
             return None
         modules = dict(self._lasting.module.named_modules())
         found = {}
-        for name in [name for name, calls in self._activations.called.items() if calls > 1]:
+        for name in [name for name, calls in self._activations.calls.items() if calls > 1]:
             around = name.rpartition(".")[0]
             while around and not is_called(modules[around]):
                 around = around.rpartition(".")[0]
-            if around and not any(modules[name].children()) and modules[around] not in self._learned.whole:
+            if around and not any(modules[name].children()) and modules[around] not in self._learned.undivided:
                 found[around] = modules[around]
         outermost = {name: module for name, module in found.items() if not any(name.startswith(f"{n}.") for n in found)}
         weights = sum(parameter.nbytes for module in outermost.values() for parameter in module.parameters())
         if not outermost or weights > self.survey.activation_peak:
             return None
-        self._learned.whole += outermost.values()
+        self._learned.undivided += outermost.values()
         self._learned.outdated = True
         return ", ".join(map(repr, outermost))
 
@@ -234,7 +234,7 @@ class Arranger:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
-        self.assembly.take_down()
+        self.assembly.uninstall()
         for weight in self.arrangement.weights:
             if weight.is_replaced:  # whoever still holds our memory keeps the values in it
                 self._learned.leave_memory_of(weight)
@@ -251,7 +251,7 @@ class Arranger:
             lasting.module, self._options, self._learned, lasting.backend, autocast, self._progress, lasting.replicas
         )
         assembly = Assembly(arrangement, lasting, self._in_step)
-        assembly.put_up(self._keeper)
+        assembly.install(self._keeper)
         self.assembly = assembly
         self._is_arranged = True
         self._activations.auto = self._auto_policy()  # other units: measured anew
@@ -270,7 +270,7 @@ class Arranger:
         never_again = self._activations.never_again
         lasting = self._lasting
         is_planned = self._planner is not None and "auto" in (self._options.k, self._options.k_prime)
-        return AutoPolicy(lasting.backend, lasting.meter, self._room_for_activations, never_again, tells=not is_planned)
+        return AutoPolicy(lasting.backend, lasting.meter, self._room_for_activations, never_again, warns=not is_planned)
 
     def _room_for_activations(self) -> int:
         """Return the bytes of device memory left for activations; only meaningful where there is a limit."""

@@ -1,4 +1,4 @@
-"""An assembly: the parts that stream one arrangement, wired together, put up in the module tree and taken down.
+"""An assembly: the parts that stream one arrangement, wired together, installed in the module tree and removed.
 
 A pipeline has one assembly at a time. Another one replaces it when units, or the dtypes that weights are sent in,
 change.
@@ -32,7 +32,7 @@ _HOST = torch.device("cpu")
 
 
 class Assembly:
-    """The parts that belong to one arrangement. Constructing it wires them; `put_up` is what changes the module.
+    """The parts that belong to one arrangement. Constructing it wires them; `install` is what changes the module.
 
     Args:
         arrangement: The units, and where their weights lie.
@@ -126,9 +126,9 @@ class Assembly:
         elsewhere = list(self.arrangement.unmanaged.values())
         return Averaging(lasting.replicas, in_order, elsewhere, lambda: lasting.stats.optimizer_steps)
 
-    # ---------------------------------------------------------------------------------------------- up, and down again
+    # ------------------------------------------------------------------------------------ installing and uninstalling
 
-    def put_up(self, keeper: Gatekeeper) -> None:
+    def install(self, keeper: Gatekeeper) -> None:
         """Take over the module.
 
         Args:
@@ -168,11 +168,11 @@ class Assembly:
         for known in lasting.known_optimizers.values():
             known.forget_units(parameters)
 
-    def take_down(self) -> None:
+    def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement, lasting = self.arrangement, self._lasting
         self.backward.closed = True
-        self.overlap.put_back()
+        self.overlap.restore_param_groups()
         self.steps.settle()
         for member in arrangement.members:
             swap_out(member)  # the call of a module that looks into a unit may still be running
@@ -218,7 +218,7 @@ class Assembly:
     def abandon(self) -> None:
         """Clean up after an exception has ended whatever was under way."""
         self.calls.abandon()
-        self.overlap.put_back()
+        self.overlap.restore_param_groups()
         self.backward.abandon()
         self._lasting.saved.pop_all()
         self._lasting.backend.drain()

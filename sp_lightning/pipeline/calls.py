@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sp_lightning.pipeline._private import in_backward, storage_key
-from sp_lightning.pipeline.activations.offload import STAYING, Bundle
+from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY, Bundle
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
@@ -128,7 +128,7 @@ class Calls:
         """Begin a call, and return its number."""
         with self._at_work:
             number = self._graphs.number_call()
-            self._arrangement.untouched = False
+            self._arrangement.unused_in_step = False
             member.entered += 1
             direction = _direction()
             if self._backward.running and direction is not Pass.BACKWARD:
@@ -164,7 +164,7 @@ class Calls:
             for place in member.places:
                 twin = place.weight.twin
                 if replaced := twin.is_replaced:
-                    twin.take_back()
+                    twin.adopt_replacement()
                 if replaced or twin.changed_in_place:
                     self._write_back(place.weight)
             if not member.running and not self._backward.has_reached(member.unit):
@@ -196,7 +196,7 @@ class Calls:
             arrived = torch.empty_like(weight.host)
             self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
             weight.master.copy_(arrived)
-        weight.twin.written_back()
+        weight.twin.note_written_back()
         self._stats.host_syncs += 1
         self._stats.write_backs += 1
         group = weight.twin.group
@@ -209,7 +209,7 @@ class Calls:
             following = self._arrangement.streamed_members[index].unit
             if following is not ahead[-1]:
                 ahead.append(following)
-            if len(ahead) > STAYING:
+            if len(ahead) > UNITS_THAT_STAY:
                 break
         return len(ahead) - 1
 

@@ -82,6 +82,6 @@ class Lasting:
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(require, self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, device, self.stats, checks=options.debug)
-        self.optimizers = Optimizers(self.stats, self.at_work, close, insists=options.overlap_optimizer is True)
+        self.optimizers = Optimizers(self.stats, self.at_work, close, must_overlap=options.overlap_optimizer is True)
         self.known_optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
         self.spent: set[int] = set()

@@ -74,7 +74,7 @@ class OutsideUse:
         """Return the weight on the device, for an operation outside of its unit."""
         with self._at_work:
             self._window.finish_step(weight.unit.group)
-            self._arrangement.untouched = False
+            self._arrangement.unused_in_step = False
             if weight.lowered:  # this use may need it in its own dtype
                 self.keep_as_is(weight)
             twin = weight.twin
@@ -107,9 +107,9 @@ class OutsideUse:
     def _reach_leaf(self, graph: Graph) -> None:
         """Note that backward has reached a weight of a graph that used it outside of unit calls."""
         if not self._backward.closed:
-            self._backward.go_through(graph)
+            self._backward.note_graph(graph)
 
-    def touched(self, weight: Weight) -> None:
+    def before_read(self, weight: Weight) -> None:
         """Finish a master's pending optimizer step, because code outside of the engine reads it."""
         if self.guard.redirects:
             with self._at_work:
@@ -117,10 +117,10 @@ class OutsideUse:
         else:
             self._settle()
 
-    def asked_for_gradient(self, weight: Weight) -> None:
+    def before_gradient_read(self, weight: Weight) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it."""
         self._check_unseen(weight)
-        if self._in_backward.has_spent(weight):
+        if self._in_backward.gradient_was_used(weight):
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used by the optimizer as it arrived, and not kept. Read "
                 "it before the step, in `on_before_optimizer_step`, or train with `overlap_optimizer=False`."
@@ -130,7 +130,7 @@ class OutsideUse:
             self._gradients.settle()
             self._gradients.show(weight)
 
-    def gradient_is_dropped(self, weight: Weight) -> None:
+    def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
         self._check_unseen(weight)
         self._gradients.drop(weight)
@@ -141,14 +141,14 @@ class OutsideUse:
         if self._in_backward.awaits_step(weight):
             with self._at_work:
                 self._backward.forget_failed()
-            self._in_backward.check_unseen(weight)
+            self._in_backward.check_not_used(weight)
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
 
-    def in_graph(self, weight: Weight) -> Tensor:
+    def leaf_of(self, weight: Weight) -> Tensor:
         """Return the leaf that stands for a weight in the autograd graph of this step."""
         return weight.twin.parameter
 

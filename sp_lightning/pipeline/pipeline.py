@@ -104,7 +104,7 @@ class Pipeline:
                     "`resident_optimizer=True` works in one process only: which units live on the device would differ "
                     "between replicas."
                 )
-            replicas.begin_alike(module)
+            replicas.broadcast_module(module)
         processes = 1 if replicas is None else replicas.on_this_machine
         self._backend = backend or make_backend(self.device, self.options, processes)
         _check_share(self.options, self._backend)
@@ -117,7 +117,7 @@ class Pipeline:
             self.options,
             self._backend,
             replicas,
-            require=lambda twin: self._assembly.backward.require(twin),
+            require=lambda twin: self._assembly.backward.bring_for_backward(twin),
             close=lambda: self._assembly.close(),
         )
         self.stats, self.optimizers = lasting.stats, lasting.optimizers
@@ -238,7 +238,7 @@ class Pipeline:
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
         stop_watching_functions(self)
-        self._assembly.take_down()
+        self._assembly.uninstall()
         self.arrangement.give_up_memory()
         for steps in self._lasting.known_optimizers.values():
             steps.forget()
@@ -321,7 +321,7 @@ class Pipeline:
             if torch.is_grad_enabled():
                 self._assembly.returns.reserve()
         self._offloader.begin()
-        self.arrangement.untouched = True
+        self.arrangement.unused_in_step = True
         self._assembly.activate()
         with self._at_work:
             self._assembly.window.begin_step()

@@ -98,13 +98,13 @@ class Survey:
         """Start to track peak device memory, and return the bytes allocated now; None if the device does not tell."""
         self._most_memory = 0
         # Sampled at the end of each backward, because somebody may reset the device's peak between steps.
-        self._lasting.activations.when_backward_ends = self._look_at_memory
+        self._lasting.activations.on_backward_end = self._look_at_memory
         return self._lasting.backend.memory_in_use()
 
     def end_watching_memory(self) -> int:
         """Return the peak bytes of device memory since `begin_watching_memory`; 0 if the device does not tell."""
         self._look_at_memory()
-        self._lasting.activations.when_backward_ends = lambda: None
+        self._lasting.activations.on_backward_end = lambda: None
         return self._most_memory
 
     def _look_at_memory(self) -> None:

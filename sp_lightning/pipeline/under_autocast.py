@@ -58,7 +58,7 @@ class UnderAutocast:
         member.observed.add(spy.builds_graph)
         if spy.builds_graph:
             self._graphs.current.uncompiled.add(member)
-        self._learned.take_in(spy.lowered, spy.used_as_is, [place.weight for place in member.places])
+        self._learned.note_uses_under_autocast(spy.lowered, spy.used_as_is, [place.weight for place in member.places])
         return output
 
     def stop_lowering_if_reused(self, member: Member) -> None:
@@ -69,6 +69,6 @@ class UnderAutocast:
             return
         outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
         for weight in outermost:
-            if weight.used_for is not None and weight.used_for() is self._graphs.current:
+            if weight.last_graph is not None and weight.last_graph() is self._graphs.current:
                 self._outside.keep_as_is(weight)
-            weight.used_for = weakref.ref(self._graphs.current)
+            weight.last_graph = weakref.ref(self._graphs.current)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from sp_lightning.pipeline._private import storage_key, without_values
-from sp_lightning.pipeline.activations.offload import SMALLEST
+from sp_lightning.pipeline.activations.offload import MIN_OFFLOAD_BYTES
 from sp_lightning.pipeline.weights.units import Division
 
 
@@ -138,7 +138,7 @@ class _Watch:
         if key in self._memory:
             return 0
         self._memory[key] = tensor  # held, so that no other storage gets the same identity
-        self._now.large += nbytes if nbytes >= SMALLEST else 0
+        self._now.large += nbytes if nbytes >= MIN_OFFLOAD_BYTES else 0
         return nbytes
 
     @contextmanager

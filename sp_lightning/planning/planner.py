@@ -157,8 +157,8 @@ class _Measurement:
         auto = self._survey.activations
         self._policies.append({} if auto is None else dict(auto.in_use))
         if auto is not None:  # depends on the policies in use, as memory that two units save is counted for both
-            auto.look()
-            self._turn, self._outside = max(self._turn, auto.turn), max(self._outside, auto.outside)
+            auto.update_peaks()
+            self._turn, self._outside = max(self._turn, auto.turn_bytes), max(self._outside, auto.outside_bytes)
         self._peak = max(self._peak, self._survey.activation_peak)
         passes, self._passes = self._passes, self._survey.backward_passes
         self._complete += self._passes > passes or not self._waits  # a step that returns no loss has no backward
@@ -192,7 +192,7 @@ class _Measurement:
         """Return the observations that are not in the recording."""
         now, before = self._survey.stats, self._before
         auto = self._survey.activations
-        reserve = 0 if auto is None else auto.reserve
+        reserve = 0 if auto is None else auto.reserve_bytes
         is_counted = auto is not None and auto.counts_operations
         if not is_counted and self._in_use is not None:
             reserve = max(0, self._most_in_use - self._in_use - self._peak)

@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from sp_lightning.pipeline.activations.choice import Way
-from sp_lightning.pipeline.activations.offload import STAYING
+from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.gradients.landing import PIECES
 from sp_lightning.pipeline.weights.device import overlaps
 from sp_lightning.planning.workload import Machine, Workload
@@ -91,7 +91,7 @@ class Replay:
         self._order = workload.order
         self._times = Counter(self._order)
         self._first_call = {unit: self._order.index(unit) for unit in self._times}
-        leave = len(self._order) - STAYING
+        leave = len(self._order) - UNITS_THAT_STAY
         self._offloaded = [
             self._ways[unit].leaving // self._times[unit] * (call < leave) for call, unit in enumerate(self._order)
         ]

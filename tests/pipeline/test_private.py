@@ -30,14 +30,15 @@ from sp_lightning.pipeline import _private
 from sp_lightning.pipeline._private import (
     COMPILES_UNDER_MODES,
     StepCode,
-    arrives_whole,
     call_before_compiling,
+    decompose_under_mode,
     explain_graph_break,
     graph_task,
+    has_foreign_step_hooks,
     hide_from_dynamo,
     in_backward,
     is_tracing,
-    others_hook_steps,
+    is_undecomposed,
     pop_saved_tensor_hooks,
     post_accumulate_hooks,
     push_saved_tensor_hooks,
@@ -47,7 +48,6 @@ from sp_lightning.pipeline._private import (
     sees_torch_functions,
     step_is_replaced,
     storage_key,
-    take_apart,
     tensor_hooks,
     top_saved_tensor_hooks,
     users_of_storage,
@@ -384,19 +384,19 @@ def test_scopes_that_end_before_backward() -> None:
     assert scope_that_ends_before_backward() is None
 
 
-def test_others_hook_steps() -> None:
+def test_has_foreign_step_hooks() -> None:
     """Hooks of torch's optimizers are in these four places, in the order in which torch runs them."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    assert not others_hook_steps(optimizer)
+    assert not has_foreign_step_hooks(optimizer)
     register_for_all = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
     for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
         handle = register(lambda *_: None)
-        assert others_hook_steps(optimizer)
+        assert has_foreign_step_hooks(optimizer)
         handle.remove()
     for register in register_for_all:
         handle = register(lambda *_: None)
-        assert others_hook_steps(optimizer, own=0)
-        assert not others_hook_steps(optimizer, own=1)
+        assert has_foreign_step_hooks(optimizer, own=0)
+        assert not has_foreign_step_hooks(optimizer, own=1)
         handle.remove()
 
 
@@ -552,8 +552,8 @@ class Parts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(str(func))
-        if arrives_whole(func, "cpu"):
-            return take_apart(func, args, kwargs or {}, self)
+        if is_undecomposed(func, "cpu"):
+            return decompose_under_mode(func, args, kwargs or {}, self)
         return func(*args, **(kwargs or {}))
 
 

@@ -395,7 +395,9 @@ def test_a_training_without_an_optimizer_is_planned_at_last() -> None:
 @pytest.mark.parametrize(("counts", "reserve"), [(False, 40), (True, 7)])
 def test_what_operations_take_stays_free(counts: bool, reserve: int) -> None:
     """Units and the turn have their share of it where units were measured, which they are not in inference."""
-    auto = SimpleNamespace(counts_operations=counts, reserve=7, turn=0, outside=0, in_use={}, look=lambda: None)
+    auto = SimpleNamespace(
+        counts_operations=counts, reserve_bytes=7, turn_bytes=0, outside_bytes=0, in_use={}, update_peaks=lambda: None
+    )
     survey: Any = SimpleNamespace(
         stats=Stats(),
         arrangement=SimpleNamespace(weights=[]),

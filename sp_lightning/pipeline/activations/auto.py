@@ -16,7 +16,7 @@ from sp_lightning.pipeline.activations.choice import Policy, Way, choose, peak
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.measured import Measured
 from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.activations.offload import STAYING
+from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.recompute import Footprint
 from sp_lightning.pipeline.activations.workspace import Workspace
 from sp_lightning.pipeline.sizes import readable_bytes
@@ -35,17 +35,17 @@ class AutoPolicy:
         meter: Counts what is held for backward.
         budget: Returns how many bytes activations may take now.
         never_again: Members that must not recompute, because that has failed in backward.
-        tells: Whether to warn if nothing fits. A planner can still make room, and warns by itself.
+        warns: Whether to warn if nothing fits. A planner can still make room, and warns by itself.
 
     Attributes:
-        turn: The most bytes that were taken at the turn, after the last unit's forward: by a loss, say.
-        outside: The most bytes that were saved outside of units elsewhere: by a norm between them, say.
-        reserve: Bytes that must stay free besides, for gradients of activations; 0 where the device tells what
+        turn_bytes: The most bytes that were taken at the turn, after the last unit's forward: by a loss, say.
+        outside_bytes: The most bytes that were saved outside of units elsewhere: by a norm between them, say.
+        reserve_bytes: Bytes that must stay free besides, for gradients of activations; 0 where the device tells what
             operations take, because units and the turn include it then.
     """
 
     def __init__(
-        self, backend: Backend, meter: Meter, budget: Callable[[], int], never_again: Set[str], tells: bool = True
+        self, backend: Backend, meter: Meter, budget: Callable[[], int], never_again: Set[str], warns: bool = True
     ) -> None:
         self._backend = backend
         self._meter = meter
@@ -62,12 +62,12 @@ class AutoPolicy:
         self._is_first_step = True  # of those that are measured
         self._reached: str | None = None  # the member that backward has reached last
         self._second_forwards: list[tuple[Measured, int, Any, Any]] = []
-        self._warns = tells
+        self._warns = warns
         self._choice_is_outdated = False
         self._workspace = Workspace(backend, meter)
-        self.turn = 0
-        self.outside = 0
-        self.reserve = 0
+        self.turn_bytes = 0
+        self.outside_bytes = 0
+        self.reserve_bytes = 0
 
     def begin_step(self) -> None:
         """Begin a step; choose anew if the last one has measured anything, or if the room has changed."""
@@ -112,7 +112,7 @@ class AutoPolicy:
         """Return the ways that are open to each measured member, in the order of the forward."""
         self._take_times()
         link = self._link_for_offloading()
-        staying = list(dict.fromkeys(measured.unit for measured in self._units.values()))[-STAYING:]
+        staying = list(dict.fromkeys(measured.unit for measured in self._units.values()))[-UNITS_THAT_STAY:]
         return {
             name: measured.ways(None if measured.unit in staying else link, name not in self._never_again)
             for name, measured in self._units.items()
@@ -179,15 +179,15 @@ class AutoPolicy:
         if member.name in self._measuring:
             self._second_forwards.append((self._units[member.name], self._step, begin, end))
 
-    def look(self) -> None:
-        """Update `turn`, `outside` and `reserve` from what the last step has shown."""
+    def update_peaks(self) -> None:
+        """Update `turn_bytes`, `outside_bytes` and `reserve_bytes` from what the last step has shown."""
         working = max((unit.footprint.working for unit in self._units.values()), default=0)
-        self.reserve = 0 if self._workspace.is_known else working
+        self.reserve_bytes = 0 if self._workspace.is_known else working
         if self._in_use:
             used = [self._way_used(name, ways) for name, ways in self.ways().items() if name in self._in_use]
             saved = self._saved_at_turn or 0
-            self.turn = max(self.turn, saved + self._workspace_at_turn)
-            self.outside = max(self.outside, self._meter.step_peak - peak(used, saved))
+            self.turn_bytes = max(self.turn_bytes, saved + self._workspace_at_turn)
+            self.outside_bytes = max(self.outside_bytes, self._meter.step_peak - peak(used, saved))
 
     def _way_used(self, name: str, ways: Sequence[Way]) -> Way:
         """Return the way that a member used, without the workspace of its operations."""
@@ -204,13 +204,13 @@ class AutoPolicy:
             self._workspace_at_turn = max(self._workspace_at_turn, taken)
 
     def _choose(self) -> None:
-        self.look()
+        self.update_peaks()
         ways = self.ways()
         limit = self._budget()
-        apart = self.outside + self.reserve
-        chosen = choose([*ways.values()], limit - apart, self.turn)
+        apart = self.outside_bytes + self.reserve_bytes
+        chosen = choose([*ways.values()], limit - apart, self.turn_bytes)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
-        needed = peak(chosen, self.turn) + apart
+        needed = peak(chosen, self.turn_bytes) + apart
         is_measured = all(unit.is_measured for unit in self._units.values())
         if needed > limit and is_measured and self._warns:
             self._warns = False

@@ -39,9 +39,9 @@ from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.units import Member, Unit
 
-SMALLEST = 4 << 10  # bytes; smaller storages stay on the device
+MIN_OFFLOAD_BYTES = 4 << 10  # bytes; smaller storages stay on the device
 _NEGLIGIBLE = 100  # one part in so many of a unit's bytes stays, the smallest tensors: each copy costs host time
-STAYING = 2  # units before the turn whose activations stay: as many as are on the device at any other time
+UNITS_THAT_STAY = 2  # units before the turn whose activations stay: as many as are on the device at any other time
 
 
 class Bundle:
@@ -157,7 +157,7 @@ class Offloader:
             self._reclaim_host_memory()
             if bundle.leaves and bundle not in self._staying:
                 self._staying.append(bundle)
-            may_stay = max(0, STAYING - ahead())
+            may_stay = max(0, UNITS_THAT_STAY - ahead())
             while len(self._staying) > may_stay:
                 self._send(self._staying.popleft())
 
@@ -214,7 +214,7 @@ class Offloader:
         may_leave = (
             key not in self._meter.uncounted
             and key != 0
-            and tensor.untyped_storage().nbytes() >= SMALLEST
+            and tensor.untyped_storage().nbytes() >= MIN_OFFLOAD_BYTES
             and tensor.device == self._backend.device
             and not (tensor.is_leaf and tensor.requires_grad)
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)

@@ -42,9 +42,9 @@ class Activations:
         auto: Chooses a policy for each unit; None if the user has chosen, or if there is no limit to choose by and
             everything is kept.
         never_again: Names of members that are no longer recomputed, because recomputing them failed under `"auto"`.
-        called: How many calls of each member, by its name, `run` has made in this step.
+        calls: How many calls of each member, by its name, `run` has made in this step.
         backward_passes: How many backward passes have ended.
-        when_backward_ends: Called at the end of each backward pass.
+        on_backward_end: Called at the end of each backward pass.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Activations:
         self._stats = stats
         self._checks = checks
         self.never_again: set[str] = set()
-        self.called: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self.backward_passes = 0
-        self.when_backward_ends: Callable[[], None] = lambda: None
+        self.on_backward_end: Callable[[], None] = lambda: None
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._is_in_call = False
@@ -75,7 +75,7 @@ class Activations:
 
     def begin_step(self) -> None:
         """Prepare for a step that builds a new graph, while no other graph waits for its backward."""
-        self.called.clear()
+        self.calls.clear()
         if self.auto is not None:
             self.auto.begin_step()
 
@@ -106,7 +106,7 @@ class Activations:
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit under the policy that was chosen for it."""
-        self.called[member.name] += 1
+        self.calls[member.name] += 1
         self._is_in_call = True
         try:
             if self.auto is None:
@@ -178,7 +178,7 @@ class Activations:
             call.drop()
         self._repeated.clear()
         self.backward_passes += 1
-        self.when_backward_ends()
+        self.on_backward_end()
         if self.auto is not None:
             self.auto.end_backward()
 

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline._private import scope_that_ends_before_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.activations.effects import SideEffects
-from sp_lightning.pipeline.activations.offload import SMALLEST
+from sp_lightning.pipeline.activations.offload import MIN_OFFLOAD_BYTES
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.activations.stand_ins import StandIns
 from sp_lightning.pipeline.activations.surroundings import Surroundings
@@ -189,7 +189,7 @@ class UnitCall:
         dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage
         sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
         saved = max(0, self._meter.bytes - self._bytes_before - self._held)
-        large = sum(nbytes for nbytes in sizes.values() if nbytes >= SMALLEST)
+        large = sum(nbytes for nbytes in sizes.values() if nbytes >= MIN_OFFLOAD_BYTES)
         return Footprint(self._held, saved, min(large, self._held + saved), self._held + saved, repeatable)
 
     def _weights_are_changed(self) -> bool:

@@ -29,7 +29,7 @@ from sp_lightning.pipeline._private import (
 from sp_lightning.pipeline.activations.memory import Offloaded
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
-from sp_lightning.pipeline.weights.weight import Twin, built_before
+from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
 
 class _Handle:
@@ -198,7 +198,7 @@ class SavedTensors:
             return self._offloader.unpack(packed)
         twin = packed.twin
         if self.twins.get(twin.key) is not twin:
-            raise built_before(twin.weight.name)
+            raise outdated_graph_error(twin.weight.name)
         with without_torch_function():
             if twin.version() != packed.version:
                 raise RuntimeError(_changed_in_place(f"weight {twin.weight.name!r}"))

@@ -117,7 +117,7 @@ class BackwardPass:
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 
-    def go_through(self, graph: Graph) -> None:
+    def note_graph(self, graph: Graph) -> None:
         """Note that backward runs a node of `graph` that belongs to no unit's call."""
         with self._at_work:
             self.note()
@@ -127,7 +127,7 @@ class BackwardPass:
         """Tell whether backward runs through a graph in which the member's calls were not compiled."""
         return any(member in graph.uncompiled for graph in self._graphs)
 
-    def require(self, twin: Twin) -> None:
+    def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
         group = twin.group
         is_expected = group.kept or group in self.in_use

@@ -40,7 +40,7 @@ class Replicas:
         self.unaveraged: set[int] = set()
 
     @torch.no_grad()
-    def begin_alike(self, module: nn.Module) -> None:
+    def broadcast_module(self, module: nn.Module) -> None:
         """Broadcast the first process's weights and buffers to all replicas, while they are still on the host.
 
         Raises:

@@ -59,7 +59,7 @@ class Arrangement:
         plan: The planner's choice, if it is in force.
         k: Units on the device at once, not counting kept ones.
         k_prime: Units that travel together.
-        untouched: Whether nothing of it has been used yet in this step.
+        unused_in_step: Whether nothing of it has been used yet in this step.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
@@ -76,13 +76,13 @@ class Arrangement:
         replicas: Replicas | None = None,
     ) -> None:
         self.autocast = autocast
-        self.untouched = True
+        self.unused_in_step = True
         self._backend = backend
         device_bytes = backend.total_memory()
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
         largest = largest_unit_bytes(self.budget or device_bytes)
         resident = [*options.resident, *learned.resident]
-        division = find_units(module, options.units, resident, largest, learned.split, learned.whole)
+        division = find_units(module, options.units, resident, largest, learned.divided, learned.undivided)
         if learned.order:
             division.put_in_order(learned.order)
         self.units = division.units

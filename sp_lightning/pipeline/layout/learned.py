@@ -22,8 +22,8 @@ class Learned:
         resident: Names of weights that are used outside of their unit.
         order: Names of units in the order in which the first step called them; None before that.
         called: Names of units called so far, in their order, until the first step is over.
-        split: Modules that are not called themselves; only their children are.
-        whole: Modules that are not divided, because they are called several times in a forward.
+        divided: Modules that are not called themselves; only their children are.
+        undivided: Modules that are not divided, because they are called several times in a forward.
         lowered: Masters that autocast lowers, by identity.
         used_as_is: Masters that are used in their own dtype, by identity.
         assumed: Masters assumed to be lowered, because of their type of layer, until the layer has been watched.
@@ -41,8 +41,8 @@ class Learned:
         self.resident: list[str] = []
         self.order: list[str] | None = None
         self.called: dict[str, None] = {}
-        self.split: list[nn.Module] = []
-        self.whole: list[nn.Module] = []
+        self.divided: list[nn.Module] = []
+        self.undivided: list[nn.Module] = []
         self.lowered: set[int] = set()
         self.used_as_is: set[int] = set()
         self.assumed: set[int] = set()
@@ -87,7 +87,7 @@ class Learned:
         self.trained &= alive
         self.observed = {key: seen for key, seen in self.observed.items() if alive.issuperset(key)}
 
-    def take_in(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> None:
+    def note_uses_under_autocast(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> None:
         """Note how watched weights were used under autocast; some may have to be sent in another dtype from now on."""
         self.assumed -= {id(weight.master) for weight in watched}
         self.lowered |= {id(weight.master) for weight in lowered}
@@ -121,7 +121,7 @@ class Learned:
             users = [member for member in members if any(place.weight is weight for place in member.places)]
             never_called = [m.module for m in users if m.entered == 0 and any(m.module.children())]
             if never_called:  # a mere container: its parent calls its children
-                self.split += never_called
+                self.divided += never_called
             else:
                 self.resident.append(weight.name)
         self.touched_outside.clear()

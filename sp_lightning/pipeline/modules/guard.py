@@ -52,13 +52,13 @@ class Owner(Protocol):
 
     device: torch.device
 
-    def touched(self, weight: Weight) -> None:
+    def before_read(self, weight: Weight) -> None:
         """Have a master finished, because somebody outside of the engine looks at it."""
 
-    def asked_for_gradient(self, weight: Weight) -> None:
+    def before_gradient_read(self, weight: Weight) -> None:
         """Provide a master's `.grad`, because somebody reads it."""
 
-    def gradient_is_dropped(self, weight: Weight) -> None:
+    def before_gradient_set(self, weight: Weight) -> None:
         """Note that somebody gives a master another `.grad`, or none."""
 
     def serve(self, weight: Weight) -> nn.Parameter:
@@ -70,7 +70,7 @@ class Owner(Protocol):
     def note_write(self, weight: Weight) -> None:
         """Note that the master may be written to now."""
 
-    def in_graph(self, weight: Weight) -> Tensor:
+    def leaf_of(self, weight: Weight) -> Tensor:
         """Return the leaf that the graph of this step was built on."""
 
 
@@ -131,7 +131,7 @@ class Guard:
         writes = _writes_to_a_master(func, args, kwargs)
         if writes or name in _RUN_ON_MASTER or self._has_host_operands(name, args, kwargs):
             return self._on_the_host(func, args, kwargs, writes)
-        substitute = self.owner.in_graph if func is torch.autograd.grad else self.owner.serve
+        substitute = self.owner.leaf_of if func is torch.autograd.grad else self.owner.serve
         with without_torch_function():
             new_args = _replace(args, substitute)
             new_kwargs = {key: _replace(value, substitute) for key, value in kwargs.items()}
@@ -143,9 +143,9 @@ class Guard:
         """Read, set or delete a master's `.grad`, on the host: a short path, as `zero_grad` takes it twice for each."""
         zero_grad = zero_grad_is_calling(above=2) if accessor.__name__ == "__get__" else {}
         if zero_grad is None or not zero_grad.get("set_to_none", True):
-            self.owner.asked_for_gradient(weight)
+            self.owner.before_gradient_read(weight)
         else:
-            self.owner.gradient_is_dropped(weight)
+            self.owner.before_gradient_set(weight)
         with without_torch_function():
             return accessor(*args)
 
@@ -170,7 +170,7 @@ class Guard:
         for master in args[:1] if name in _ACCESSORS else _masters_in((args, kwargs)):
             weight = _weight_of(master)
             if (attribute or name) not in _METADATA:
-                self.owner.touched(weight)
+                self.owner.before_read(weight)
             if writes:
                 self.owner.note_write(weight)
         with without_torch_function():
@@ -224,13 +224,13 @@ class HostParameter(nn.Parameter):
         """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
         found = _guarded.get(id(self))
         if found is not None and not found[0].redirects and sees_torch_functions() and zero_grad_is_calling() is None:
-            found[0].owner.touched(found[1])
+            found[0].owner.before_read(found[1])
         return id(self)
 
     def _as_ordinary(self, action: Callable[[], Any]) -> Any:
         found = _guarded.get(id(self))
         if found is not None:
-            found[0].owner.touched(found[1])
+            found[0].owner.before_read(found[1])
         guarded = type(self)
         self.__class__ = nn.Parameter  # type: ignore[assignment]
         try:

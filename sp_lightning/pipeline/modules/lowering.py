@@ -25,7 +25,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_lightning.pipeline._private import arrives_whole, run_as_without_mode, storage_key, take_apart
+from sp_lightning.pipeline._private import decompose_under_mode, is_undecomposed, run_as_without_mode, storage_key
 from sp_lightning.pipeline.division.tree import forward_of_class
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -136,8 +136,8 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note casts and other uses of weights, and run the operation as it is."""
         kwargs = kwargs or {}
-        if arrives_whole(func, self._device_type):  # its parts are watched instead
-            return take_apart(func, args, kwargs, self)
+        if is_undecomposed(func, self._device_type):  # its parts are watched instead
+            return decompose_under_mode(func, args, kwargs, self)
         weights = [] if is_view(func) else self._weights_among(args)
         is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is self._dtype
         for weight in weights:

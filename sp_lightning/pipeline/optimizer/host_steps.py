@@ -120,11 +120,11 @@ class HostSteps:
 
         def job() -> None:
             with without_torch_function(), torch.no_grad():
-                current = group.host.copies_are_those_of(before)
+                current = group.host.copies_match(before)
                 for unit_step, share in calls:
                     gradients = [share.gradients.get(weight) for weight in weights]
-                    unit_step.step(share.settings, gradients, share.scaling, group.host.copies())
-                group.state = group.host.stepped(weights if current else written)
+                    unit_step.step(share.settings, gradients, share.scaling, group.host.lowered_copies())
+                group.state = group.host.refresh_copies(weights if current else written)
 
         def release_slots() -> None:
             for shipment in shipments:

@@ -1,7 +1,7 @@
 """Stepping units while backward runs, as soon as all gradients of a group have landed.
 
 A scope around the backward pass vouches for two things: `optimizer.step()` will follow, with the settings that the
-optimizer has now, and nobody looks at gradients in between. Whoever does gets an error (`check_unseen`).
+optimizer has now, and nobody looks at gradients in between. Whoever does gets an error (`check_not_used`).
 A group is stepped only if nothing holds one of its weights on the device any more: no node of the graph, no checkpoint.
 
 Three things end at different times: the scope, with the user's `with`; the arrival of a group's gradients, with the
@@ -189,7 +189,7 @@ class InBackward:
 
     def has_stepped(self, weight: Weight) -> bool:
         """Tell whether the weight was stepped already, so that another gradient of it would come too late."""
-        return self.awaits_step(weight) or self.has_spent(weight)
+        return self.awaits_step(weight) or self.gradient_was_used(weight)
 
     def step_in_backward(self, shipment: Shipment) -> None:
         """Take note of gradients on their way to the optimizer; step the unit's group if they are its last."""
@@ -239,7 +239,7 @@ class InBackward:
         """Tell whether a weight was stepped in backward, and `step()` of its optimizer is still to come."""
         return any(weight in step.stepped for step in self._awaiting_step)
 
-    def has_spent(self, weight: Weight) -> bool:
+    def gradient_was_used(self, weight: Weight) -> bool:
         """Tell whether a weight's gradient was used as it arrived, and not kept."""
         return id(weight.master) in self._spent
 
@@ -247,7 +247,7 @@ class InBackward:
         """Forget that a weight's gradient was not kept, as somebody has set `.grad` (`zero_grad` does)."""
         self._spent.discard(id(weight.master))
 
-    def check_unseen(self, weight: Weight) -> None:
+    def check_not_used(self, weight: Weight) -> None:
         """Check that a gradient that somebody reads or sets was not used in backward.
 
         Raises:

@@ -47,17 +47,17 @@ class Optimizers:
         stats: Counters.
         at_work: Context entered around the engine's own work.
         close: Called after work between steps.
-        insists: Whether it is an error if an optimizer cannot step unit by unit.
+        must_overlap: Whether it is an error if an optimizer cannot step unit by unit.
 
     Attributes:
         seen: Optimizers that have stepped weights of the module.
     """
 
-    def __init__(self, stats: Stats, at_work: EngineAtWork, close: Callable[[], None], insists: bool) -> None:
+    def __init__(self, stats: Stats, at_work: EngineAtWork, close: Callable[[], None], must_overlap: bool) -> None:
         self._stats = stats
         self._at_work = at_work
         self._close = close
-        self._insists = insists
+        self._must_overlap = must_overlap
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._overlap: Overlap
         self._clipping: Clipping
@@ -90,7 +90,7 @@ class Optimizers:
             self._refuse_twins(optimizer)
             if not self._is_ours(optimizer):
                 return
-        if self._insists and (reason := self.why_not_overlapped(optimizer)) is not None:
+        if self._must_overlap and (reason := self.why_not_overlapped(optimizer)) is not None:
             raise ValueError(
                 f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to let this optimizer step as in plain training."
             )

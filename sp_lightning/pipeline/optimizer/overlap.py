@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline._private import others_hook_steps
+from sp_lightning.pipeline._private import has_foreign_step_hooks
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
 from sp_lightning.pipeline.optimizer.in_backward import EarlyStep, InBackward, is_aliased
@@ -84,7 +84,7 @@ class Overlap:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the weights that will be stepped unit by unit out of an optimizer that is about to step."""
-        self.put_back()
+        self.restore_param_groups()
         self._to_step.clear()  # left by a step that ended with an exception
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         known = [self._weights[id(p)] for p in parameters if id(p) in self._weights]
@@ -116,7 +116,7 @@ class Overlap:
 
     def after_step(self) -> None:
         """Step the weights that were taken out of the optimizer, after it has stepped the others."""
-        self.put_back()
+        self.restore_param_groups()
         for group in sorted(self._to_step, key=lambda group: (not group.resident, group.index)):
             shares = self._to_step[group]
             after = [ticket for share in shares for ticket in self._gradients.tickets_of(share.gradients)]
@@ -142,7 +142,7 @@ class Overlap:
             if id(parameter) not in self._had_state and parameter in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(parameter)
 
-    def put_back(self) -> None:
+    def restore_param_groups(self) -> None:
         """Put everything that was taken out back into the param groups."""
         while self._taken_out:
             param_group, parameters = self._taken_out.pop()
@@ -171,7 +171,7 @@ class Overlap:
         """Return why an optimizer cannot step weights unit by unit; None if it can."""
         if getattr(optimizer, "found_inf", None) is not None:
             return "a GradScaler has left it to the optimizer's own kernel to skip steps"
-        if others_hook_steps(optimizer):
+        if has_foreign_step_hooks(optimizer):
             return f"a step hook may look at everything that {type(optimizer).__name__} steps"
         for param_group in optimizer.param_groups:
             unknown = [p for p in param_group["params"] if id(p) in self._weights and id(p) not in self._checked]

@@ -205,17 +205,17 @@ class GroupHost:
             self._copied_state = state
         return self.source.bytes
 
-    def copies(self) -> Sequence[Tensor | None]:
+    def lowered_copies(self) -> Sequence[Tensor | None]:
         """Return, for each weight, the lowered copy that is sent, to write to; None where the master itself is sent."""
         return self._lowered_copies or [None] * len(self.weights)
 
-    def copies_are_those_of(self, state: MasterState | None) -> bool:
+    def copies_match(self, state: MasterState | None) -> bool:
         """Tell whether the lowered copies were made of masters in this state, and the masters still are in it."""
         if not self._lowered_copies or state is None:
             return False
         return self._copied_state is state and not self.has_changed(state)
 
-    def stepped(self, copied: Collection[Weight]) -> MasterState:
+    def refresh_copies(self, copied: Collection[Weight]) -> MasterState:
         """Bring the lowered copies up to date after an optimizer has stepped the masters.
 
         Args:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from sp_lightning.pipeline.weights.units import Unit
 
 
-CAN_SAY_OTHER_DTYPE = torch.__version__ >= "2.11"  # compared as versions
+CAN_REPORT_OTHER_DTYPE = torch.__version__ >= "2.11"  # compared as versions
 """Whether torch compiles units with a `LoweredParameter` like others; 2.6 made three times as many graphs of them."""
 
 _OWN_USERS = 2  # of a twin's memory: its data and its parameter
 
 
-def built_before(name: str) -> RuntimeError:
+def outdated_graph_error(name: str) -> RuntimeError:
     """Make the error for a backward that needs a weight which lies elsewhere by now."""
     return RuntimeError(
         f"backward needs weight {name!r} of a graph that was built before superpipeline arranged its memory anew "
@@ -68,7 +68,7 @@ class Twin:
         self.group = group
         self.data = data
         with torch.inference_mode(False):
-            kind = LoweredParameter if weight.lowered and CAN_SAY_OTHER_DTYPE else nn.Parameter
+            kind = LoweredParameter if weight.lowered and CAN_REPORT_OTHER_DTYPE else nn.Parameter
             self.parameter = kind(data, requires_grad=False)
         self.parameter.__dict__["twin_of"] = weight.name  # the parameter may outlive this object
         self.key = storage_key(data)
@@ -96,7 +96,7 @@ class Twin:
         name = self.weight.name
 
         def refuse(_: Tensor) -> None:
-            raise built_before(name)
+            raise outdated_graph_error(name)
 
         if self.parameter.requires_grad:
             self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # runs before the accumulation, which would complain of shapes
@@ -116,7 +116,7 @@ class Twin:
         """Whether a forward has given the leaf other memory (`weight.data = ...`)."""
         return self.parameter.data_ptr() != self.data.data_ptr()
 
-    def take_back(self) -> None:
+    def adopt_replacement(self) -> None:
         """Copy the values that a forward has given the leaf to the twin's own memory.
 
         Raises:
@@ -131,7 +131,7 @@ class Twin:
         self.data.data.copy_(given)  # bumps no version: what was saved since then has other memory
         self._replacements += 1
 
-    def written_back(self) -> None:
+    def note_written_back(self) -> None:
         """Note that the master got the change by an in-place write, which must not count a second time."""
         self._seen_version = self.parameter._version
         self._write_backs += 1
@@ -149,7 +149,7 @@ class Weight:
         compute_dtype: The dtype in which it is sent: the master's, or the one that autocast lowers it to.
         averaged: Whether its gradient is averaged over several processes.
         unit: The unit that it belongs to.
-        used_for: The graph that last used it, where that matters (autocast without its cache).
+        last_graph: The graph that last used it, where that matters (autocast without its cache).
         twin: Its current twin.
     """
 
@@ -162,7 +162,7 @@ class Weight:
         self.host = master.data
         self.compute_dtype = master.dtype
         self.averaged = False
-        self.used_for: weakref.ref[Graph] | None = None
+        self.last_graph: weakref.ref[Graph] | None = None
 
     @property
     def lowered(self) -> bool:

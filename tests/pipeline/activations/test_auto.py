@@ -128,7 +128,7 @@ def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute(monke
             chooser.note_second_forward(unit, 0.0, 1.0)
         chooser.end_backward()
     chooser.begin_step()
-    assert (chooser.turn, chooser.outside) == (90, 0)
+    assert (chooser.turn_bytes, chooser.outside_bytes) == (90, 0)
     chosen = [chooser.policy(unit, 8) for unit in units]
     assert sorted(chosen) == ["keep", "keep", "recompute"]  # 10 + 110 + 110 and 90, and 110 for gradients
 
@@ -154,7 +154,7 @@ def test_a_smaller_batch_does_not_take_back_what_a_loss_needs(monkeypatch: pytes
         chooser.begin_backward()
         chooser.end_backward()
     chooser.begin_step()
-    assert chooser.turn == 90
+    assert chooser.turn_bytes == 90
 
 
 def test_what_several_backward_passes_need_is_not_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_what_operations_take_is_left_free(monkeypatch: pytest.MonkeyPatch) -> N
         chooser.end_backward()
         take(5000)  # between steps, by a validation
     chooser.begin_step()
-    assert (chooser.turn, chooser.outside, chooser.reserve) == (250, 0, 0)
+    assert (chooser.turn_bytes, chooser.outside_bytes, chooser.reserve_bytes) == (250, 0, 0)
     assert [of[0].working for of in chooser.ways().values()] == [119, 140, 119]
     assert sorted(chooser.policy(unit, 8) for unit in units) == ["keep"] * 3  # 330 and 250
 

@@ -32,7 +32,7 @@ ROWS = SMALLEST  # of a vector per feature, so that every tensor of these tests 
 
 @pytest.fixture(autouse=True)
 def small_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_module, "SMALLEST", SMALLEST)
+    monkeypatch.setattr(offload_module, "MIN_OFFLOAD_BYTES", SMALLEST)
 
 
 class Scene:

@@ -198,7 +198,7 @@ def test_a_write_back_is_no_second_change(scene: Scene) -> None:
     scene.saved.pop()
     with torch.no_grad():
         master.copy_(twin.data)
-    twin.written_back()
+    twin.note_written_back()
     assert not twin.changed_in_place
     y.sum().backward()
     assert x.grad.tolist() == [[6, 6, 6]]

@@ -38,13 +38,13 @@ class Owner:
         self.looked_at: list[str] = []
         self.gradients: list[str] = []
 
-    def touched(self, weight: Weight) -> None:
+    def before_read(self, weight: Weight) -> None:
         self.looked_at.append(weight.name)
 
-    def asked_for_gradient(self, weight: Weight) -> None:
+    def before_gradient_read(self, weight: Weight) -> None:
         self.gradients.append(f"{weight.name} read")
 
-    def gradient_is_dropped(self, weight: Weight) -> None:
+    def before_gradient_set(self, weight: Weight) -> None:
         self.gradients.append(f"{weight.name} dropped")
 
     def serve(self, weight: Weight) -> nn.Parameter:
@@ -57,7 +57,7 @@ class Owner:
     def note_write(self, weight: Weight) -> None:
         self.written.append(weight.name)
 
-    def in_graph(self, weight: Weight) -> Tensor:
+    def leaf_of(self, weight: Weight) -> Tensor:
         self.asked_for_leaves.append(weight.name)
         return weight.twin.parameter
 
@@ -454,7 +454,7 @@ def test_whoever_looks_at_a_master_is_noticed_first(watched: Scene, look: Callab
             weight.host.fill_(7)  # the step ends
         watched.owner.looked_at.append(weight.name)
 
-    watched.owner.touched = finish  # type: ignore[method-assign]
+    watched.owner.before_read = finish  # type: ignore[method-assign]
     look(watched)
     assert watched.owner.looked_at
     assert seen_before in ([9.0], [3.0])

@@ -26,7 +26,7 @@ from sp_lightning.pipeline.modules.lowering import (
     known_to_be_lowered,
     tensors_among,
 )
-from sp_lightning.pipeline.weights.weight import CAN_SAY_OTHER_DTYPE
+from sp_lightning.pipeline.weights.weight import CAN_REPORT_OTHER_DTYPE
 
 from ..parts import place
 
@@ -242,7 +242,7 @@ class Checkpoints(AsksForTheDtype):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-@pytest.mark.skipif(not CAN_SAY_OTHER_DTYPE, reason="this torch would compile more graphs for such weights")
+@pytest.mark.skipif(not CAN_REPORT_OTHER_DTYPE, reason="this torch would compile more graphs for such weights")
 @pytest.mark.parametrize("layer", [AsksForTheDtype, Checkpoints])
 @pytest.mark.parametrize("cache", [True, False])
 def test_a_lowered_weight_says_the_dtype_of_its_master(cache: bool, layer: type[nn.Linear]) -> None:
