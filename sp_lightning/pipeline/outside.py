@@ -109,7 +109,7 @@ class OutsideUse:
         if not self._backward.closed:
             self._backward.note_graph(graph)
 
-    def before_read(self, weight: Weight) -> None:
+    def before_access(self, weight: Weight) -> None:
         """Finish a master's pending optimizer step, because code outside of the engine reads it."""
         if self.guard.redirects:
             with self._at_work:
@@ -119,7 +119,7 @@ class OutsideUse:
 
     def before_gradient_read(self, weight: Weight) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it."""
-        self._check_unseen(weight)
+        self._check_not_used(weight)
         if self._in_backward.gradient_was_used(weight):
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used by the optimizer as it arrived, and not kept. Read "
@@ -132,11 +132,11 @@ class OutsideUse:
 
     def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
-        self._check_unseen(weight)
+        self._check_not_used(weight)
         self._gradients.drop(weight)
         self._in_backward.forget_spent(weight)
 
-    def _check_unseen(self, weight: Weight) -> None:
+    def _check_not_used(self, weight: Weight) -> None:
         """Raise if a gradient is read or changed between a weight's step in backward and the call of `step()`."""
         if self._in_backward.awaits_step(weight):
             with self._at_work:

@@ -52,7 +52,7 @@ class Owner(Protocol):
 
     device: torch.device
 
-    def before_read(self, weight: Weight) -> None:
+    def before_access(self, weight: Weight) -> None:
         """Have a master finished, because somebody outside of the engine looks at it."""
 
     def before_gradient_read(self, weight: Weight) -> None:
@@ -170,7 +170,7 @@ class Guard:
         for master in args[:1] if name in _ACCESSORS else _masters_in((args, kwargs)):
             weight = _weight_of(master)
             if (attribute or name) not in _METADATA:
-                self.owner.before_read(weight)
+                self.owner.before_access(weight)
             if writes:
                 self.owner.note_write(weight)
         with without_torch_function():
@@ -224,13 +224,13 @@ class HostParameter(nn.Parameter):
         """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
         found = _guarded.get(id(self))
         if found is not None and not found[0].redirects and sees_torch_functions() and zero_grad_is_calling() is None:
-            found[0].owner.before_read(found[1])
+            found[0].owner.before_access(found[1])
         return id(self)
 
     def _as_ordinary(self, action: Callable[[], Any]) -> Any:
         found = _guarded.get(id(self))
         if found is not None:
-            found[0].owner.before_read(found[1])
+            found[0].owner.before_access(found[1])
         guarded = type(self)
         self.__class__ = nn.Parameter  # type: ignore[assignment]
         try:

@@ -38,7 +38,7 @@ class Owner:
         self.looked_at: list[str] = []
         self.gradients: list[str] = []
 
-    def before_read(self, weight: Weight) -> None:
+    def before_access(self, weight: Weight) -> None:
         self.looked_at.append(weight.name)
 
     def before_gradient_read(self, weight: Weight) -> None:
@@ -454,7 +454,7 @@ def test_whoever_looks_at_a_master_is_noticed_first(watched: Scene, look: Callab
             weight.host.fill_(7)  # the step ends
         watched.owner.looked_at.append(weight.name)
 
-    watched.owner.before_read = finish  # type: ignore[method-assign]
+    watched.owner.before_access = finish  # type: ignore[method-assign]
     look(watched)
     assert watched.owner.looked_at
     assert seen_before in ([9.0], [3.0])
