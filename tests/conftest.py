@@ -55,6 +55,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Or libraries complain about leaks when the process ends."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a device where there is none."""
     if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
