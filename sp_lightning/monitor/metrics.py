@@ -12,27 +12,27 @@ from sp_lightning.timeline import Breakdown
 PREFIX = "superpipeline/"
 
 COUNTED = {
-    "device_peak_bytes": "most device memory held so far: as torch's allocator counts it, on a CPU as the engine does",
-    "host_bytes": "host memory for weights, gradients, optimizer state and activations that wait there",
-    "to_device_bytes": "bytes copied to the device in a step",
-    "to_host_bytes": "bytes copied to the host in a step",
-    "loads": "units copied to the device in a step",
-    "late_loads": "loads in a step that nothing had asked for ahead of time",
-    "heals": "weights in a step that backward needed and that had to be brought back without notice",
+    "device_peak_bytes": "peak device memory so far, as counted by torch's allocator, or on a CPU by the engine",
+    "host_bytes": "host memory for weights, gradients, optimizer state and offloaded activations",
+    "to_device_bytes": "bytes copied to the device per step",
+    "to_host_bytes": "bytes copied to the host per step",
+    "loads": "units copied to the device per step",
+    "late_loads": "loads per step that were not requested ahead of time",
+    "heals": "weights per step that backward needed and that had to be brought back without notice",
 }
-"""Metrics that are logged whenever Lightning logs. Those "in a step" are means over the steps since the last time."""
+"""Metrics that are logged whenever Lightning logs. Those "per step" are means over the steps since the last time."""
 
 TIMED = {
     "step_seconds": "time of a step",
-    "compute_share": "part of that time in which the device computed units",
-    "stall_seconds": "time in a step in which computing waited for copies",
+    "compute_share": "share of that time in which the device computed units",
+    "stall_seconds": "time per step in which computing waited for copies",
     "stall_seconds_weights": "... for weights",
     "stall_seconds_gradients": "... for room for gradients",
-    "stall_seconds_activations": "... for activations on their way",
-    "to_device_gb_per_s": "10^9 bytes per second to the device, while it was copied to",
-    "to_host_gb_per_s": "10^9 bytes per second to the host, while there were copies",
-    "host_seconds": "time in a step in which the host stepped units or added gradients up",
-    "overlap": "part of all copying and work on the host that ran while the device computed",
+    "stall_seconds_activations": "... for activations in transfer",
+    "to_device_gb_per_s": "10^9 bytes per second to the device, while copies to it were running",
+    "to_host_gb_per_s": "10^9 bytes per second to the host, while copies to it were running",
+    "host_seconds": "time per step in which the host stepped units or accumulated gradients",
+    "overlap": "share of all copying and host work that ran while the device computed",
 }
 """Metrics that are logged after a step was recorded."""
 
