@@ -28,7 +28,7 @@ class Pass(enum.IntEnum):
 
 
 class Schedule:
-    """Remembers and predicts which member (a module of some unit, which is called) is used next.
+    """Records which members (modules whose calls enter a unit) are used, and predicts which is used next.
 
     Uses are numbered. A predicted use has the number that it will have if all before it come as predicted; the first
     one that does not takes a number that none of them had. So whatever was found out about predicted uses, by number,
@@ -48,8 +48,7 @@ class Schedule:
         self._members = members
         self._recorded_at_most = _RECORDED_PER_MEMBER * members
         self._previous = self._current = -1
-        self._after_two: dict[tuple[int, int], int] = {}
-        self._doubted: set[tuple[int, int]] = set()  # pairs that something else came after the last time
+        self._pairs = _Pairs()
         self._records: dict[int, list[int]] = {}  # by the kind of pass that a step begins with
         self._record: list[int] = []  # this step's uses up to `_position`, the recorded step's beyond it
         self._position = -1
@@ -71,7 +70,7 @@ class Schedule:
         if use == self._current and direction is Pass.BACKWARD:
             return  # backward announces itself more than once for one call
         if self._current >= 0:
-            self._learn((self._previous, self._current), use)
+            self._pairs.learn((self._previous, self._current), use)
         self._compare_with_record(use, direction)
         knows_better = self._position == 0 and self._repeats and self._last_position is None
         if self._predicted and self._predicted[0] == use and not knows_better:
@@ -106,15 +105,6 @@ class Schedule:
         self._record, self._position, self._repeats = [], -1, False
         self._turn_to(-1, -1)
 
-    def _learn(self, two: tuple[int, int], use: int) -> None:
-        known = self._after_two.setdefault(two, use)
-        if known == use:
-            self._doubted.discard(two)
-        elif two in self._doubted:
-            self._after_two[two] = use
-        else:
-            self._doubted.add(two)
-
     def _compare_with_record(self, use: int, direction: Pass) -> None:
         if self._position < 0:
             self._record, self._repeats = self._records.setdefault(direction, []), True
@@ -147,8 +137,7 @@ class Schedule:
         self._predicted.append(use)
 
     def _expected_after_two(self) -> int:
-        use = self._after_two.get(self._last_two)
-        return self._expected_after(self._last_two[1]) if use is None else use
+        return self._pairs.after.get(self._last_two, self._expected_after(self._last_two[1]))
 
     def _expected_after(self, use: int) -> int:
         if use < 0:
@@ -160,3 +149,24 @@ class Schedule:
         if direction == Pass.BACKWARD:
             return use - 1 if member > 0 else 0
         return use + 1 if member < last else Pass.INFERENCE * self._members
+
+
+class _Pairs:
+    """The use that comes after each pair of uses. One exception does not change it, two in a row do.
+
+    Attributes:
+        after: That use, by the pair.
+    """
+
+    def __init__(self) -> None:
+        self.after: dict[tuple[int, int], int] = {}
+        self._doubted: set[tuple[int, int]] = set()
+
+    def learn(self, pair: tuple[int, int], use: int) -> None:
+        """Note that a use came after a pair."""
+        if self.after.setdefault(pair, use) == use:
+            self._doubted.discard(pair)
+        elif pair in self._doubted:
+            self.after[pair] = use
+        else:
+            self._doubted.add(pair)
