@@ -19,6 +19,7 @@ from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.lowering import LoweringSpy
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.weight import Weight
 
 
 class UnderAutocast:
@@ -36,6 +37,7 @@ class UnderAutocast:
         self._learned = lasting.learned
         self._graphs = lasting.graphs
         self._outside = outside
+        self._recomputed: set[Weight] = set()  # used by what runs again in backward, since backward last went on
 
     def needs_watching(self, member: Member) -> bool:
         """Tell whether a call would show something new: it is the first one with a graph, or the first one without."""
@@ -65,10 +67,19 @@ class UnderAutocast:
         """Send a weight in its own dtype if one graph uses it twice: without its cache, autocast casts for each use."""
         if self._arrangement.autocast is None or torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
             return
-        if in_backward():  # a checkpoint's recomputation repeats the same use
-            return
         outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
+        if in_backward():
+            # A reentrant checkpoint builds a graph of its own there, and its first forward has built none. For others
+            # this repeats uses that have been seen.
+            for weight in outermost & self._recomputed:
+                self._outside.keep_as_is(weight)
+            self._recomputed |= outermost
+            return
         for weight in outermost:
             if weight.last_graph is not None and weight.last_graph() is self._graphs.current:
                 self._outside.keep_as_is(weight)
             weight.last_graph = weakref.ref(self._graphs.current)
+
+    def end_recomputation(self) -> None:
+        """Note that backward goes on with the nodes of what was recomputed: what runs again next is another graph."""
+        self._recomputed.clear()
