@@ -26,7 +26,7 @@ from sp_lightning.pipeline import Pipeline, readable_bytes
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 from sp_lightning.pipeline.activations.surroundings import RandomStates
-from sp_lightning.pipeline.modules.tensors import tensors_in
+from sp_lightning.pipeline.modules.tensors import tensor_bytes, tensors_in
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -98,7 +98,7 @@ class StepRetry:
         """Note the state that a step may change; None if the step will not run again."""
         if not (self._enabled and self._pipeline.may_run_out):
             return None
-        size = sum(tensor.nbytes for tensor in tensors_in(inputs))
+        size = sum(map(tensor_bytes, tensors_in(inputs)))
         if not self._is_watched(size):
             return None
         return _Attempt(self._module, self._pipeline, self._lightning, inputs, run, size)

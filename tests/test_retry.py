@@ -564,3 +564,36 @@ def test_a_step_that_takes_its_batch_itself() -> None:
     Device.current = Device("forward", one_unit)
     with pytest.raises(torch.OutOfMemoryError, match="cannot run again, because it takes its batch from an iterator"):
         fit(Iterates(), SuperpipelineStrategy(units=Block))
+
+
+class Graphs(LightningModule):
+    """Its batches are sparse: edges, and features of the nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        edges, x = batch
+        for layer in self.layers:
+            x = torch.sparse.mm(edges, layer(x)).tanh()
+        loss = x.square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("activations", ["auto", "recompute"])
+def test_sparse_batches_are_watched_as_well(activations: Any) -> None:
+    """Their size is taken though they have no `nbytes`."""
+    data = [(torch.ones(4, 4).triu().to_sparse(), torch.full((4, WIDTH), float(number))) for number in range(4)]
+    losses = []
+    for strategy in ("auto", SuperpipelineStrategy(memory_budget="1MiB", activations=activations)):
+        module = Graphs()
+        trainer(strategy, max_epochs=1).fit(module, DataLoader(data, batch_size=None))
+        losses.append(module.losses)
+    assert losses[0] == losses[1]

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.pipeline.modules.tensors import tensor_bytes
+
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 MAX_OBJECTS = 20_000  # in attributes; a data set has more, and looking at them would take longer than a step
 
@@ -59,7 +61,7 @@ class _Held(NamedTuple):
 
         BatchNorm updates its running statistics without incrementing their version.
         """
-        is_small = self.copy is not None and _bytes_of(self.copy) <= _SMALL
+        is_small = self.copy is not None and tensor_bytes(self.copy) <= _SMALL
         return is_small or self.version is None or self.tensor._version != self.version
 
 
@@ -223,7 +225,7 @@ class SideEffects:
         has_version = not tensor.is_inference()
         if isinstance(tensor, nn.Parameter) or not (has_version or torch.is_inference_mode_enabled()):
             return  # an inference tensor cannot be changed outside of inference mode
-        is_worth_it = (own or not has_version) and tensor.grad_fn is None and _bytes_of(tensor) <= self._largest
+        is_worth_it = (own or not has_version) and tensor.grad_fn is None and tensor_bytes(tensor) <= self._largest
         copy = tensor.detach().clone() if is_worth_it else None
         self._held[id(tensor)] = _Held(tensor, tensor._version if has_version else None, copy)
 
@@ -231,10 +233,6 @@ class SideEffects:
 _PLACES = (dict, list, set, deque, types.CellType, torch.Generator)
 PLAIN = {str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device}
 _NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # sparse tensors have no `nbytes`
 
 
 def is_user_defined(definition: type | types.FunctionType) -> bool:

@@ -21,7 +21,7 @@ from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.choice import Policy
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.modules.tensors import tensors_in
+from sp_lightning.pipeline.modules.tensors import tensor_bytes, tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.units import Member
@@ -111,7 +111,7 @@ class Activations:
         try:
             if self.auto is None:
                 return self._recompute(member, args, kwargs)[0]
-            size = sum(tensor.nbytes for tensor in tensors_in((args, kwargs)))
+            size = sum(map(tensor_bytes, tensors_in((args, kwargs))))
             policy = self.auto.policy(member, size)
             if policy == "recompute":
                 output, call = self._recompute(member, args, kwargs)

@@ -30,6 +30,11 @@ def _collect(output: Any, found: list[Tensor], seen: set[int]) -> None:
             _collect(list(attributes.values()), found, seen)
 
 
+def tensor_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements, zeros of a sparse one included, which has no `nbytes`."""
+    return tensor.numel() * tensor.element_size()
+
+
 def replace_tensors(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     """Return an output with its tensors replaced. Objects that torch's pytree does not know are changed in place."""
     return _replace(output, replace, set())
