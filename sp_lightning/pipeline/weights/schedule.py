@@ -137,7 +137,8 @@ class Schedule:
         self._predicted.append(use)
 
     def _expected_after_two(self) -> int:
-        return self._pairs.after.get(self._last_two, self._expected_after(self._last_two[1]))
+        use = self._pairs.after.get(self._last_two)
+        return self._expected_after(self._last_two[1]) if use is None else use
 
     def _expected_after(self, use: int) -> int:
         if use < 0:
