@@ -47,6 +47,13 @@ def forward_backward(pipe: Pipeline, needs_grad: bool = False) -> None:
         pipe.module(x).square().mean().backward()
 
 
+def train_step(pipe: Pipeline, optimizer: SGD, needs_grad: bool = False) -> None:
+    """One micro-batch, and a step of the optimizer."""
+    forward_backward(pipe, needs_grad)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @contextmanager
 def streaming(model: nn.Module, k: int, k_prime: int = 1, warm_up: int = 2) -> Iterator[tuple[Pipeline, SGD]]:
     """A pipeline in its steady state: the order is known, nothing is left to learn, counters are at zero."""
@@ -54,9 +61,7 @@ def streaming(model: nn.Module, k: int, k_prime: int = 1, warm_up: int = 2) -> I
     with attached(model, k=k, k_prime=k_prime) as pipe:
         optimizer = SGD(trainable, lr=0.1)
         for _ in range(warm_up):
-            forward_backward(pipe, needs_grad=True)
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(pipe, optimizer, needs_grad=True)
         pipe.stats.clear()
         yield pipe, optimizer
 
@@ -67,9 +72,7 @@ def test_loads_per_optimizer_step(k: int, k_prime: int) -> None:
     with streaming(blocks(), k, k_prime) as (pipe, optimizer):
         assert pipe.summary().units == BLOCKS
         for step in range(1, 4):
-            forward_backward(pipe)
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(pipe, optimizer)
             assert pipe.stats.loads == step * (2 * BLOCKS - k)
         assert pipe.stats.heals == 0
 
@@ -143,9 +146,7 @@ def test_a_unit_that_hands_its_input_through_has_no_backward() -> None:
     kinds = [Block, Block, Skipping, Skipping, Block, Block]
     with streaming(Chain(kind(WIDTH, HIDDEN) for kind in kinds), 1) as (pipe, optimizer):
         for step in range(1, 4):
-            forward_backward(pipe)
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(pipe, optimizer)
             assert pipe.stats.loads == step * (6 + 4 - 1)
         assert pipe.stats.heals == 0
 
@@ -179,9 +180,7 @@ def test_a_known_order_is_prefetched() -> None:
     """In the steady state nearly every load was started before it was needed."""
     with streaming(blocks(), 3, warm_up=3) as (pipe, optimizer):
         for _ in range(3):
-            forward_backward(pipe)
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(pipe, optimizer)
         assert pipe.stats.loads == 3 * (2 * BLOCKS - 3)
         assert pipe.stats.misses <= 3
 
@@ -211,9 +210,7 @@ def test_places_follow_the_order_of_calls(order: list[int], k: int) -> None:
     with streaming(Called(order), k, warm_up=3) as (pipe, optimizer):
         assert [name.split(".")[-1] for name in pipe.summary().unit_names] == [str(number) for number in order]
         for _ in range(3):
-            forward_backward(pipe)
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(pipe, optimizer)
         assert pipe.stats.loads == 3 * (2 * len(order) - k)
         assert pipe.stats.heals == 0
         assert pipe.stats.misses == 0
@@ -231,9 +228,7 @@ def test_units_that_are_called_several_times_are_foreseen(order: list[int], k: i
     runs = [number for number, _ in groupby(order)]
     with streaming(Called(order), k, warm_up=3) as (pipe, optimizer):
         for _ in range(3):
-            forward_backward(pipe)
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(pipe, optimizer)
         assert pipe.stats.loads == 3 * (2 * len(runs) - k)
         assert pipe.stats.heals == 0
         assert pipe.stats.misses == 0
