@@ -85,15 +85,15 @@ def fit(
 
 
 @cache
-def plain_fit(accelerator: str, device: torch.device, kind: type[Model], steps: int) -> tuple[list[float], int]:
+def plain_fit(accelerator: str, device: torch.device) -> tuple[list[float], int]:
     """The same without a limit, where everything stays on the device."""
-    return fit("auto", accelerator, device, kind, steps)
+    return fit("auto", accelerator, device)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6])
 def test_the_first_choice_fits(share: float, accelerator: str, device: torch.device) -> None:
     """Nothing is given up, and the plan is right about the memory, though most of it is in no graph."""
-    expected, everything = plain_fit(accelerator, device, Model, STEPS)
+    expected, everything = plain_fit(accelerator, device)
     limit = int(share * everything)
     strategy = SuperpipelineStrategy()
     with room(device, limit), warnings.catch_warnings():
@@ -124,7 +124,7 @@ class Varying(Model):
 @pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
 def test_batches_of_different_lengths(accelerator: str, device: torch.device) -> None:
     """A step that does not fit beside what was chosen for shorter ones runs again."""
-    expected, everything = plain_fit(accelerator, device, Varying, len(LENGTHS))
+    expected, everything = fit("auto", accelerator, device, Varying, len(LENGTHS))
     limit = int(0.75 * everything)
     with room(device, limit):
         losses, peak = fit(SuperpipelineStrategy(), accelerator, device, Varying, len(LENGTHS))
