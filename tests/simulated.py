@@ -11,6 +11,7 @@ once, when they are asked for: numbers are right, and times are the same in ever
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,13 @@ class Span:
 
 
 class SimulatedTicket(Ticket):
-    """Done at a virtual time."""
+    """Done at a virtual time.
+
+    Attributes:
+        issued: When the device was told of it; the main thread cannot wait for it, or go on, before that.
+    """
+
+    issued = 0.0
 
     def __init__(self, backend: SimulatedBackend, end: float | None, seconds: float) -> None:
         self._backend = backend
@@ -55,9 +62,9 @@ class SimulatedTicket(Ticket):
 
     @property
     def end(self) -> float:
-        """When it is done; of what waits on the host as much is put in order as somebody wants to know."""
+        """When it is done; of what has not been given its time as much is put in order as somebody wants to know."""
         if self._end is None:
-            self._backend.put_work_in_order(until=self)
+            self._backend.put_in_order(until=self)
         assert self._end is not None
         return self._end
 
@@ -67,7 +74,7 @@ class SimulatedTicket(Ticket):
 
     @property
     def waits(self) -> bool:
-        """Whether it is work on the host that has not been given its time."""
+        """Whether it has not been given its time."""
         return self._end is None
 
     def interval(self, origin: Origin) -> tuple[float, float]:
@@ -80,8 +87,8 @@ class SimulatedTicket(Ticket):
 
     @property
     def done(self) -> bool:
-        """Whether the main thread would not have to wait."""
-        return self.end <= self._backend.main
+        """Whether the main thread would not have to wait; it never waits for what has not been given its time."""
+        return self._end is not None and self._end <= self._backend.main
 
 
 @dataclass
@@ -90,8 +97,35 @@ class Work:
 
     ticket: SimulatedTicket
     rank: int
-    ready: float
+    given: float
+    after: Sequence[Ticket]
     seconds: float
+
+    @property
+    def ready(self) -> float:
+        """When all is done that it comes after; never, as long as some of that has not been given its time."""
+        return max([self.given, *ends_so_far(self.after)])
+
+
+@dataclass
+class Upload:
+    """A copy to the device that has been made, and has still to take its time."""
+
+    ticket: SimulatedTicket
+    asked: float
+    not_before: float
+    after: Sequence[Ticket]
+    seconds: float
+
+    @property
+    def issued(self) -> float:
+        """When the device is told of it; never, as long as work before it has not been given its time."""
+        return max([self.asked, *ends_so_far(self.after)])
+
+    @property
+    def begin(self) -> float:
+        """When it can begin."""
+        return max(self.issued, self.not_before)
 
 
 class SimulatedBackend(Backend):
@@ -111,6 +145,7 @@ class SimulatedBackend(Backend):
         self._free = dict.fromkeys(Lane, 0.0)  # when what was given to each lane will be done
         self.main = 0.0  # when the main thread is here
         self._work: list[Work] = []
+        self._uploads: list[Upload] = []
         self.spans: list[Span] = []
 
     @property
@@ -128,11 +163,18 @@ class SimulatedBackend(Backend):
 
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         copy_memory(target, source)
-        return self._transfer(Lane.UP, source.nbytes, [] if after is None else [after])
+        seconds = source.nbytes / self._rates[Lane.UP]
+        if not self._overlap:
+            return self._run(Lane.UP, seconds, ends([] if after is None else [after]))
+        ticket = SimulatedTicket(self, None, seconds)
+        not_before = max(self.main, self._free[Lane.COMPUTE])
+        behind = [] if after is None or after.done else [after]
+        self._uploads.append(Upload(ticket, self.main, not_before, behind, seconds))
+        return ticket
 
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         copy_memory(target, source)
-        return self._transfer(Lane.DOWN, source.nbytes, [])
+        return self._run(Lane.DOWN, source.nbytes / self._rates[Lane.DOWN], [self._free[Lane.COMPUTE]])
 
     def work(
         self,
@@ -150,38 +192,61 @@ class SimulatedBackend(Backend):
         if not self._overlap:
             return self._run(Lane.HOST, seconds, ends(after))
         ticket = SimulatedTicket(self, None, seconds)
-        self._work.append(Work(ticket, rank, max([self.main, *ends(after)]), seconds))
+        self._work.append(Work(ticket, rank, self.main, after, seconds))
         return ticket
 
-    def put_work_in_order(self, until: SimulatedTicket | None = None) -> None:
-        """Give work its time: of what is ready the lowest rank first.
+    def put_in_order(self, until: SimulatedTicket | None = None) -> None:
+        """Give copies to the device and work on the host their time.
 
         Args:
-            until: The work that somebody waits for. What comes after it may be overtaken by work that is given later.
+            until: What somebody waits for. What comes after it may be overtaken by what is given later.
         """
-        while self._work and (until is None or until.waits):
-            now = max(self._free[Lane.HOST], min(work.ready for work in self._work))
-            work = min((work for work in self._work if work.ready <= now), key=lambda work: (work.rank, work.ready))
-            self._work.remove(work)
-            self._free[Lane.HOST] = work.ticket.end = now + work.seconds
-            self.spans.append(Span(Lane.HOST, now, now + work.seconds))
+        is_upload = any(upload.ticket is until for upload in self._uploads)
+        while self._work and not is_upload and (until is None or until.waits):
+            self._run_work()
+        while self._uploads and (until is None or until.waits):
+            self._run_upload()
+
+    def _run_upload(self) -> None:
+        """There are two streams, one for copies behind work on the host: of their next copies, the first to begin."""
+        while self._run_work(before=min(upload.begin for upload in self._heads())):
+            pass  # it may end before that, and a copy behind it begin
+        upload = min(self._heads(), key=lambda upload: upload.begin)
+        self._uploads.remove(upload)
+        upload.ticket.issued = upload.issued
+        upload.ticket.end = self._run(Lane.UP, upload.seconds, [upload.begin]).end
+
+    def _heads(self) -> list[Upload]:
+        direct = [upload for upload in self._uploads if not upload.after]
+        behind = [upload for upload in self._uploads if upload.after]
+        return [*direct[:1], *sorted(behind, key=lambda upload: upload.issued)[:1]]
+
+    def _run_work(self, before: float = math.inf) -> bool:
+        """Of the work that is ready the lowest rank comes first; nothing is done if there is none before a moment."""
+        begin = max(self._free[Lane.HOST], min([work.ready for work in self._work], default=math.inf))
+        if begin >= before:
+            return False
+        work = min((work for work in self._work if work.ready <= begin), key=lambda work: (work.rank, work.ready))
+        self._work.remove(work)
+        self._free[Lane.HOST] = work.ticket.end = begin + work.seconds
+        self.spans.append(Span(Lane.HOST, begin, begin + work.seconds))
+        return True
 
     def wait(self, ticket: Ticket) -> None:
         self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))
+        if isinstance(ticket, SimulatedTicket):
+            self.main = max(self.main, ticket.issued)
 
     def synchronize(self, ticket: Ticket) -> None:
         self.main = max(self.main, *ends([ticket]))
 
     def drain(self) -> None:
-        self.put_work_in_order()
+        self.put_in_order()
         self.main = max(self.main, *self._free.values())
 
     def busy(self, lane: Lane, since: float, until: float) -> float:
         """Seconds of work in a lane that began between two moments."""
         return sum(span.seconds for span in self.spans if span.lane is lane and since <= span.start < until)
-
-    def _transfer(self, lane: Lane, nbytes: int, after: Sequence[Ticket]) -> SimulatedTicket:
-        return self._run(lane, nbytes / self._rates[lane], [self._free[Lane.COMPUTE], *ends(after)])
 
     def _run(self, lane: Lane, seconds: float, not_before: Iterable[float] = ()) -> SimulatedTicket:
         start = max(self.main, self._free[lane], *not_before)
@@ -194,6 +259,11 @@ class SimulatedBackend(Backend):
 
 def ends(tickets: Iterable[Ticket]) -> list[float]:
     return [ticket.end for ticket in tickets if isinstance(ticket, SimulatedTicket)]
+
+
+def ends_so_far(tickets: Iterable[Ticket]) -> list[float]:
+    """When they are done; never, for what has not been given its time."""
+    return [math.inf if ticket.waits else ticket.end for ticket in tickets if isinstance(ticket, SimulatedTicket)]
 
 
 WIDTH = 8

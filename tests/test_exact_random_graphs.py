@@ -22,6 +22,7 @@ from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.choice import Policy
 from sp_lightning.pipeline.options import ActivationPolicy
+from sp_lightning.pipeline.weights import sections
 
 from .helpers import Plan, assert_exact, autocast_forgets_gradients, reference_of
 from .zoo import Case
@@ -182,6 +183,7 @@ class Example:
     activations: str
     room: int | None  # for activations, on a device that tells how much memory is free
     mixed: bool  # each call draws a policy of its own
+    section: int  # elements after which weights are cut
     plan: Plan
 
     def case(self) -> Case:
@@ -211,7 +213,8 @@ def examples(draw: st.DrawFn) -> Example:
     forest = draw(st.lists(trees, min_size=1, max_size=4))
     if AUTOCAST_FORGETS_GRADIENTS and "reentrant" in str(forest):  # a forward without a graph under autocast
         plan = replace(plan, cast_cache=False)
-    return Example(forest, k, draw(st.integers(1, k)), policy, activations, room, draw(st.booleans()), plan)
+    section = draw(st.sampled_from([64, sections.SECTION]))
+    return Example(forest, k, draw(st.integers(1, k)), policy, activations, room, draw(st.booleans()), section, plan)
 
 
 # Found once: a block twice in a reentrant checkpoint, whose graph is built in backward, under autocast without a cache.
@@ -223,6 +226,7 @@ TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
     activations="keep",
     room=None,
     mixed=False,
+    section=sections.SECTION,
     plan=Plan(steps=1, accumulate=2, clip=None, autocast=True, cast_cache=False, sanity=False, set_to_none=False),
 )
 
@@ -240,6 +244,7 @@ def test_random_graphs_are_exact(example: Example) -> None:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # too little room
         stack.enter_context(patch.object(HostBackend, "free_memory", return_value=example.room))
+        stack.enter_context(patch.object(sections, "SECTION", example.section))
         if example.mixed:
             chance = random.Random(0)
             stack.enter_context(patch.object(AutoPolicy, "policy", lambda *args: chance.choice(get_args(Policy))))

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.weights import sections
 
 from .helpers import Trace, assert_same_trace, frozen, note_state
 from .lightning_modules import trainer
@@ -37,6 +38,12 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "nadam": lambda p: torch.optim.NAdam(p, 0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
 }
+
+
+@pytest.fixture(autouse=True)
+def small_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a block are cut, so that it leaves, is stepped and comes back in sections."""
+    monkeypatch.setattr(sections, "SECTION", 64)
 
 
 class Model(nn.Sequential):

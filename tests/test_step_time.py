@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.weights import sections
 
 from .simulated import STEP_BYTES, UNIT_BYTES, WIDTH, Lane, SimulatedBackend, Span, TimedBlock
 from .zoo.blocks import Chain
@@ -68,12 +69,13 @@ def train(
     in_backward: bool = True,
     steps: int = 3,
     chain: type[Chain] = Chain,
+    units: int = UNITS,
 ) -> Measured:
     """Train on the simulated device; milliseconds are its seconds."""
     backend = SimulatedBackend(
         UNIT_BYTES / machine.up, UNIT_BYTES / machine.down, STEP_BYTES / machine.step, overlap=overlap
     )
-    model = chain(TimedBlock(WIDTH, backend, machine.forward, machine.backward) for _ in range(UNITS))
+    model = chain(TimedBlock(WIDTH, backend, machine.forward, machine.backward) for _ in range(units))
     pipe = Pipeline(model, "cpu", options=PipelineOptions(k, k_prime, units=[TimedBlock]), backend=backend)
     optimizer = SGD(model.parameters(), lr=1e-3)
     for step in range(2 + steps):
@@ -95,6 +97,7 @@ MACHINES = {
     "sending is the slowest": Machine(forward=0.4, backward=0.8, up=1.0, down=0.9, step=0.5),
     "gradients are the slowest": Machine(forward=0.1, backward=0.9, up=0.1, down=2.0, step=0.5),
     "the optimizer is the slowest": Machine(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0),
+    "the optimizer falls behind in backward": Machine(forward=1.0, backward=1.5, up=0.5, down=0.5, step=2.4),
 }
 
 
@@ -134,6 +137,24 @@ def test_a_step_takes_as_long_as_the_busiest_lane(name, k, k_prime):
     assert overlapped.time <= 1.1 * at_best
 
 
+@pytest.mark.parametrize("k", [8, 30, 60])
+def test_units_that_are_stepped_late_hold_up_no_others(k):
+    """Their copies are asked for in backward, so the last units' first; the optimizer steps the first units first."""
+    machine = MACHINES["the optimizer falls behind in backward"]
+    assert train(machine, k).time <= 1.04 * max(machine.busy(k).values())
+
+
+def test_what_backward_reaches_last_comes_back_in_sections(monkeypatch):
+    """Nothing else is left to do while its gradient leaves, it is stepped, and it comes back."""
+    machine = Machine(forward=10.0, backward=20.0, up=8.0, down=8.0, step=8.0)
+    whole = train(machine, k=6, units=6)
+    assert whole.time == pytest.approx(6 * 30 + 8 + 8 + 8)
+    monkeypatch.setattr(sections, "SECTION", WIDTH * WIDTH // 4)
+    in_sections = train(machine, k=6, units=6)
+    assert in_sections.time == pytest.approx(6 * 30 + 2 + 8 + 2)
+    assert in_sections.busy == pytest.approx(whole.busy)
+
+
 def test_times_are_the_same_in_every_run():
     runs = [train(MACHINES["compute is the slowest"], k=2, steps=2) for _ in range(2)]
     assert runs[0].spans == runs[1].spans
@@ -165,6 +186,7 @@ def test_a_copy_begins_when_what_was_computed_before_is_done_and_its_lane_is_fre
     device.wait(ticket)
     device.compute(1)
     device.download(memory(4), target)
+    device.drain()
     assert spans(device, Lane.UP) == [(3, 5), (5, 7)]
     assert spans(device, Lane.COMPUTE) == [(0, 3), (3, 4), (5, 6)]
     assert spans(device, Lane.DOWN) == [(6, 10)]
@@ -190,11 +212,24 @@ def test_work_on_the_host_runs_after_what_it_needs_and_before_what_needs_it():
     device.work(lambda: done.append("third"), [], 2, rank=2)
     device.compute(1)
     device.upload(memory(1), memory(1), after=stepped)
+    device.drain()
     assert done == ["first", "second", "third"]
     assert spans(device, Lane.HOST) == [(0, 2), (2, 4), (4, 6)], "the third is not urgent, but the first is not ready"
     assert spans(device, Lane.UP) == [(6, 7)]
-    device.drain()
     assert device.now == 7
+
+
+def test_a_copy_behind_work_on_the_host_holds_up_no_other():
+    """Not even if the work comes after other work that is given later, because that is more urgent."""
+    device = backend()
+    less_urgent = device.work(lambda: None, [device.download(memory(1), memory(1))], 4, rank=2)
+    late = device.upload(memory(1), memory(1), after=less_urgent)
+    urgent = device.work(lambda: None, [device.download(memory(1), memory(1))], 1, rank=1)
+    soon = device.upload(memory(1), memory(1), after=urgent)
+    at_once = device.upload(memory(3), memory(3))
+    device.drain()
+    assert spans(device, Lane.HOST) == [(1, 5), (5, 6)], "work that has begun is not interrupted"
+    assert [ticket.end for ticket in (at_once, late, soon)] == [3, 6, 7]
 
 
 def test_without_overlap_everything_waits_for_everything():

@@ -527,11 +527,11 @@ def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) ->
         settings.append(hyper)
         plain_step(self, hyper, *args)
 
-    plain_step = UnitStep.step
+    plain_step = UnitStep.sections
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     try:
-        with mock.patch.object(UnitStep, "step", step):
+        with mock.patch.object(UnitStep, "sections", step):
             yield settings
             optimizer.step()
             pipeline.settle()

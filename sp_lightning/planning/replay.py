@@ -6,7 +6,7 @@ device, copies to the host, work on the host. A copy begins when its lane is fre
 before the copy was issued is done and, for weights that are being stepped, when their optimizer step is done, too.
 Computing waits for the copies that it needs. Copies are issued as `pipeline/weights/window.py` does: places are given
 up when forward or backward has moved on, and filled in the order of use. Replaying a step costs one pass over the
-units.
+units. The sections of a unit are taken to be of equal size: only when the first and the last are done is computed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from math import ceil, inf
 from typing import NamedTuple
 
 from sp_lightning.pipeline.activations.choice import Way
@@ -40,6 +41,24 @@ class Layout(NamedTuple):
     arena_bytes: int
 
 
+class _Done(NamedTuple):
+    """When the first section of something is done, and when the last one is."""
+
+    first: float
+    last: float
+
+    def then(self, later: _Done) -> _Done:
+        """Return when sections of both are done."""
+        return _Done(max(self.last, later.first), max(self.last, later.last))
+
+    def before_last(self, count: int, sections: int) -> float:
+        """Return when the section is done after which `count` sections are left."""
+        return self.last - (self.last - self.first) * count / max(1, sections - 1)
+
+
+_LONG_AGO = _Done(0.0, 0.0)
+
+
 class _Group:
     """Units that travel together, or one that has a place of its own.
 
@@ -49,6 +68,10 @@ class _Group:
         stepped: When its optimizer step is done; None as long as that has not been computed.
         missing: How many of its units have yet to give their gradients in this backward.
         landed: When its gradients are on the host.
+        asked: What had been computed when its copy to the device was asked for.
+        sections: Number of sections that it is copied and stepped in.
+        left: How many of them are still to be stepped.
+        first_stepped: When the first of them was stepped.
     """
 
     def __init__(self, index: int, units: Sequence[int], workload: Workload) -> None:
@@ -56,6 +79,7 @@ class _Group:
         self.units = units
         self.nbytes = sum(workload.units[unit].weight_bytes for unit in units)
         self.parameters = sum(workload.units[unit].parameters for unit in units)
+        self.sections = 1 + sum(workload.units[unit].sections - 1 for unit in units)
         calls = [use for use, unit in enumerate(workload.order) if unit in units]
         turned = [2 * len(workload.order) - 1 - use for use in reversed(calls)] if workload.trains else []
         self.uses = [*calls, *turned]
@@ -63,9 +87,11 @@ class _Group:
         self.missing = self.trainable
         self.conflicts: list[_Group] = []
         self.loaded = self.nbytes == 0
-        self.ready = 0.0
-        self.stepped: float | None = 0.0
-        self.landed = 0.0
+        self.asked = self.ready = 0.0
+        self.stepped: _Done | None = _LONG_AGO
+        self.landed = _LONG_AGO
+        self.left = 0
+        self.first_stepped = 0.0
 
 
 class Replay:
@@ -104,6 +130,7 @@ class Replay:
         self._pieces = [0.0] * PIECES
         self._piece = 0
         self._queued: list[_Group] = []  # groups given to the optimizer whose `stepped` has not been computed
+        self._coming: list[_Group] = []  # those of them that are sent as soon as they have been stepped
 
     def _lay_out(self, layout: Layout) -> None:
         workload = self._workload
@@ -117,6 +144,7 @@ class Replay:
         self._resident = _Group(0, [], workload)
         self._resident.nbytes = workload.resident.weight_bytes
         self._resident.parameters = workload.resident.parameters
+        self._resident.sections = workload.resident.sections
 
     def step(self) -> None:
         """Replay one more forward and backward."""
@@ -147,7 +175,7 @@ class Replay:
         steps_now = self._workload.stepping == "in backward" and self._is_last_micro_step
         fetched: dict[int, float] = {}
         for group in self._groups:
-            group.missing, group.landed = group.trainable, 0.0
+            group.missing, group.landed = group.trainable, _LONG_AGO
         for position, call in enumerate(reversed(range(len(self._order))), first):
             unit = self._order[call]
             work, way, group = units[unit], self._ways[unit], self._group_of[unit]
@@ -161,12 +189,13 @@ class Replay:
             seconds = work.backward_seconds + (way.seconds if way.policy == "recompute" else 0.0)
             self._compute(seconds / self._times[unit])
             if work.gradient_bytes and call == self._first_call[unit]:  # autograd has summed up all calls' gradients
-                group.landed = max(group.landed, self._ship(work.gradient_bytes))
+                group.landed = group.landed.then(self._ship(work.gradient_bytes, work.sections))
                 group.missing -= 1
                 if steps_now and not group.missing:
                     self._step_group(group, position)
         if self._workload.resident.gradient_bytes:
-            self._resident.landed = self._ship(self._workload.resident.gradient_bytes)
+            resident = self._workload.resident
+            self._resident.landed = self._ship(resident.gradient_bytes, resident.sections)
         self._after_backward(first + len(self._order) - 1)
 
     @property
@@ -179,9 +208,9 @@ class Replay:
         if stepping is None or not self._is_last_micro_step:
             return
         if self._workload.clips:
-            landed = max(group.landed for group in (self._resident, *self._groups))
+            landed = max(group.landed.last for group in (self._resident, *self._groups))
             for group in (self._resident, *self._groups):
-                group.landed = landed
+                group.landed = _Done(landed, landed)
         if self._resident.parameters:
             self._step_group(self._resident, position)
         if stepping != "in backward":
@@ -198,16 +227,30 @@ class Replay:
         if not group.loaded:
             self._load(group)
             self._next = position + 1
+        if group in self._coming:
+            self._run_queue(until=group)
+            assert group.stepped is not None
+            self._send_stepped(by=group.stepped.first)
         self.compute = max(self.compute, group.ready)
 
     def _load(self, group: _Group) -> None:
         for other in group.conflicts:
             other.loaded = False
-        if group.stepped is None:
-            self._run_queue(until=group)
-        assert group.stepped is not None
-        group.ready = self._receive(group.nbytes, group.stepped)
-        group.loaded = True
+        group.loaded, group.asked = True, self.compute
+        self._coming.append(group)
+        self._send_what_is_stepped_now()
+
+    def _send_what_is_stepped_now(self) -> None:
+        if self._coming:
+            self._run_queue(before=self.compute)
+            self._send_stepped(by=self.compute)
+
+    def _send_stepped(self, by: float) -> None:
+        """Send the groups that have been stepped by a moment; those that have not hold up no other copy."""
+        stepped = [(group.stepped, group) for group in self._coming if group.stepped and group.stepped.first <= by]
+        for done, group in sorted(stepped, key=lambda pair: max(pair[0].first, pair[1].asked)):
+            self._coming.remove(group)
+            group.ready = self._upload(group.nbytes, max(group.asked, done.first), done.last, group.sections)
 
     def _fetch_ahead(self, position: int, kept_from: int) -> None:
         """Load the next uses after a position, until one needs a place whose group is used before it.
@@ -244,30 +287,45 @@ class Replay:
     def _step_group(self, group: _Group, position: int) -> None:
         """Give a group to the optimizer, which makes its copy on the device outdated."""
         self._queued.append(group)
-        group.loaded, group.stepped = False, None
+        group.loaded, group.stepped, group.left = False, None, group.sections
         if group is not self._resident:
             self._next = min(self._next, self._next_use(group, position + 1))
 
-    def _run_queue(self, until: _Group | None = None) -> None:
+    def _run_queue(self, until: _Group | None = None, before: float = inf) -> None:
         """Advance the host's clock over queued optimizer steps: of those that have landed, the soonest needed first.
 
         Args:
             until: The group to stop after. Groups behind it may still be overtaken by ones that land later.
+            before: The moment to stop at, for the same reason.
         """
-        coming = sorted(self._queued, key=lambda group: -group.landed)
+        coming = sorted(self._queued, key=lambda group: -group.landed.first)
         landed: list[tuple[int, _Group]] = []
         while (coming or landed) and (until is None or until.stepped is None):
+            if max(self._host, 0.0 if landed else coming[-1].landed.first) >= before:
+                break
             if not landed:
-                self._host = max(self._host, coming[-1].landed)
-            while coming and coming[-1].landed <= self._host:
+                self._host = max(self._host, coming[-1].landed.first)
+            while coming and coming[-1].landed.first <= self._host:
                 group = coming.pop()
                 heappush(landed, (group.index, group))
             _, group = heappop(landed)
-            seconds = group.parameters / self._machine.optimizer
-            self._host += seconds
-            self.busy["host"] += seconds
-            group.stepped = self._host
+            more_urgent = coming[-1].landed.first if coming and coming[-1].index < group.index else inf
+            self._step_sections(group, more_urgent)
+            if group.left:
+                heappush(landed, (group.index, group))
         self._queued = [*coming, *(group for _, group in landed)]
+
+    def _step_sections(self, group: _Group, until: float) -> None:
+        """Step the sections of a group that are left, as far as they begin before something more urgent has landed."""
+        each = group.parameters / self._machine.optimizer / group.sections
+        if group.left == group.sections:
+            group.first_stepped = self._host + each
+        count = min(group.left, max(1, ceil((until - self._host) / each))) if until < inf and each else group.left
+        group.left -= count
+        self._host = max(self._host + count * each, group.landed.before_last(group.left, group.sections) + each)
+        self.busy["host"] += count * each
+        if not group.left:
+            group.stepped = _Done(group.first_stepped, self._host)
 
     # -------------------------------------------------------------------------------------------------- the lanes
 
@@ -275,9 +333,13 @@ class Replay:
         self.compute += seconds
         self.busy["compute"] += seconds * busy
 
-    def _receive(self, nbytes: int, after: float = 0.0) -> float:
+    def _receive(self, nbytes: int) -> float:
+        self._send_what_is_stepped_now()
+        return self._upload(nbytes, self.compute)
+
+    def _upload(self, nbytes: int, begin: float, stepped: float = 0.0, sections: int = 1) -> float:
         seconds = nbytes / self._machine.to_device + self._machine.copy_seconds
-        self._up = max(self._up, self.compute, after) + seconds
+        self._up = max(max(self._up, begin) + seconds, stepped + seconds / sections)
         self.busy["to device"] += seconds
         self.bytes_to_device += nbytes
         return self._up
@@ -289,8 +351,10 @@ class Replay:
         self.bytes_to_host += nbytes
         return self._down
 
-    def _ship(self, nbytes: int) -> float:
+    def _ship(self, nbytes: int, sections: int) -> _Done:
         self._piece = (self._piece + 1) % PIECES
         self.compute = max(self.compute, self._pieces[self._piece])
-        self._pieces[self._piece] = self._send(nbytes)
-        return self._pieces[self._piece]
+        begin = max(self._down, self.compute)
+        end = self._pieces[self._piece] = self._send(nbytes)
+        is_added = self._workload.micro_steps > 1  # as a whole, to the gradients that are there
+        return _Done(end if is_added else begin + (end - begin) / sections, end)

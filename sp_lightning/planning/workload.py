@@ -32,6 +32,7 @@ class UnitWork:
         host_bytes: Host memory for weights, the copies that are sent, gradients and optimizer state.
         ways: What may become of its activations, in order of preference.
         bytes_on_device: Device memory with gradients and optimizer state, if it lives there; 0 if it may not.
+        sections: Number of sections that its gradients, its step and its weights are divided into.
     """
 
     name: str
@@ -43,6 +44,7 @@ class UnitWork:
     host_bytes: int = 0
     ways: tuple[Way, ...] = (NOTHING_SAVED,)
     bytes_on_device: int = 0
+    sections: int = 1
 
     @property
     def lives_on_device(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.weights import sections
 
 from ..helpers import Trace, assert_same_trace, lightning_run, note_gradients, note_outputs, note_state
 from ..second_device import IN_USE
@@ -141,7 +143,8 @@ def test_random_graphs_are_exact_on_the_device(example: Example, device: torch.d
     assume("lstm" not in str(example.trees) or not IN_USE)
     note(str(example))
     options = PipelineOptions(k=example.k, k_prime=example.k_prime, activations=example.activations, debug=True)
-    compare(example.case(), device, options)
+    with mock.patch.object(sections, "SECTION", example.section):
+        compare(example.case(), device, options)
 
 
 def compare(case: Case, device: torch.device, options: PipelineOptions, autocast: torch.dtype | None = None) -> None:

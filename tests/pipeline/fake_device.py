@@ -55,10 +55,13 @@ class FakeStream:
         stream, until = event.stream, event.until
         self.give(f"wait for {stream.name}", lambda: stream.run(until))
 
-    def wait_stream(self, other: FakeStream) -> None:
+    def record_event(self) -> FakeEvent:
         event = FakeEvent(self._api)
-        event.stream, event.until = other, other.position()
-        self.wait_event(event)
+        event.stream, event.until = self, self.position()
+        return event
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
         self._api.log.append(("synchronize", self.name))
@@ -107,7 +110,7 @@ class FakeDeviceModule:
         self.synchronized_by: list[str] = []
         self.chosen: dict[str, torch.device] = {}  # by thread
         self.clock = 0
-        self._names = iter(["compute", "up", "down"])
+        self._names = iter(["compute", "up", "up behind work", "down"])
         self._compute = self.Stream()
         self._current = threading.local()
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.lanes import Ticket
+from sp_lightning.pipeline.transfer.threads import ThreadTicket
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.host import GroupHost, tensor_in
 from sp_lightning.pipeline.weights.units import Unit
@@ -40,27 +40,13 @@ class DoneTicket(Ticket):
         return True
 
 
-class PendingTicket(Ticket):
-    """Work that is done when a test says so."""
+class PendingTicket(ThreadTicket):
+    """Work on the host that is done when a test says so."""
 
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self.error: BaseException | None = None
-
+    @override
     def finish(self, error: BaseException | None = None) -> None:
         self.error = error
-        self._done.set()
-
-    @override
-    def join(self) -> None:
-        assert self._done.wait(10), "nobody will finish this"
-        if self.error is not None:
-            raise self.error
-
-    @property
-    @override
-    def done(self) -> bool:
-        return self._done.is_set()
+        super().finish()
 
 
 class RecordingBackend(Backend):
@@ -156,6 +142,8 @@ class FakeHost:
     version: int = 0
     looks: int = 0
     keeps_lowered_copies: bool = False
+    cuts: list[str] = field(default_factory=list)
+    source_cuts: list[int] = field(default_factory=list)
 
     def state(self) -> FakeState:
         return FakeState(self.version)

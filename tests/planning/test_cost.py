@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sp_lightning.pipeline.activations.choice import Way
+from sp_lightning.pipeline.weights import sections
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, predict
 from sp_lightning.planning.cost import least_seconds, ways_of
 
@@ -19,6 +20,7 @@ MACHINES = {
     "sending is the slowest": Blocks(forward=0.4, backward=0.8, up=1.0, down=0.9, step=0.5),
     "gradients are the slowest": Blocks(forward=0.1, backward=0.9, up=0.1, down=2.0, step=0.5),
     "the optimizer is the slowest": Blocks(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0),
+    "the optimizer falls behind in backward": Blocks(forward=1.0, backward=1.5, up=0.5, down=0.5, step=2.4),
 }
 WINDOWS = [
     (1, 1, ()),
@@ -32,11 +34,13 @@ WINDOWS = [
 ]
 
 
-def compare(blocks: Blocks, window: tuple[int, int, tuple[int, ...]], workload: Workload, **training: Any) -> None:
+def compare(
+    blocks: Blocks, window: tuple[int, int, tuple[int, ...]], workload: Workload, rel: float = 0.01, **training: Any
+) -> None:
     k, k_prime, resident = window
     real = blocks.train(Fixed(window), steps=4, **training)
     predicted = predict(workload, blocks.machine, Choice(k, k_prime, resident))
-    assert predicted.seconds == pytest.approx(real.seconds[-1], rel=0.01)
+    assert predicted.seconds == pytest.approx(real.seconds[-1], rel=rel)
     assert predicted.device_bytes == real.summary.device_bytes + real.summary.gradient_bytes
 
 
@@ -45,6 +49,16 @@ def compare(blocks: Blocks, window: tuple[int, int, tuple[int, ...]], workload: 
 def test_units_are_stepped_in_backward(name: str, window: Any) -> None:
     blocks = MACHINES[name]
     compare(blocks, window, blocks.workload(piece_bytes=2 * UNIT_BYTES))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("name", MACHINES)
+def test_units_are_stepped_in_sections(name: str, window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only when the first and the last are done is predicted, as if they were of equal size."""
+    monkeypatch.setattr(sections, "SECTION", WIDTH * WIDTH // 4)
+    workload = MACHINES[name].workload(piece_bytes=2 * UNIT_BYTES)
+    units = tuple(replace(unit, sections=4) for unit in workload.units)
+    compare(MACHINES[name], window, replace(workload, units=units), rel=0.04)
 
 
 @pytest.mark.parametrize("window", WINDOWS[1::2], ids=str)

@@ -14,6 +14,7 @@ host_gradients.py has the gradients that are on the host, and the scaling that i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -252,7 +253,6 @@ class GradientReturn:
             self._homes.give_up_lower(unit)
         shipment = self._send_home(parcel, route) if route.stays else self._send_through_slot(parcel)
         self._stats.bytes_to_host += parcel.bytes_to_send
-        self._backend.trace.moved(Kind.GRADIENTS, unit.name, parcel.bytes_to_send, shipment.ticket)
         self._shipped.update(dict.fromkeys(weights))
         if route is Route.SUM:
             shipment = self._sums.add(shipment, self.measures_norms)
@@ -280,8 +280,12 @@ class GradientReturn:
         return Shipment(parcel.unit, parcel.weights, slot.tensors(parcel.weights, parcel.dtypes), ticket, slot)
 
     def _start_copy(self, target: Tensor, parcel: Parcel) -> Ticket:
-        sent = parcel.bytes_to_send
-        parcel.piece.ticket = self._backend.download(target[:sent], parcel.piece.memory[:sent])
+        """Start the copy, section by section."""
+        tickets = []
+        for begin, end in pairwise([0, *parcel.cut_offsets, parcel.bytes_to_send]):
+            tickets.append(self._backend.download(target[begin:end], parcel.piece.memory[begin:end]))
+            self._backend.trace.moved(Kind.GRADIENTS, parcel.unit.name, end - begin, tickets[-1])
+        parcel.piece.ticket = Ticket.of_parts(tickets, parcel.cuts)
         return parcel.piece.ticket
 
     def _is_final(self, weights: list[Weight]) -> bool:

@@ -6,8 +6,10 @@ overlap.py decides when a unit is stepped; stepping.py does it, in one pass over
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -114,17 +116,31 @@ class HostSteps:
             after: Tickets that the step has to wait for.
             shipments: Gradients that are used where they arrived; their slots are released after the step.
         """
-        before, weights = group.state, group.host.weights
+        host, before = group.host, group.state
         calls = [(self._unit_step(share.optimizer, group), share) for share in shares]
-        written = [weight for share in shares for weight in share.gradients]
+        stepped = [weight for share in shares for weight in share.gradients]
+        under_way: list[Iterator[None]] = []
 
-        def job() -> None:
-            with without_torch_function(), torch.no_grad():
-                current = group.host.copies_match(before)
-                for unit_step, share in calls:
-                    gradients = [share.gradients.get(weight) for weight in weights]
-                    unit_step.step(share.settings, gradients, share.scaling, group.host.lowered_copies())
-                group.state = group.host.refresh_copies(weights if current else written)
+        def begin() -> None:
+            if not host.copies_match(before):
+                host.refresh_copies(stepped)
+            for unit_step, share in calls:
+                gradients = [share.gradients.get(weight) for weight in host.weights]
+                copies = host.lowered_copies()
+                under_way.append(unit_step.sections(share.settings, gradients, share.scaling, copies, wait_for_all))
+
+        def wait_for_all() -> None:
+            for ticket in after:
+                ticket.join()
+
+        def step_section(is_first: bool, is_last: bool) -> None:
+            with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+                if is_first:
+                    begin()
+                for sections in under_way:
+                    next(sections)
+                if is_last:
+                    group.state = host.note_copies()
 
         def release_slots() -> None:
             for shipment in shipments:
@@ -134,10 +150,18 @@ class HostSteps:
         self._window.finish_step(group)
         self._window.outdate(group)
         moved = sum(2 * w.master.nbytes + gradient.nbytes for s in shares for w, gradient in s.gradients.items())
-        group.being_stepped = self._backend.work(
-            job, after, moved, release_slots, rank=group.index + 1 if not group.resident else 0
-        )
-        self._backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
+        tickets: list[Ticket] = []
+        for cut, (start, end) in zip([*host.cuts, None], pairwise([0, *host.source_cuts, group.nbytes]), strict=True):
+            ticket = self._backend.work(
+                partial(step_section, is_first=not tickets, is_last=cut is None),
+                [*tickets[-1:], *(ticket.until(cut) for ticket in after)],
+                nbytes := moved * (end - start) // max(1, group.nbytes),
+                release_slots if cut is None else None,
+                rank=0 if group.resident else group.index + 1,
+            )
+            self._backend.trace.moved(Kind.STEP, group.name, nbytes, ticket)
+            tickets.append(ticket)
+        group.being_stepped = Ticket.of_parts(tickets, host.cuts)
         self._under_way.append(group)
 
     def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:

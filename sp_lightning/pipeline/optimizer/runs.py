@@ -1,7 +1,8 @@
 """Weights of a unit that an optimizer can step as one: they lie side by side, and so do their gradients and copies.
 
-To the optimizer's code a *run* is one flat weight, whole or cut into parts. A weight that can be neither joined nor
-cut is a *single*: it is stepped as in plain training, in its own shape and with its own state.
+To the optimizer's code a *run* is one flat weight, whole or cut into parts; one of a large weight is cut at least
+where its sections end (sections.py). A weight that can be neither joined nor cut is a *single*: it is stepped as in
+plain training, in its own shape and with its own state.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import repeat
+from itertools import accumulate, pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE, FlatState, flat, side_by_side
 from sp_lightning.pipeline.weights.host import is_dense
+from sp_lightning.pipeline.weights.sections import cuts_in
 
 State = dict[str, Any]
 
@@ -35,6 +37,7 @@ class Candidate:
         state: The optimizer's state of it.
         is_first_step: Whether it has no state yet, and this step makes it.
         by_element: Whether the optimizer treats each element by itself.
+        section: The number of the section that it begins in.
     """
 
     index: int
@@ -45,6 +48,12 @@ class Candidate:
     state: State
     is_first_step: bool
     by_element: bool
+    section: int
+
+    @property
+    def has_sections(self) -> bool:
+        """Whether it is large enough to be cut into sections."""
+        return len(cuts_in(self.memory.numel())) > 0
 
     @cached_property
     def state_signature(self) -> list[tuple[Any, ...]] | None:
@@ -65,6 +74,7 @@ class Candidate:
         mine, others = self._tensors(), other._tensors()
         return (
             len(mine) == len(others)
+            and not (self.has_sections or other.has_sections)
             and all(side_by_side(pair) for pair in zip(mine, others, strict=True))
             and self.memory.numel() % VECTOR_MULTIPLE == other.memory.numel() % VECTOR_MULTIPLE == 0
             and self.state_signature is not None
@@ -96,6 +106,7 @@ class Part(NamedTuple):
         copy: The lowered copy to write; None if there is none.
         state: The optimizer's state, which its code changes.
         store_state: Stores the state that the code makes in a first step; None in any other step.
+        section: The number of its section.
     """
 
     parameter: Tensor
@@ -103,6 +114,7 @@ class Part(NamedTuple):
     copy: Tensor | None
     state: State
     store_state: Callable[[], None] | None
+    section: int
 
     @property
     def is_only_updated(self) -> bool:
@@ -116,12 +128,17 @@ class Single:
     Args:
         optimizer: The user's optimizer, which keeps the state.
         candidate: The weight.
+
+    Attributes:
+        has_sections: Whether it ends in another section than that in which it begins, and is stepped.
     """
 
     def __init__(self, optimizer: Optimizer, candidate: Candidate) -> None:
+        self.has_sections = candidate.has_sections
         self._optimizer = optimizer
         self._master = candidate.master
         self._index = candidate.index
+        self._section = candidate.section
         self._is_first_step = candidate.is_first_step
 
     def part(self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> Part:
@@ -130,7 +147,7 @@ class Single:
         assert gradient is not None
         state = self._optimizer.state.get(self._master, {})
         keep = partial(self._optimizer.state.__setitem__, self._master, state) if self._is_first_step else None
-        return Part(self._master.data, gradient, copies[self._index], state, keep)
+        return Part(self._master.data, gradient, copies[self._index], state, keep, self._section)
 
 
 class Run:
@@ -148,6 +165,8 @@ class Run:
         self._indices = [candidate.index for candidate in candidates]
         self._flat_state = flat_state
         self._is_first_step = candidates[0].is_first_step
+        self._section = candidates[0].section
+        self._has_sections = candidates[0].has_sections
         self._memory = flat([candidate.memory for candidate in candidates])
         self._gradient = flat([candidate.gradient for candidate in candidates])
         copies = [candidate.copy for candidate in candidates if candidate.copy is not None]
@@ -169,23 +188,29 @@ class Run:
         return all(bool((numbers == numbers[0]).all()) for numbers in self._by_weight.values())
 
     def parts(self, size: int | None) -> Iterable[Part]:
-        """Return the run in parts of `size` elements, or as one part if `size` is None."""
-        size = size or self._memory.numel()
-        memories, gradients = torch.split(self._memory, size), torch.split(self._gradient, size)
-        copies = repeat(None) if self._copy is None else torch.split(self._copy, size)
+        """Return the run in parts of `size` elements, or, if `size` is None, each of its sections as one part."""
+        ends = [*(cuts_in(self._memory.numel()) if self._has_sections else []), self._memory.numel()]
+        sizes: list[int] = []
+        sections: list[int] = []
+        for section, (begin, end) in enumerate(pairwise([0, *ends]), self._section):
+            sizes += [min(size or end, end - start) for start in range(begin, end, size or end)]
+            sections += [section] * (len(sizes) - len(sections))
+        memories, gradients = torch.split(self._memory, sizes), torch.split(self._gradient, sizes)
+        copies = repeat(None) if self._copy is None else torch.split(self._copy, sizes)
         states: list[State] = [{} for _ in memories]
         if self._is_first_step:
-            keeps = [partial(self._store_state, index * size, state) for index, state in enumerate(states)]
-            return map(Part, memories, gradients, copies, states, keeps)
+            starts = accumulate(sizes[:-1], initial=0)
+            keeps = [partial(self._store_state, start, state) for start, state in zip(starts, states, strict=True)]
+            return map(Part, memories, gradients, copies, states, keeps, sections)
         for key, values in self._by_element.items():
-            for state, value in zip(states, torch.split(values, size), strict=True):
+            for state, value in zip(states, torch.split(values, sizes), strict=True):
                 state[key] = value
         for key, numbers in self._by_weight.items():
             # the code changes a number such as `step` once for each parameter: each part has its own
             self._part_numbers[key] = numbers[:1].repeat(len(states))
             for state, number in zip(states, self._part_numbers[key].unbind(), strict=True):
                 state[key] = number
-        return map(Part, memories, gradients, copies, states, repeat(None))
+        return map(Part, memories, gradients, copies, states, repeat(None), sections)
 
     def finish(self) -> None:
         """Update the state of the weights, when all parts have been stepped."""

@@ -13,9 +13,9 @@ operation to the next. All bits are as after `optimizer.step()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE, FlatState
 from sp_lightning.pipeline.optimizer.runs import Candidate, Part, Run, Single, group_neighbours
 from sp_lightning.pipeline.weights.host import is_dense
+from sp_lightning.pipeline.weights.sections import cuts_in
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)
 """Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything."""
@@ -94,19 +95,23 @@ class UnitStep:
     def __init__(self, optimizer: Optimizer, masters: Sequence[nn.Parameter]) -> None:
         self._optimizer = optimizer
         self._masters = list(masters)
+        self._cuts_before = [0, *accumulate(len(cuts_in(master.numel())) for master in masters)]
         self._flat_state: FlatState | None = None
         self._singles: list[Single] = []
         self._runs: list[Run] = []
         self._last_layout: list[Any] = []
 
-    def step(
+    def sections(
         self,
         settings: dict[str, Any],
         gradients: Sequence[Tensor | None],
         scaling: Scaling,
         copies: Sequence[Tensor | None],
-    ) -> None:
-        """Update masters and state as `optimizer.step()` would.
+        wait_for_all: Callable[[], None],
+    ) -> Iterator[None]:
+        """Begin to update masters and state as `optimizer.step()` would.
+
+        The caller turns gradients, inference mode and overrides of torch functions off, here and for each section.
 
         Args:
             settings: The param group without its parameters, as it was when the user's `step` was called.
@@ -114,17 +119,22 @@ class UnitStep:
                 in place; one in a lower dtype is not changed.
             scaling: Unscaling and clipping of the gradients before the update.
             copies: The lowered copy to write for each master, or None.
+            wait_for_all: Waits until all gradients have landed, not only those of the next section.
+
+        Returns:
+            An iterator each of whose steps updates one section (sections.py).
         """
-        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-            update = _Update(self._optimizer, settings, scaling.without_ones())
-            self._find_runs(update, gradients, copies)
-            singles = (single.part(gradients, copies) for single in self._singles)
-            parts = (part for run in self._runs for part in run.parts(update.limit_for(run)))
-            for batch in update.batches(chain(singles, parts)):
-                update.run(batch)
-            for run in self._runs:
-                run.finish()
-            increment_version([m for m, gradient in zip(self._masters, gradients, strict=True) if gradient is not None])
+        update = _Update(self._optimizer, settings, scaling.without_ones())
+        self._find_runs(update, gradients, copies)
+        if any(single.has_sections for single in self._singles):
+            wait_for_all()
+        singles = (single.part(gradients, copies) for single in self._singles)
+        parts = (part for run in self._runs for part in run.parts(update.limit_for(run)))
+        sections: list[list[Part]] = [[] for _ in range(self._cuts_before[-1] + 1)]
+        for part in chain(singles, parts):
+            sections[part.section].append(part)
+        changed = [m for m, gradient in zip(self._masters, gradients, strict=True) if gradient is not None]
+        return _step_sections(update, sections, self._runs, changed)
 
     def _find_runs(self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
         """Find what can be stepped as one, unless everything lies where it lay in the last call."""
@@ -144,7 +154,8 @@ class UnitStep:
         self._singles, self._runs = [], []
         for neighbours in group_neighbours(candidates):
             first = neighbours[0]
-            if len(neighbours) > 1 or (first.memory.numel() > update.limit and first.state_signature is not None):
+            is_cut = first.has_sections or first.memory.numel() > update.limit
+            if len(neighbours) > 1 or (is_cut and first.state_signature is not None):
                 self._runs.append(Run(self._optimizer, neighbours, self._flat_state))
             else:
                 self._singles.append(Single(self._optimizer, first))
@@ -162,7 +173,8 @@ class UnitStep:
         master = self._masters[index]
         state = {key: value for key, value in self._optimizer.state.get(master, {}).items() if value is not None}
         is_first_step = update.keeps_state and not state
-        return Candidate(index, master, memory, gradient, copy, state, is_first_step, update.is_by_element)
+        section = self._cuts_before[index]
+        return Candidate(index, master, memory, gradient, copy, state, is_first_step, update.is_by_element, section)
 
     def _layout(
         self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]
@@ -177,6 +189,20 @@ class UnitStep:
             [tensor if tensor is None else (tensor.data_ptr(), tensor.dtype) for tensor in copies],
             [value.data_ptr() if isinstance(value, Tensor) else id(value) for value in state],
         ]
+
+
+def _step_sections(
+    update: _Update, sections: Sequence[Iterable[Part]], runs: Iterable[Run], changed: Iterable[nn.Parameter]
+) -> Iterator[None]:
+    *before_last, last = sections
+    for section in before_last:
+        update.run_all(section)
+        yield
+    update.run_all(last)
+    for run in runs:
+        run.finish()
+    increment_version(changed)
+    yield
 
 
 def _is_like(tensor: Tensor, memory: Tensor) -> bool:
@@ -201,7 +227,12 @@ class _Update:
         """Return the size of a run's parts; None not to cut it: scaling alone gains less by it than each part costs."""
         return None if self._is_fused and run.is_only_updated else self.limit
 
-    def batches(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
+    def run_all(self, parts: Iterable[Part]) -> None:
+        """Update these parts, batch by batch."""
+        for batch in self._batches(parts):
+            self._run(batch)
+
+    def _batches(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
         """Group parts into batches, one for each call of the optimizer's code, that stay in the cache until done."""
         batch: list[Part] = []
         size = 0
@@ -216,7 +247,7 @@ class _Update:
         if batch:
             yield batch
 
-    def run(self, parts: Sequence[Part]) -> None:
+    def _run(self, parts: Sequence[Part]) -> None:
         """Cast and scale the gradients, update, and write copies."""
         self._scratch_used = 0
         for part in parts:

@@ -1,4 +1,9 @@
-"""Accelerators: copies run on streams of their own, ordered by events."""
+"""Accelerators: copies run on streams of their own, ordered by events.
+
+Copies to the device have two streams. Those that had to wait for work on the host are issued when that is done, and so
+in another order than that in which they were asked for. In one stream with the others, they would wait for copies that
+wait for computing that has not come so far, although it needs them first.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +74,7 @@ class AcceleratorBackend(Backend):
             raise ValueError(f"`device={device}`: torch has no streams for {device.type!r}, so nothing can stream.")
         with self._api.device(device):
             self._up = self._api.Stream()
+            self._up_behind_work = self._api.Stream()
             self._down = self._api.Stream()
         self._upload_staging = _Staging(self, "superpipeline-staged-upload")
         self._download_staging = _Staging(self, "superpipeline-staged-download")
@@ -93,12 +99,26 @@ class AcceleratorBackend(Backend):
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
-        self._up.wait_stream(self._api.current_stream(self.device))
-        waits = () if after is None or after.done else (after,)
-        pinned = source.is_pinned()
-        if pinned and not waits and not self._upload_staging.lane.busy:  # else it would overtake copies before it
+        computing, pinned = self._api.current_stream(self.device), source.is_pinned()
+        if after is not None and not after.done:
+            issued = [stream.record_event() for stream in (computing, self._up)]
+
+            def wait_for_issued() -> None:
+                for event in issued:
+                    self._up_behind_work.wait_event(event)
+
+            return self._copy_later(
+                self._upload_staging, self._up_behind_work, target, source, pinned, wait_for_issued, after
+            )
+
+        def wait_for_others() -> None:
+            self._up.wait_stream(self._up_behind_work)
+
+        self._up.wait_stream(computing)
+        if pinned and not self._upload_staging.lane.busy:  # else it would overtake copies before it
+            wait_for_others()
             return self._copy(self._up, target, source)
-        return self._copy_later(self._upload_staging, self._up, target, source, pinned, waits)
+        return self._copy_later(self._upload_staging, self._up, target, source, pinned, wait_for_others)
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
@@ -106,7 +126,7 @@ class AcceleratorBackend(Backend):
         pinned = target.is_pinned()
         if pinned and not self._download_staging.lane.busy:
             return self._copy(self._down, target, source)
-        return self._copy_later(self._download_staging, self._down, target, source, pinned)
+        return self._copy_later(self._download_staging, self._down, target, source, pinned, lambda: None)
 
     def _copy(self, stream: Any, target: Tensor, source: Tensor) -> _StreamTicket:
         begin, event = self._events()
@@ -130,13 +150,25 @@ class AcceleratorBackend(Backend):
         target: Tensor,
         source: Tensor,
         pinned: bool,
-        after: Sequence[Ticket] = (),
+        order: Callable[[], None],
+        after: Ticket | None = None,
     ) -> _StreamTicket:
-        """Have a thread issue a copy that goes through pinned chunks, or has to wait for work on the host."""
+        """Have a thread issue a copy that goes through pinned chunks, or has to wait for work on the host.
+
+        Args:
+            staging: Has the thread and the chunks.
+            stream: The stream.
+            target: The memory to copy to.
+            source: The memory to copy from.
+            pinned: Whether the host memory is pinned, and needs no chunks.
+            order: Makes the stream wait for what comes before the copy.
+            after: The work on the host that has to be done first.
+        """
         begin, event = self._events()
 
         def job() -> None:
             with torch.inference_mode(False), self._api.device(self.device):
+                order()
                 if begin is not None:
                     begin.record(stream)
                 if pinned:
@@ -248,6 +280,7 @@ class AcceleratorBackend(Backend):
         self._host.drain()
         self._upload_staging.lane.drain()
         self._up.synchronize()
+        self._up_behind_work.synchronize()
         self._down.synchronize()
 
     @override

@@ -47,13 +47,13 @@ class HostBackend(Backend):
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
-        return self._copy(self._up, target, source, () if after is None else (after,))
+        return self._copy(self._up, target, source, after)
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         return self._copy(self._down, target, source)
 
-    def _copy(self, thread: CopyThread, target: Tensor, source: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
+    def _copy(self, thread: CopyThread, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         self.invalidate(target)
         return thread.submit(self._delayed(lambda: copy_memory(target, source)), after)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -17,6 +19,8 @@ class Origin(NamedTuple):
 class Ticket(ABC):
     """A handle to a copy in flight, or to a job on the host."""
 
+    _parts: Mapping[Hashable, Ticket] = MappingProxyType({})
+
     @abstractmethod
     def join(self) -> None:
         """Block the calling thread until the copy or job is done; raise its exception if it failed."""
@@ -29,6 +33,26 @@ class Ticket(ABC):
     def interval(self, origin: Origin) -> tuple[float, float] | None:
         """Return when it began and ended, in seconds since the origin; None if it was not timed (`Lanes.timed`)."""
         return None
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the work is done, in any thread; at once if only `join` can tell when that is."""
+        callback()
+
+    def until(self, end: Hashable) -> Ticket:
+        """Return the ticket of the part of the work that ends there; this one if the work was not divided there."""
+        return self._parts.get(end, self)
+
+    @staticmethod
+    def of_parts(tickets: Sequence[Ticket], ends: Sequence[Hashable]) -> Ticket:
+        """Return the ticket of work that was divided.
+
+        Args:
+            tickets: The tickets of its parts, which are done in this order.
+            ends: Where each part ends, except for the last one.
+        """
+        whole = tickets[-1]
+        whole._parts = dict(zip(ends, tickets[:-1], strict=True))
+        return whole
 
 
 class Lanes(ABC):

@@ -18,6 +18,8 @@ from typing_extensions import override
 
 from sp_lightning.pipeline.transfer.lanes import Origin, Ticket
 
+_callbacks_change = threading.Lock()  # one for all tickets: it is held for an instant
+
 
 class ThreadTicket(Ticket):
     """A job of a thread, done when the thread says so."""
@@ -26,6 +28,8 @@ class ThreadTicket(Ticket):
         self._is_done = False
         self._under_way = threading.Lock()  # held until the job is done; an `Event` would be several objects
         self._under_way.acquire()
+        self._callbacks: list[Callable[[], None]] = []
+        self._is_ending = False
         self.error: BaseException | None = None
         self._began = self._ended = 0.0
 
@@ -55,8 +59,21 @@ class ThreadTicket(Ticket):
         finally:
             self._ended = perf_counter()
 
+    @override
+    def when_done(self, callback: Callable[[], None]) -> None:
+        with _callbacks_change:
+            if not self._is_ending:
+                self._callbacks.append(callback)
+                return
+        callback()
+
     def finish(self) -> None:
-        """Mark the job as done, and wake whoever waits for it."""
+        """Mark the job as done, call callbacks, and wake whoever waits for it."""
+        with _callbacks_change:
+            self._is_ending = True
+        for callback in self._callbacks:  # before anybody can see that the job is done
+            callback()
+        self._callbacks = []
         self._is_done = True
         self._under_way.release()
 
@@ -120,30 +137,46 @@ class _JobThread(ABC):
 
 
 class CopyThread(_JobThread):
-    """A thread that runs jobs in the order of submission, like a copy engine."""
+    """A thread that runs jobs in the order of submission, like a copy engine.
+
+    A job that has to wait for another thread's is submitted when that is done, so that it holds up no other.
+    """
 
     def __init__(self, name: str, on_start: Callable[[], None] | None = None) -> None:
         super().__init__(name, on_start)
         self._jobs: queue.SimpleQueue[_Job | None]
         self._jobs = queue.SimpleQueue()
-        self._last: ThreadTicket | None = None
+        self._count_changes = threading.Lock()
+        self._count = 0
 
     @property
     def busy(self) -> bool:
-        """Whether a job is waiting or running."""
-        return self._last is not None and not self._last.done
+        """Whether a job is in the queue or running."""
+        return self._count > 0
 
-    def submit(self, action: Callable[[], None], after: Sequence[Ticket] = ()) -> ThreadTicket:
-        """Submit a job, which runs after all that were submitted before it.
+    def submit(self, action: Callable[[], None], after: Ticket | None = None) -> ThreadTicket:
+        """Submit a job, which runs after all that are in the queue when `after` is done.
 
         Args:
             action: The work.
-            after: Tickets that have to be done before it starts. If one of them failed, the job fails with it.
+            after: Ticket that has to be done before it starts. If that failed, the job fails with it.
         """
         self._start()
-        ticket = self._last = ThreadTicket()
-        self._jobs.put(_Job(action, after, ticket, _do_nothing))
-        return ticket
+        job = _Job(action, () if after is None else (after,), ThreadTicket(), self._uncount)
+        if after is None:
+            self._put(job)
+        else:
+            after.when_done(lambda: self._put(job))
+        return job.ticket
+
+    def _put(self, job: _Job) -> None:
+        with self._count_changes:
+            self._count += 1
+        self._jobs.put(job)
+
+    def _uncount(self) -> None:
+        with self._count_changes:
+            self._count -= 1
 
     def drain(self) -> None:
         """Block until every job is done."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.weights.sections import cut_offsets, find_cuts
 from sp_lightning.pipeline.weights.weight import Weight
 
 ALIGNMENT = 256  # bytes; the strictest that kernels and quantised formats require of a tensor's address
@@ -141,6 +142,10 @@ class GroupHost:
         backend: Pins the memory.
         pin: Whether to pin the memory that is sent.
         masters: The buffer that the masters already lie in, if an earlier arrangement has made it.
+
+    Attributes:
+        cuts: Where large weights are cut into sections.
+        source_cuts: The offset of each cut in the memory that is sent.
     """
 
     def __init__(
@@ -174,6 +179,9 @@ class GroupHost:
             ]
         else:
             self.source_offsets, self.source = self._offsets, masters
+        self.cuts = find_cuts(self.weights)
+        dtypes = [weight.compute_dtype for weight in self.weights]
+        self.source_cuts = cut_offsets(self.cuts, self.weights, self.source_offsets, dtypes)
         self._copied_state: MasterState | None = None  # of the masters when lowered copies were made of them
 
     def state(self) -> MasterState:
@@ -215,18 +223,14 @@ class GroupHost:
             return False
         return self._copied_state is state and not self.has_changed(state)
 
-    def refresh_copies(self, copied: Collection[Weight]) -> MasterState:
-        """Bring the lowered copies up to date after an optimizer has stepped the masters.
-
-        Args:
-            copied: Weights whose lowered copies are up to date already.
-
-        Returns:
-            The masters' new state.
-        """
+    def refresh_copies(self, stepped: Collection[Weight]) -> None:
+        """Bring the lowered copies up to date, except those of weights that are being stepped."""
         for weight, target in zip(self.weights, self._lowered_copies, strict=False):
-            if weight not in copied:
+            if weight not in stepped:
                 target.copy_(weight.host)
+
+    def note_copies(self) -> MasterState:
+        """Note that the lowered copies are up to date, and return the masters' state."""
         self._copied_state = self.state()
         return self._copied_state
 

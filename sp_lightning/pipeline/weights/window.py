@@ -7,18 +7,22 @@ autograd runs nodes in the reverse order of their creation, so by then the nodes
 `saved.py` heal the exceptions.
 
 [Note: while masters are being stepped]
-The optimizer may still be stepping a group's masters when the group is needed again. Its H2D copy is then queued behind
-that step, and nothing reads the masters before the step is done.
+The optimizer may still be stepping a group's masters when the group is needed again. Its H2D copy then begins when they
+have been stepped, section by section (sections.py), and nothing reads the masters before the step is done. Other copies
+do not wait for that: the optimizer steps groups in another order than that in which they were asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.device import Group, Residency
 from sp_lightning.pipeline.weights.lookahead import Lookahead
@@ -117,9 +121,9 @@ class Window:
             self._ahead.cover(number, group, group.loaded and not (group.suspect and group in in_use))
 
     def _needed_before(self, number: int, group: Group, in_use: Sequence[Group]) -> Group | None:
-        """Return a group that cannot be evicted for this use: it is in use, or will be used sooner."""
+        """Return a group that cannot be evicted for this use: in use, used sooner, or about to be sent after a step."""
         for other in self._in_the_way_of(group):
-            if other.users or other in in_use or self._ahead.next_use(other) < number:
+            if other.users or other in in_use or self._ahead.next_use(other) < number or self._awaits_step(other):
                 return other
         return None
 
@@ -143,6 +147,10 @@ class Window:
         if group.being_stepped is not None and group.being_stepped.done:
             self.finish_step(group)
         return group.being_stepped is not None
+
+    def _awaits_step(self, group: Group) -> bool:
+        """Tell whether the group's copy to the device has not begun, as its masters are being stepped."""
+        return group.residency is Residency.COMING and self._is_being_stepped(group)
 
     def _verify(self, group: Group) -> None:
         """If the group's masters may have changed since they were last checked, check; discard an outdated copy."""
@@ -171,15 +179,13 @@ class Window:
             self._last_in_place -= self._conflicts[group]
             self._last_in_place.add(group)
         if self._is_being_stepped(group):
-            source = group.host.source.bytes
+            group.ticket = self._upload_behind_step(group)
         else:
             if group.state is None:
                 group.state = group.host.state()
-            source = group.host.prepare(group.state)
-        group.ticket = self._backend.upload(group.place, source, group.being_stepped)
+            group.ticket = self._upload(group, group.host.prepare(group.state))
         group.residency = Residency.COMING
-        self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.ticket)
-        self._stats.bytes_to_device += source.nbytes
+        self._stats.bytes_to_device += group.nbytes
         if group.resident:
             self._stats.resident_loads += 1
         else:
@@ -191,12 +197,30 @@ class Window:
             # autocast keeps casts by Parameter object: without this it would go on with the old values
             torch.clear_autocast_cache()
 
+    def _upload_behind_step(self, group: Group) -> Ticket:
+        """Send each section of the group when it has been stepped."""
+        host, step = group.host, group.being_stepped
+        assert step is not None
+        tickets = []
+        for cut, (begin, end) in zip([*host.cuts, None], pairwise([0, *host.source_cuts, group.nbytes]), strict=True):
+            tickets.append(self._upload(group, host.source.bytes[begin:end], begin, step.until(cut)))
+        return tickets[-1]
+
+    def _upload(self, group: Group, source: Tensor, offset: int = 0, after: Ticket | None = None) -> Ticket:
+        ticket = self._backend.upload(group.place[offset : offset + source.nbytes], source, after)
+        self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, ticket)
+        return ticket
+
     def _evict(self, group: Group) -> None:
         if group.users:
             raise RuntimeError(
                 "superpipeline: a backward pass inside of a unit's forward needs the place of that very unit. Use a "
                 "larger `k`, or name the inner module in `resident`."
             )
+        if self._awaits_step(group):
+            self.finish_step(group)
+            assert group.ticket is not None
+            self._backend.synchronize(group.ticket)  # or it might come after the copy that replaces it
         was_readable = group.readable
         self._lose(group)
         self._on_evict(group)

@@ -463,7 +463,7 @@ def test_an_error_in_a_step_surfaces(monkeypatch: pytest.MonkeyPatch, use: Calla
         optimizer = adam(model)
         plain_step(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(UnitStep, "step", fail_to_step)
+            patch.setattr(UnitStep, "sections", fail_to_step)
             plain_step(model, optimizer)
             with pytest.raises(ArithmeticError, match="the optimizer is lost"):
                 use(model)
@@ -480,7 +480,7 @@ def test_detaching_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer = adam(model)
         plain_step(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(UnitStep, "step", fail_to_step)
+            patch.setattr(UnitStep, "sections", fail_to_step)
             plain_step(model, optimizer)
             with pytest.raises(ArithmeticError, match="the optimizer is lost"):
                 pipeline.detach()

@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_lightning.pipeline._private import users_of_storage
+from sp_lightning.pipeline._private import users_of_storage, without_torch_function
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer import stepping
 from sp_lightning.pipeline.optimizer.stepping import (
@@ -45,6 +45,7 @@ from sp_lightning.pipeline.optimizer.stepping import (
     fused_kernel_works,
     why_not_by_unit,
 )
+from sp_lightning.pipeline.weights import sections
 from sp_lightning.pipeline.weights.host import lay_out, tensor_in
 
 # Some fill whole vectors and lie side by side, some do not, some are no rows of numbers at all.
@@ -84,8 +85,9 @@ def recipes(*ways: dict[str, Any]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of a few hundred elements are cut already."""
+    """Weights of a few hundred elements are cut already, and the largest has two sections."""
     monkeypatch.setattr(stepping, "_PART", 128)
+    monkeypatch.setattr(sections, "SECTION", 512)
 
 
 def in_one_buffer(likes: Sequence[Tensor], dtype: torch.dtype, packed: bool = False) -> list[Tensor]:
@@ -110,6 +112,19 @@ def assert_same(mine: Tensor, plain: Tensor, what: str = "") -> None:
 def snapshot(group: dict[str, Any]) -> dict[str, Any]:
     hyper = {key: value for key, value in group.items() if key != "params"}
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in hyper.items()}
+
+
+def step(
+    unit: UnitStep,
+    hyper: dict[str, Any],
+    gradients: Sequence[Tensor | None],
+    scaling: Scaling,
+    copies: Sequence[Tensor | None],
+) -> None:
+    """All sections of a step, as the thread for work on host memory steps them."""
+    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+        for _ in unit.sections(hyper, gradients, scaling, copies, wait_for_all=lambda: None):
+            pass
 
 
 class Pair:
@@ -151,7 +166,8 @@ class Pair:
         for group, unit in zip(self.ours.param_groups, self.units, strict=True):
             indices = [where[id(master)] for master in group["params"]]
             gradients = [None if index in missing else self.arrived[index] for index in indices]
-            unit.step(snapshot(group), gradients, scaling or Scaling(), [self.copies[index] for index in indices])
+            copies = [self.copies[index] for index in indices]
+            step(unit, snapshot(group), gradients, scaling or Scaling(), copies)
 
     def check(self, missing: Sequence[int] = ()) -> None:
         """Weights, state, gradients and copies have the same bits, the state also the same form."""
@@ -391,7 +407,7 @@ def test_the_snapshot_decides_not_the_group() -> None:
     hyper = snapshot(pair.ours.param_groups[0])
     pair.ours.param_groups[0]["lr"] = 1e3
     before = dict(pair.ours.param_groups[0])
-    pair.units[0].step(hyper, pair.arrived, Scaling(), pair.copies)
+    step(pair.units[0], hyper, pair.arrived, Scaling(), pair.copies)
     pair.check()
     assert all(pair.ours.param_groups[0][key] is value for key, value in before.items())
 
@@ -420,7 +436,7 @@ def test_two_optimizers_share_a_unit() -> None:
         pair.make_gradients()
         for part, plain, ours, unit in zip((slice(half), slice(half, None)), *optimizers, units, strict=True):
             plain.step()
-            unit.step(snapshot(ours.param_groups[0]), pair.arrived[part], Scaling(), pair.copies[part])
+            step(unit, snapshot(ours.param_groups[0]), pair.arrived[part], Scaling(), pair.copies[part])
             pair.theirs, pair.ours = plain, ours
             for index in range(*part.indices(len(pair.masters))):
                 assert_same(pair.masters[index].data, pair.plain[index].data)
@@ -753,7 +769,7 @@ def test_a_weight_with_holes_is_stepped_by_itself() -> None:
     master = nn.Parameter(memory[:, ::2])
     gradient = torch.ones(2, 512)[:, ::2]
     optimizer = AdamW([master])
-    UnitStep(optimizer, [master]).step(snapshot(optimizer.param_groups[0]), [gradient], Scaling(), [None])
+    step(UnitStep(optimizer, [master]), snapshot(optimizer.param_groups[0]), [gradient], Scaling(), [None])
     assert (memory[:, ::2] != 0).all()
     assert (memory[:, 1::2] == 0).all()
 

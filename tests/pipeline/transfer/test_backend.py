@@ -224,32 +224,60 @@ def test_what_a_backend_does_by_default() -> None:
 # ------------------------------------------------------------------------------------------------ after other work
 
 
-def test_a_job_waits_for_its_tickets() -> None:
-    """And jobs after it in the thread wait for it, although they could run."""
-    thread, ticket, seen = CopyThread("test-thread"), PendingTicket(), list[str]()
-    first = thread.submit(lambda: seen.append("after the ticket"), [DoneTicket(), ticket])
-    second = thread.submit(lambda: seen.append("after the first"))
-    assert not is_done_within(second, 0.03)
-    assert seen == []
+def test_a_job_that_waits_holds_up_no_other() -> None:
+    """It takes its place in the queue when what it waits for is done, before anybody can see that."""
+    thread, tickets, seen = CopyThread("test-thread"), [PendingTicket(), PendingTicket()], list[str]()
+    jobs = [
+        thread.submit(lambda: seen.append("after the first ticket"), tickets[0]),
+        thread.submit(lambda: seen.append("after the second ticket"), tickets[1]),
+    ]
+    thread.submit(lambda: seen.append("at once")).join()
+    assert not thread.busy
+    for ticket, job in reversed([*zip(tickets, jobs, strict=True)]):
+        ticket.finish()
+        thread.drain()
+        assert job.done
+    assert seen == ["at once", "after the second ticket", "after the first ticket"]
+    thread.close()
+
+
+def test_a_thread_is_busy_until_its_queue_is_empty() -> None:
+    thread, gate = CopyThread("test-thread"), threading.Event()
+    thread.submit(lambda: (gate.wait(10), None)[1])
+    last = thread.submit(lambda: None)
     assert thread.busy
-    ticket.finish()
-    second.join()
-    assert first.done
-    assert seen == ["after the ticket", "after the first"]
+    gate.set()
+    last.join()
     assert not thread.busy
     thread.close()
 
 
-def is_done_within(ticket: ThreadTicket, seconds: float) -> bool:
-    time.sleep(seconds)
-    return ticket.done
+def test_callbacks_come_before_anybody_sees_that_a_job_is_done() -> None:
+    """Those that are given later, or meanwhile, are called, too."""
+    ticket, seen = ThreadTicket(), list[tuple[str, bool]]()
+
+    def callback() -> None:
+        seen.append(("before", ticket.done))
+        ticket.when_done(lambda: seen.append(("meanwhile", ticket.done)))
+
+    ticket.when_done(callback)
+    assert seen == []
+    ticket.finish()
+    ticket.when_done(lambda: seen.append(("later", ticket.done)))
+    assert seen == [("before", False), ("meanwhile", False), ("later", True)]
+
+
+def test_a_callback_is_called_at_once_where_nobody_can_tell_when() -> None:
+    seen: list[int] = []
+    DoneTicket().when_done(lambda: seen.append(1))
+    assert seen == [1]
 
 
 def test_a_job_whose_predecessor_failed_is_not_run() -> None:
     """It would read what was never written; whoever waits for it is told why. The thread goes on."""
     thread, seen = CopyThread("test-thread"), list[int]()
-    failed = thread.submit(lambda: seen.append(1), [DoneTicket(OSError("the bus is gone"))])
-    third = thread.submit(lambda: seen.append(2), [failed])
+    failed = thread.submit(lambda: seen.append(1), DoneTicket(OSError("the bus is gone")))
+    third = thread.submit(lambda: seen.append(2), failed)
     last = thread.submit(lambda: seen.append(3))
     for ticket in (failed, third):
         with pytest.raises(OSError, match="the bus is gone"):
@@ -274,7 +302,7 @@ def test_what_a_job_held_on_to_is_free_before_its_ticket_is_done(outcome: str) -
     for _ in range(50):
         held = Held()
         reference = weakref.ref(held)
-        after = [DoneTicket(OSError())] if outcome == "not run" else []
+        after = DoneTicket(OSError()) if outcome == "not run" else None
         ticket = thread.submit(lambda held=held: job(held), after)  # type: ignore[misc]
         del held
         while not ticket.done:
@@ -288,21 +316,19 @@ def test_what_a_job_held_on_to_is_free_before_its_ticket_is_done(outcome: str) -
 
 
 def test_a_copy_to_the_device_starts_after_work_on_the_host() -> None:
-    """It brings what the work has written; another one behind it does not overtake it."""
+    """It brings what the work has written, and holds up no other copy."""
     with host_backend(poison=True, max_delay=0.003) as backend:
         gate = threading.Event()
         source, slot, other = filled(0), filled(0), filled(0)
         step = backend.work(lambda: (gate.wait(10), source.fill_(7))[1])  # type: ignore[arg-type,return-value]
         after_step = backend.upload(slot, source, step)
-        behind = backend.upload(slot, filled(9))
-        down = backend.download(other, filled(5))
-        down.join()
+        backend.upload(filled(0), filled(9)).join()
+        backend.download(other, filled(5)).join()
         assert not after_step.done
         assert set(slot.tolist()) == {255}
         gate.set()
         after_step.join()
-        behind.join()
-        assert set(slot.tolist()) == {9}
+        assert set(slot.tolist()) == {7}
 
 
 def test_a_copy_after_failed_work_fails() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.window import Window
@@ -336,6 +338,42 @@ def test_masters_that_are_being_stepped_are_sent_after_that(by: str) -> None:
     assert not ticket.done
 
 
+def test_sections_are_sent_after_their_own_part_of_the_step() -> None:
+    scene = Scene(2, 2)
+    group = scene.groups[0]
+    group.host.cuts, group.host.source_cuts = ["first", "second"], [1, 2]  # type: ignore[assignment,list-item]
+    parts = [PendingTicket() for _ in range(3)]
+    scene.window.outdate(group)
+    group.being_stepped = Ticket.of_parts(parts, ["first", "second"])
+    scene.backend.calls.clear()
+    scene.window.bring(group)
+    begins = [group.place.data_ptr() + begin for begin in (0, 1, 2)]
+    sizes = [1, 1, group.nbytes - 2]
+    calls = []
+    for part, begin, size in zip(parts, begins, sizes, strict=True):
+        calls += [("after", part), ("upload", (begin, size))]
+    assert scene.backend.calls[:-1] == calls
+    assert scene.stats.loads == 1
+    assert scene.stats.bytes_to_device == group.nbytes
+
+
+def test_a_copy_behind_a_step_is_waited_for_before_its_place_is_given_away() -> None:
+    """It begins when the step is done, and might overwrite what comes next."""
+    scene = Scene(2, 1)
+    ticket = stepping(scene, 0)
+    scene.window.prefetch()
+    assert scene.groups[0].loaded
+    scene.backend.calls.clear()
+    opener = threading.Timer(0.03, ticket.finish)
+    opener.start()
+    scene.window.bring(scene.groups[1])
+    assert ticket.done
+    opener.join()
+    assert scene.stats.optimizer_waits == 1
+    assert scene.groups[0].being_stepped is None
+    assert scene.backend.said("upload") == ["upload"]
+
+
 def test_what_is_not_being_stepped_waits_for_nobody() -> None:
     scene = Scene(2, 2)
     stepping(scene, 0)
@@ -420,7 +458,8 @@ class Afresh(Window):
                 continue
             self._verify(group)
             if not group.loaded:
-                if any(other.loaded and (other.users or other in soon) for other in group.conflicts):
+                there = [other for other in group.conflicts if other.loaded]
+                if any(other.users or other in soon or self._awaits_step(other) for other in there):
                     return
                 self._load(group)
             soon.add(group)
@@ -457,6 +496,8 @@ class Twice:
                 group.users += 1
             scene.window.prefetch()
 
+        if any(other.index in self.steps for other in self.scenes[0].groups[index].conflicts):
+            self.end_steps()  # what was prefetched there would be waited for
         blocked = self.scenes[0].window.is_blocked(self.scenes[0].groups[index])
         self.both(begin)
         if not blocked:
