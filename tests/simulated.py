@@ -208,18 +208,19 @@ class SimulatedBackend(Backend):
             self._run_upload()
 
     def _run_upload(self) -> None:
-        """There are two streams, one for copies behind work on the host: of their next copies, the first to begin."""
+        """One stream has its copies in order; each copy behind work on the host has its own: the first to begin."""
         while self._run_work(before=min(upload.begin for upload in self._heads())):
             pass  # it may end before that, and a copy behind it begin
         upload = min(self._heads(), key=lambda upload: upload.begin)
         self._uploads.remove(upload)
+        begin = max(self._free[Lane.UP], upload.begin)
         upload.ticket.issued = upload.issued
-        upload.ticket.end = self._run(Lane.UP, upload.seconds, [upload.begin]).end
+        self._free[Lane.UP] = upload.ticket.end = begin + upload.seconds
+        self.spans.append(Span(Lane.UP, begin, begin + upload.seconds))
 
     def _heads(self) -> list[Upload]:
         direct = [upload for upload in self._uploads if not upload.after]
-        behind = [upload for upload in self._uploads if upload.after]
-        return [*direct[:1], *sorted(behind, key=lambda upload: upload.issued)[:1]]
+        return [*direct[:1], *(upload for upload in self._uploads if upload.after)]
 
     def _run_work(self, before: float = math.inf) -> bool:
         """Of the work that is ready the lowest rank comes first; nothing is done if there is none before a moment."""

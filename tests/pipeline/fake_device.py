@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_lightning.pipeline.transfer.accelerator import _STREAMS_BEHIND_WORK
+
 
 class FakeStream:
     """Work in the order in which it was given, run as far as it is asked for."""
@@ -110,7 +112,7 @@ class FakeDeviceModule:
         self.synchronized_by: list[str] = []
         self.chosen: dict[str, torch.device] = {}  # by thread
         self.clock = 0
-        self._names = iter(["compute", "up", "up behind work", "down"])
+        self._names = iter(["compute", "up", *["up behind work"] * _STREAMS_BEHIND_WORK, "down"])
         self._compute = self.Stream()
         self._current = threading.local()
 

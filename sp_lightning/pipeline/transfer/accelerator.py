@@ -1,14 +1,15 @@
 """Accelerators: copies run on streams of their own, ordered by events.
 
-Copies to the device have two streams. Those that had to wait for work on the host are issued when that is done, and so
-in another order than that in which they were asked for. In one stream with the others, they would wait for copies that
-wait for computing that has not come so far, although it needs them first.
+Copies to the device that have to wait for work on the host are issued when that is done, and so not in the order in
+which they were asked for. They have streams of their own: behind a copy that waits for computing to come so far, they
+would wait for that, too, although computing may need them first.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from sp_lightning.pipeline.transfer.lanes import Origin, Ticket
 from sp_lightning.pipeline.transfer.threads import CopyThread, Worker, copy_memory
 
 _CHUNK_BYTES = 32 << 20
+_STREAMS_BEHIND_WORK = 8  # a copy that waits for computing holds up every eighth of the others
 
 
 class _StreamTicket(Ticket):
@@ -74,8 +76,9 @@ class AcceleratorBackend(Backend):
             raise ValueError(f"`device={device}`: torch has no streams for {device.type!r}, so nothing can stream.")
         with self._api.device(device):
             self._up = self._api.Stream()
-            self._up_behind_work = self._api.Stream()
+            self._up_behind_work = [self._api.Stream() for _ in range(_STREAMS_BEHIND_WORK)]
             self._down = self._api.Stream()
+        self._streams_behind_work = cycle(self._up_behind_work)
         self._upload_staging = _Staging(self, "superpipeline-staged-upload")
         self._download_staging = _Staging(self, "superpipeline-staged-download")
         self._host = Worker("superpipeline-host", self._begin_work)
@@ -101,24 +104,13 @@ class AcceleratorBackend(Backend):
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         computing, pinned = self._api.current_stream(self.device), source.is_pinned()
         if after is not None and not after.done:
-            issued = [stream.record_event() for stream in (computing, self._up)]
-
-            def wait_for_issued() -> None:
-                for event in issued:
-                    self._up_behind_work.wait_event(event)
-
-            return self._copy_later(
-                self._upload_staging, self._up_behind_work, target, source, pinned, wait_for_issued, after
-            )
-
-        def wait_for_others() -> None:
-            self._up.wait_stream(self._up_behind_work)
-
+            stream = next(self._streams_behind_work)
+            computed = computing.record_event()  # the stream waits for it when the copy is issued, and no sooner
+            return self._copy_later(self._upload_staging, stream, target, source, pinned, after, computed)
         self._up.wait_stream(computing)
         if pinned and not self._upload_staging.lane.busy:  # else it would overtake copies before it
-            wait_for_others()
             return self._copy(self._up, target, source)
-        return self._copy_later(self._upload_staging, self._up, target, source, pinned, wait_for_others)
+        return self._copy_later(self._upload_staging, self._up, target, source, pinned)
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
@@ -126,7 +118,7 @@ class AcceleratorBackend(Backend):
         pinned = target.is_pinned()
         if pinned and not self._download_staging.lane.busy:
             return self._copy(self._down, target, source)
-        return self._copy_later(self._download_staging, self._down, target, source, pinned, lambda: None)
+        return self._copy_later(self._download_staging, self._down, target, source, pinned)
 
     def _copy(self, stream: Any, target: Tensor, source: Tensor) -> _StreamTicket:
         begin, event = self._events()
@@ -150,8 +142,8 @@ class AcceleratorBackend(Backend):
         target: Tensor,
         source: Tensor,
         pinned: bool,
-        order: Callable[[], None],
         after: Ticket | None = None,
+        computed: Any = None,
     ) -> _StreamTicket:
         """Have a thread issue a copy that goes through pinned chunks, or has to wait for work on the host.
 
@@ -161,14 +153,15 @@ class AcceleratorBackend(Backend):
             target: The memory to copy to.
             source: The memory to copy from.
             pinned: Whether the host memory is pinned, and needs no chunks.
-            order: Makes the stream wait for what comes before the copy.
             after: The work on the host that has to be done first.
+            computed: An event that the stream has to wait for then.
         """
         begin, event = self._events()
 
         def job() -> None:
             with torch.inference_mode(False), self._api.device(self.device):
-                order()
+                if computed is not None:
+                    stream.wait_event(computed)
                 if begin is not None:
                     begin.record(stream)
                 if pinned:
@@ -280,7 +273,8 @@ class AcceleratorBackend(Backend):
         self._host.drain()
         self._upload_staging.lane.drain()
         self._up.synchronize()
-        self._up_behind_work.synchronize()
+        for stream in self._up_behind_work:
+            stream.synchronize()
         self._down.synchronize()
 
     @override

@@ -16,7 +16,8 @@ slot's last reader.
 
 Work on host memory (accumulating gradients, stepping the optimizer) runs on one thread, most urgent first, each job
 after the copies that it needs. A host-to-device copy can be told to start after such a job, so the thread that
-computes waits for neither.
+computes waits for neither, and it holds up no other copy meanwhile. So copies to the device need not keep their order:
+before another copy into the same memory is asked for, computing has to wait for the earlier one.
 
 The emulated device keeps the same orders with threads, so that a missing wait, or a slot given away too early, shows
 as a wrong number on a laptop, not only on a GPU.

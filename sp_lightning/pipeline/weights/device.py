@@ -35,7 +35,7 @@ class Residency(enum.Enum):
     ABSENT = enum.auto()
     """Its place holds nothing, or another group's bytes."""
     COMING = enum.auto()
-    """The copy to the device has been started; computing has yet to wait for its ticket."""
+    """Copies to the device have been asked for; computing has yet to wait for their tickets."""
     READABLE = enum.auto()
     """Computing waits for the copy, so everything computed from now on sees the bytes."""
 
@@ -53,7 +53,7 @@ class Group:
         conflicts: Groups whose places overlap its own.
         users: Forward calls that are inside one of its units now; while there are any, it may not be evicted.
         residency: Whether its bytes are on the device.
-        ticket: Its last copy to the device.
+        tickets: Its last copies to the device, one for each section; none once computing has waited for them.
         suspect: Whether its masters may have changed since they were last checked.
         last_load: The step in which it was last loaded, and the masters' versions then.
         handles: How many saved tensors of live graphs are its weights, or views of them.
@@ -74,7 +74,7 @@ class Group:
         self.conflicts: list[Group] = []
         self.users = 0
         self.residency = Residency.ABSENT
-        self.ticket: Ticket | None = None
+        self.tickets: list[Ticket] = []
         self.suspect = False
         self.state: MasterState | None = None
         self.last_load: tuple[int, tuple[int, ...] | None] | None = None

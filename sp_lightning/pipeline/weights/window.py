@@ -86,7 +86,8 @@ class Window:
         self._ahead.forget()
         for group in self.groups:
             group.users, group.suspect = 0, True
-            group.residency, group.ticket = Residency.ABSENT, None
+            group.residency = Residency.ABSENT
+            group.tickets.clear()
 
     def is_blocked(self, group: Group) -> bool:
         """Tell whether the group is absent and cannot be loaded, because a call is inside of a group in its place."""
@@ -99,8 +100,7 @@ class Window:
             self._stats.misses += 1
             self._load(group)
         if not group.readable:
-            assert group.ticket is not None
-            self._backend.trace.wait(group.ticket, "weights")
+            self._wait_for_copies(group)
             group.residency = Residency.READABLE
 
     def prefetch(self, in_use: Sequence[Group] = ()) -> None:
@@ -175,15 +175,17 @@ class Window:
     def _load(self, group: Group) -> None:
         for other in self._in_the_way_of(group):
             self._evict(other)
+        for other in (group, *(self._conflicts.get(group, _NONE) & self._last_in_place)):
+            self._wait_for_copies(other)  # if nobody has used them: copies to the device need not keep their order
         if group in self._conflicts:
             self._last_in_place -= self._conflicts[group]
             self._last_in_place.add(group)
         if self._is_being_stepped(group):
-            group.ticket = self._upload_behind_step(group)
+            self._upload_behind_step(group)
         else:
             if group.state is None:
                 group.state = group.host.state()
-            group.ticket = self._upload(group, group.host.prepare(group.state))
+            self._upload(group, group.host.prepare(group.state))
         group.residency = Residency.COMING
         self._stats.bytes_to_device += group.nbytes
         if group.resident:
@@ -197,19 +199,20 @@ class Window:
             # autocast keeps casts by Parameter object: without this it would go on with the old values
             torch.clear_autocast_cache()
 
-    def _upload_behind_step(self, group: Group) -> Ticket:
+    def _wait_for_copies(self, group: Group) -> None:
+        while group.tickets:
+            self._backend.trace.wait(group.tickets.pop(0), "weights")
+
+    def _upload_behind_step(self, group: Group) -> None:
         """Send each section of the group when it has been stepped."""
         host, step = group.host, group.being_stepped
         assert step is not None
-        tickets = []
         for cut, (begin, end) in zip([*host.cuts, None], pairwise([0, *host.source_cuts, group.nbytes]), strict=True):
-            tickets.append(self._upload(group, host.source.bytes[begin:end], begin, step.until(cut)))
-        return tickets[-1]
+            self._upload(group, host.source.bytes[begin:end], begin, step.until(cut))
 
-    def _upload(self, group: Group, source: Tensor, offset: int = 0, after: Ticket | None = None) -> Ticket:
-        ticket = self._backend.upload(group.place[offset : offset + source.nbytes], source, after)
-        self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, ticket)
-        return ticket
+    def _upload(self, group: Group, source: Tensor, offset: int = 0, after: Ticket | None = None) -> None:
+        group.tickets.append(self._backend.upload(group.place[offset : offset + source.nbytes], source, after))
+        self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.tickets[-1])
 
     def _evict(self, group: Group) -> None:
         if group.users:
@@ -219,8 +222,6 @@ class Window:
             )
         if self._awaits_step(group):
             self.finish_step(group)
-            assert group.ticket is not None
-            self._backend.synchronize(group.ticket)  # or it might come after the copy that replaces it
         was_readable = group.readable
         self._lose(group)
         self._on_evict(group)
