@@ -13,14 +13,23 @@ weights are cut: a section is stepped as soon as its gradient has landed, and se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-
-from sp_lightning.pipeline.weights.weight import Weight
+from torch import nn
 
 SECTION = 1 << 25
 """Elements in a section. At 64 MiB or more, what a copy costs whatever its size does not count."""
+
+
+class HasMaster(Protocol):
+    """What matters here of a weight.
+
+    Attributes:
+        master: Its Parameter on the host.
+    """
+
+    master: nn.Parameter
 
 
 class Cut(NamedTuple):
@@ -31,7 +40,7 @@ class Cut(NamedTuple):
         elements: How many of its elements do.
     """
 
-    weight: Weight
+    weight: HasMaster
     elements: int
 
 
@@ -40,18 +49,18 @@ def cuts_in(elements: int) -> range:
     return range(SECTION, elements, SECTION)
 
 
-def find_cuts(weights: Sequence[Weight]) -> list[Cut]:
+def find_cuts(weights: Sequence[HasMaster]) -> list[Cut]:
     """Return the places where these weights are cut, in their order in memory."""
     return [Cut(weight, elements) for weight in weights for elements in cuts_in(weight.master.numel())]
 
 
-def sections_in(weights: Sequence[Weight]) -> int:
+def sections_in(weights: Sequence[HasMaster]) -> int:
     """Return the number of sections that a step of these weights, or a copy of all of them, is divided into."""
     return len(find_cuts(weights)) + 1
 
 
 def cut_offsets(
-    cuts: Sequence[Cut], weights: Sequence[Weight], offsets: Sequence[int], dtypes: Sequence[torch.dtype]
+    cuts: Sequence[Cut], weights: Sequence[HasMaster], offsets: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> list[int]:
     """Return the offset of each cut in memory where these weights lie at these offsets in these dtypes."""
     where = dict(zip(weights, zip(offsets, dtypes, strict=True), strict=True))
