@@ -242,7 +242,8 @@ class Replay:
 
     def _send_what_is_stepped_now(self) -> None:
         if self._coming:
-            self._run_queue(before=self.compute)
+            if self._queued and self._host < self.compute:
+                self._run_queue(before=self.compute)
             self._send_stepped(by=self.compute)
 
     def _send_stepped(self, by: float) -> None:

@@ -130,7 +130,7 @@ class Single:
         candidate: The weight.
 
     Attributes:
-        has_sections: Whether it ends in another section than that in which it begins, and is stepped.
+        has_sections: Whether it is large enough for sections; it is stepped as a whole in the first of them.
     """
 
     def __init__(self, optimizer: Optimizer, candidate: Candidate) -> None:
