@@ -24,7 +24,7 @@ from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes, sent_
 from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.sizes import parse_bytes
-from sp_lightning.pipeline.weights.sections import sections_in
+from sp_lightning.pipeline.weights.sections import count_sections
 from sp_lightning.pipeline.weights.units import Division, Unit
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.planning.dry_run import DryRun, Seen, dry_run, shapes_of
@@ -219,7 +219,7 @@ def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
         host_bytes=sum(_host_bytes(weight, given) for weight in unit.weights),
         ways=_ways(seen, weights, forward, backward, given),
         bytes_on_device=sum(_bytes_on_device(weight, given) for weight in unit.weights) if trained else 0,
-        sections=sections_in(unit.weights),
+        sections=count_sections(unit.weights),
     )
 
 

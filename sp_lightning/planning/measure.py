@@ -19,7 +19,7 @@ from sp_lightning.pipeline.activations.choice import Policy, Way, peak
 from sp_lightning.pipeline.gradients.landing import gradient_bytes
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.device_layout import sent_bytes
-from sp_lightning.pipeline.weights.sections import sections_in
+from sp_lightning.pipeline.weights.sections import count_sections
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.workload import NOTHING_SAVED, Machine, Stepping, UnitWork, Workload, calls_in_order
 
@@ -74,7 +74,7 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
             weight_bytes=sent_bytes([arrangement.resident]),
             gradient_bytes=_moved(recording, Kind.GRADIENTS, arrangement.resident) // len(steps),
             parameters=_trainable(arrangement.resident),
-            sections=sections_in(arrangement.resident.weights),
+            sections=count_sections(arrangement.resident.weights),
         ),
         trains=observed.trains,
         stepping=stepping,
@@ -110,7 +110,7 @@ def _unit_work(
         host_bytes=sum(weight.master.nbytes for weight in unit.weights),
         ways=_ways_of(unit, ways) or (_explicit(survey.options.activations, leaving),),
         bytes_on_device=survey.bytes_on_device(unit),
-        sections=sections_in(unit.weights),
+        sections=count_sections(unit.weights),
     )
 
 
@@ -124,7 +124,7 @@ def machine_of(arrangement: Arrangement, recording: Recording) -> Machine:
     }
     stepped = [span for span in recording.spans if span.kind is Kind.STEP]
     seconds = sum(span.end - span.begin for span in stepped)
-    spans_each = {group.name: len(group.host.cuts) + 1 for group in arrangement.groups}  # one for each section
+    spans_each = {group.name: len(group.host.sections) for group in arrangement.groups}  # one for each section
     count = sum(parameters[span.name] / spans_each[span.name] for span in stepped)
     return Machine(
         to_device=to_device,

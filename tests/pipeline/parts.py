@@ -19,6 +19,7 @@ from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.transfer.threads import ThreadTicket
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.host import GroupHost, tensor_in
+from sp_lightning.pipeline.weights.sections import Section
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -142,8 +143,10 @@ class FakeHost:
     version: int = 0
     looks: int = 0
     keeps_lowered_copies: bool = False
-    cuts: list[str] = field(default_factory=list)
-    source_cuts: list[int] = field(default_factory=list)
+    sections: list[Section] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sections = [Section(None, 0, self.source.bytes.nbytes)]
 
     def state(self) -> FakeState:
         return FakeState(self.version)

@@ -13,8 +13,7 @@ host_gradients.py has the gradients that are on the host, and the scaling that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -281,11 +280,11 @@ class GradientReturn:
 
     def _start_copy(self, target: Tensor, parcel: Parcel) -> Ticket:
         """Start the copy, section by section."""
-        tickets = []
-        for begin, end in pairwise([0, *parcel.cut_offsets, parcel.bytes_to_send]):
-            tickets.append(self._backend.download(target[begin:end], parcel.piece.memory[begin:end]))
-            self._backend.trace.moved(Kind.GRADIENTS, parcel.unit.name, end - begin, tickets[-1])
-        parcel.piece.ticket = Ticket.of_parts(tickets, parcel.cuts)
+        tickets: dict[Hashable, Ticket] = {}
+        for cut, begin, end in parcel.sections:
+            tickets[cut] = self._backend.download(target[begin:end], parcel.piece.memory[begin:end])
+            self._backend.trace.moved(Kind.GRADIENTS, parcel.unit.name, end - begin, tickets[cut])
+        parcel.piece.ticket = Ticket.of_parts(tickets)
         return parcel.piece.ticket
 
     def _is_final(self, weights: list[Weight]) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.host import HostBuffer, lay_out, tensor_in
-from sp_lightning.pipeline.weights.sections import Cut, cut_offsets, find_cuts
+from sp_lightning.pipeline.weights.sections import Section, divide
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -158,15 +158,10 @@ class Parcel:
         """Bytes to copy: the norms are among them only if they were computed."""
         return self._layout.nbytes if self.has_norms else self._layout.norms_at
 
-    @cached_property
-    def cuts(self) -> list[Cut]:
-        """Where large gradients are cut into sections."""
-        return find_cuts(self.weights)
-
     @property
-    def cut_offsets(self) -> list[int]:
-        """The offset of each cut, in bytes."""
-        return cut_offsets(self.cuts, self.weights, self._layout.offsets, self.dtypes)
+    def sections(self) -> list[Section]:
+        """The sections of the bytes to copy."""
+        return divide(self.weights, self._layout.offsets, self.dtypes, self.bytes_to_send)
 
     @cached_property
     def _layout(self) -> GradientLayout:

@@ -6,10 +6,9 @@ overlap.py decides when a unit is stepped; stepping.py does it, in one pass over
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,6 +78,47 @@ class Share:
     gradients: dict[Weight, Tensor]
 
 
+class _GroupStep:
+    """A step of a group's weights, which the thread takes section by section (sections.py).
+
+    Args:
+        group: The group, whose state still is that of its masters.
+        calls: What steps the weights of each share.
+        after: Tickets of all gradients.
+    """
+
+    def __init__(self, group: Group, calls: Sequence[tuple[UnitStep, Share]], after: Sequence[Ticket]) -> None:
+        self._group = group
+        self._calls = calls
+        self._after = after
+        self._before = group.state
+        self._under_way: list[Iterator[None]] = []
+
+    def step_section(self, is_last: bool) -> None:
+        """Step the next section."""
+        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+            if not self._under_way:
+                self._begin()
+            for sections in self._under_way:
+                next(sections)
+            if is_last:
+                self._group.state = self._group.host.note_copies()
+
+    def _begin(self) -> None:
+        host = self._group.host
+        if not host.copies_match(self._before):
+            host.refresh_copies([weight for _, share in self._calls for weight in share.gradients])
+        for unit_step, share in self._calls:
+            gradients = [share.gradients.get(weight) for weight in host.weights]
+            copies = host.lowered_copies()
+            sections = unit_step.sections(share.settings, gradients, share.scaling, copies, self._wait_for_all)
+            self._under_way.append(sections)
+
+    def _wait_for_all(self) -> None:
+        for ticket in self._after:
+            ticket.join()
+
+
 class HostSteps:
     """Gives steps to the thread, and knows which are under way.
 
@@ -116,31 +156,7 @@ class HostSteps:
             after: Tickets that the step has to wait for.
             shipments: Gradients that are used where they arrived; their slots are released after the step.
         """
-        host, before = group.host, group.state
-        calls = [(self._unit_step(share.optimizer, group), share) for share in shares]
-        stepped = [weight for share in shares for weight in share.gradients]
-        under_way: list[Iterator[None]] = []
-
-        def begin() -> None:
-            if not host.copies_match(before):
-                host.refresh_copies(stepped)
-            for unit_step, share in calls:
-                gradients = [share.gradients.get(weight) for weight in host.weights]
-                copies = host.lowered_copies()
-                under_way.append(unit_step.sections(share.settings, gradients, share.scaling, copies, wait_for_all))
-
-        def wait_for_all() -> None:
-            for ticket in after:
-                ticket.join()
-
-        def step_section(is_first: bool, is_last: bool) -> None:
-            with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-                if is_first:
-                    begin()
-                for sections in under_way:
-                    next(sections)
-                if is_last:
-                    group.state = host.note_copies()
+        step = _GroupStep(group, [(self._unit_step(share.optimizer, group), share) for share in shares], after)
 
         def release_slots() -> None:
             for shipment in shipments:
@@ -150,18 +166,17 @@ class HostSteps:
         self._window.finish_step(group)
         self._window.outdate(group)
         moved = sum(2 * w.master.nbytes + gradient.nbytes for s in shares for w, gradient in s.gradients.items())
-        tickets: list[Ticket] = []
-        for cut, (start, end) in zip([*host.cuts, None], pairwise([0, *host.source_cuts, group.nbytes]), strict=True):
-            ticket = self._backend.work(
-                partial(step_section, is_first=not tickets, is_last=cut is None),
-                [*tickets[-1:], *(ticket.until(cut) for ticket in after)],
+        tickets: dict[Hashable, Ticket] = {}
+        for cut, start, end in group.host.sections:
+            tickets[cut] = self._backend.work(
+                partial(step.step_section, is_last=cut is None),
+                [*tickets.values(), *(ticket.until(cut) for ticket in after)],
                 nbytes := moved * (end - start) // max(1, group.nbytes),
                 release_slots if cut is None else None,
                 rank=0 if group.resident else group.index + 1,
             )
-            self._backend.trace.moved(Kind.STEP, group.name, nbytes, ticket)
-            tickets.append(ticket)
-        group.being_stepped = Ticket.of_parts(tickets, host.cuts)
+            self._backend.trace.moved(Kind.STEP, group.name, nbytes, tickets[cut])
+        group.being_stepped = Ticket.of_parts(tickets)
         self._under_way.append(group)
 
     def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:

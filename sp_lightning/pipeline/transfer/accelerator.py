@@ -22,7 +22,7 @@ from sp_lightning.pipeline.transfer.lanes import Origin, Ticket
 from sp_lightning.pipeline.transfer.threads import CopyThread, Worker, copy_memory
 
 _CHUNK_BYTES = 32 << 20
-_STREAMS_BEHIND_WORK = 8  # a copy that waits for computing holds up every eighth of the others
+_STREAMS_BEHIND_WORK = 4  # CUDA has 8 queues by default; streams beyond that would wait for each other again
 
 
 class _StreamTicket(Ticket):

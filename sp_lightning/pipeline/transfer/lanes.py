@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -43,15 +43,14 @@ class Ticket(ABC):
         return self._parts.get(end, self)
 
     @staticmethod
-    def of_parts(tickets: Sequence[Ticket], ends: Sequence[Hashable]) -> Ticket:
+    def of_parts(tickets: Mapping[Hashable, Ticket]) -> Ticket:
         """Return the ticket of work that was divided.
 
         Args:
-            tickets: The tickets of its parts, which are done in this order.
-            ends: Where each part ends, except for the last one.
+            tickets: The tickets of its parts, by where these end, in the order in which they are done.
         """
-        whole = tickets[-1]
-        whole._parts = dict(zip(ends, tickets[:-1], strict=True))
+        *_, whole = tickets.values()
+        whole._parts = {end: ticket for end, ticket in tickets.items() if ticket is not whole}
         return whole
 
 

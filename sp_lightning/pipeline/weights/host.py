@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.weights.sections import cut_offsets, find_cuts
+from sp_lightning.pipeline.weights.sections import divide
 from sp_lightning.pipeline.weights.weight import Weight
 
 ALIGNMENT = 256  # bytes; the strictest that kernels and quantised formats require of a tensor's address
@@ -144,8 +144,7 @@ class GroupHost:
         masters: The buffer that the masters already lie in, if an earlier arrangement has made it.
 
     Attributes:
-        cuts: Where large weights are cut into sections.
-        source_cuts: The offset of each cut in the memory that is sent.
+        sections: The sections of the memory that is sent.
     """
 
     def __init__(
@@ -179,9 +178,8 @@ class GroupHost:
             ]
         else:
             self.source_offsets, self.source = self._offsets, masters
-        self.cuts = find_cuts(self.weights)
         dtypes = [weight.compute_dtype for weight in self.weights]
-        self.source_cuts = cut_offsets(self.cuts, self.weights, self.source_offsets, dtypes)
+        self.sections = divide(self.weights, self.source_offsets, dtypes, self.source.bytes.nbytes)
         self._copied_state: MasterState | None = None  # of the masters when lowered copies were made of them
 
     def state(self) -> MasterState:

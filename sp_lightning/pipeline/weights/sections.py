@@ -13,6 +13,7 @@ weights are cut: a section is stepped as soon as its gradient has landed, and se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -44,24 +45,38 @@ class Cut(NamedTuple):
     elements: int
 
 
+class Section(NamedTuple):
+    """A section, as it lies in memory.
+
+    Attributes:
+        cut: Where it ends; None for the last one.
+        begin: Its first byte.
+        end: The byte after its last one.
+    """
+
+    cut: Cut | None
+    begin: int
+    end: int
+
+
 def cuts_in(elements: int) -> range:
     """Return where a weight with so many elements is cut."""
     return range(SECTION, elements, SECTION)
 
 
-def find_cuts(weights: Sequence[HasMaster]) -> list[Cut]:
-    """Return the places where these weights are cut, in their order in memory."""
-    return [Cut(weight, elements) for weight in weights for elements in cuts_in(weight.master.numel())]
-
-
-def sections_in(weights: Sequence[HasMaster]) -> int:
+def count_sections(weights: Sequence[HasMaster]) -> int:
     """Return the number of sections that a step of these weights, or a copy of all of them, is divided into."""
-    return len(find_cuts(weights)) + 1
+    return 1 + sum(len(cuts_in(weight.master.numel())) for weight in weights)
 
 
-def cut_offsets(
-    cuts: Sequence[Cut], weights: Sequence[HasMaster], offsets: Sequence[int], dtypes: Sequence[torch.dtype]
-) -> list[int]:
-    """Return the offset of each cut in memory where these weights lie at these offsets in these dtypes."""
-    where = dict(zip(weights, zip(offsets, dtypes, strict=True), strict=True))
-    return [where[cut.weight][0] + cut.elements * where[cut.weight][1].itemsize for cut in cuts]
+def divide(
+    weights: Sequence[HasMaster], offsets: Sequence[int], dtypes: Sequence[torch.dtype], nbytes: int
+) -> list[Section]:
+    """Return the sections of memory where these weights lie at these offsets in these dtypes."""
+    cuts: list[Cut | None] = []
+    ends = [0]
+    for weight, offset, dtype in zip(weights, offsets, dtypes, strict=True):
+        for elements in cuts_in(weight.master.numel()):
+            cuts.append(Cut(weight, elements))
+            ends.append(offset + elements * dtype.itemsize)
+    return [Section(cut, *extent) for cut, extent in zip([*cuts, None], pairwise([*ends, nbytes]), strict=True)]

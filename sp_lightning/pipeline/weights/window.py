@@ -15,7 +15,6 @@ do not wait for that: the optimizer steps groups in another order than that in w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -205,10 +204,9 @@ class Window:
 
     def _upload_behind_step(self, group: Group) -> None:
         """Send each section of the group when it has been stepped."""
-        host, step = group.host, group.being_stepped
-        assert step is not None
-        for cut, (begin, end) in zip([*host.cuts, None], pairwise([0, *host.source_cuts, group.nbytes]), strict=True):
-            self._upload(group, host.source.bytes[begin:end], begin, step.until(cut))
+        assert group.being_stepped is not None
+        for cut, begin, end in group.host.sections:
+            self._upload(group, group.host.source.bytes[begin:end], begin, group.being_stepped.until(cut))
 
     def _upload(self, group: Group, source: Tensor, offset: int = 0, after: Ticket | None = None) -> None:
         group.tickets.append(self._backend.upload(group.place[offset : offset + source.nbytes], source, after))

@@ -17,6 +17,7 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
+from sp_lightning.pipeline.weights.sections import Cut, Section
 from sp_lightning.pipeline.weights.window import Window
 
 from ..parts import PendingTicket, RecordingBackend, slots
@@ -341,10 +342,11 @@ def test_masters_that_are_being_stepped_are_sent_after_that(by: str) -> None:
 def test_sections_are_sent_after_their_own_part_of_the_step() -> None:
     scene = Scene(2, 2)
     group = scene.groups[0]
-    group.host.cuts, group.host.source_cuts = ["first", "second"], [1, 2]  # type: ignore[assignment,list-item]
+    cuts = [Cut(nn.Linear(1, 1), number) for number in range(2)]  # type: ignore[arg-type]
+    group.host.sections = [Section(cuts[0], 0, 1), Section(cuts[1], 1, 2), Section(None, 2, group.nbytes)]
     parts = [PendingTicket() for _ in range(3)]
     scene.window.outdate(group)
-    group.being_stepped = Ticket.of_parts(parts, ["first", "second"])
+    group.being_stepped = Ticket.of_parts(dict(zip([*cuts, None], parts, strict=True)))
     scene.backend.calls.clear()
     scene.window.bring(group)
     begins = [group.place.data_ptr() + begin for begin in (0, 1, 2)]
