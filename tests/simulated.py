@@ -14,13 +14,11 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.transfer.accelerator import _STREAMS_BEHIND_WORK
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.lanes import Origin, Ticket
 from sp_lightning.pipeline.transfer.threads import copy_memory
@@ -118,7 +116,6 @@ class Upload:
     not_before: float
     after: Sequence[Ticket]
     seconds: float
-    stream: int
 
     @property
     def issued(self) -> float:
@@ -149,7 +146,6 @@ class SimulatedBackend(Backend):
         self.main = 0.0  # when the main thread is here
         self._work: list[Work] = []
         self._uploads: list[Upload] = []
-        self._streams_behind_work = cycle(range(1, 1 + _STREAMS_BEHIND_WORK))
         self.spans: list[Span] = []
 
     @property
@@ -172,11 +168,8 @@ class SimulatedBackend(Backend):
             return self._run(Lane.UP, seconds, ends([] if after is None else [after]))
         ticket = SimulatedTicket(self, None, seconds)
         not_before = max(self.main, self._free[Lane.COMPUTE])
-        if after is None or after.done:
-            self._uploads.append(Upload(ticket, self.main, not_before, [], seconds, stream=0))
-        else:
-            stream = next(self._streams_behind_work)
-            self._uploads.append(Upload(ticket, self.main, not_before, [after], seconds, stream))
+        behind = [] if after is None or after.done else [after]
+        self._uploads.append(Upload(ticket, self.main, not_before, behind, seconds))
         return ticket
 
     def download(self, target: Tensor, source: Tensor) -> Ticket:
@@ -215,7 +208,7 @@ class SimulatedBackend(Backend):
             self._run_upload()
 
     def _run_upload(self) -> None:
-        """Of the copies that are next in their streams, the first to begin."""
+        """Of the next copy in the one stream, and of those behind work, for which streams are free, the first."""
         while self._run_work(before=min(upload.begin for upload in self._heads())):
             pass  # it may end before that, and a copy behind it begin
         upload = min(self._heads(), key=lambda upload: upload.begin)
@@ -226,9 +219,8 @@ class SimulatedBackend(Backend):
         self.spans.append(Span(Lane.UP, begin, begin + upload.seconds))
 
     def _heads(self) -> list[Upload]:
-        streams = {upload.stream for upload in self._uploads}
-        in_order = sorted(self._uploads, key=lambda upload: upload.issued)
-        return [next(upload for upload in in_order if upload.stream == stream) for stream in streams]
+        in_order = [upload for upload in self._uploads if not upload.after]
+        return [*in_order[:1], *(upload for upload in self._uploads if upload.after)]
 
     def _run_work(self, before: float = math.inf) -> bool:
         """Of the work that is ready the lowest rank comes first; nothing is done if there is none before a moment."""

@@ -57,6 +57,9 @@ class FakeStream:
         stream, until = event.stream, event.until
         self.give(f"wait for {stream.name}", lambda: stream.run(until))
 
+    def query(self) -> bool:
+        return self.has_done(self.position())
+
     def record_event(self) -> FakeEvent:
         event = FakeEvent(self._api)
         event.stream, event.until = self, self.position()

@@ -1,15 +1,14 @@
 """Accelerators: copies run on streams of their own, ordered by events.
 
 Copies to the device that have to wait for work on the host are issued when that is done, and so not in the order in
-which they were asked for. They have streams of their own: behind a copy that waits for computing to come so far, they
-would wait for that, too, although computing may need them first.
+which they were asked for. They have streams of their own, of which an idle one is taken: behind a copy that waits for
+computing to come so far, they would wait for that, too, although computing may need them first.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -78,7 +77,6 @@ class AcceleratorBackend(Backend):
             self._up = self._api.Stream()
             self._up_behind_work = [self._api.Stream() for _ in range(_STREAMS_BEHIND_WORK)]
             self._down = self._api.Stream()
-        self._streams_behind_work = cycle(self._up_behind_work)
         self._upload_staging = _Staging(self, "superpipeline-staged-upload")
         self._download_staging = _Staging(self, "superpipeline-staged-download")
         self._host = Worker("superpipeline-host", self._begin_work)
@@ -104,13 +102,21 @@ class AcceleratorBackend(Backend):
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         computing, pinned = self._api.current_stream(self.device), source.is_pinned()
         if after is not None and not after.done:
-            stream = next(self._streams_behind_work)
             computed = computing.record_event()  # the stream waits for it when the copy is issued, and no sooner
+            stream = self._stream_behind_work
             return self._copy_later(self._upload_staging, stream, target, source, pinned, after, computed)
         self._up.wait_stream(computing)
         if pinned and not self._upload_staging.lane.busy:  # else it would overtake copies before it
             return self._copy(self._up, target, source)
-        return self._copy_later(self._upload_staging, self._up, target, source, pinned)
+        return self._copy_later(self._upload_staging, lambda: self._up, target, source, pinned)
+
+    def _stream_behind_work(self) -> Any:
+        """Return an idle stream; if there is none, the one that was taken last: others may be waiting for computing."""
+        streams = self._up_behind_work
+        stream = next((stream for stream in streams if stream.query()), streams[-1])
+        streams.remove(stream)
+        streams.append(stream)
+        return stream
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
@@ -118,7 +124,7 @@ class AcceleratorBackend(Backend):
         pinned = target.is_pinned()
         if pinned and not self._download_staging.lane.busy:
             return self._copy(self._down, target, source)
-        return self._copy_later(self._download_staging, self._down, target, source, pinned)
+        return self._copy_later(self._download_staging, lambda: self._down, target, source, pinned)
 
     def _copy(self, stream: Any, target: Tensor, source: Tensor) -> _StreamTicket:
         begin, event = self._events()
@@ -138,7 +144,7 @@ class AcceleratorBackend(Backend):
     def _copy_later(
         self,
         staging: _Staging,
-        stream: Any,
+        choose_stream: Callable[[], Any],
         target: Tensor,
         source: Tensor,
         pinned: bool,
@@ -149,7 +155,7 @@ class AcceleratorBackend(Backend):
 
         Args:
             staging: Has the thread and the chunks.
-            stream: The stream.
+            choose_stream: Returns the stream, when the copy is issued.
             target: The memory to copy to.
             source: The memory to copy from.
             pinned: Whether the host memory is pinned, and needs no chunks.
@@ -160,6 +166,7 @@ class AcceleratorBackend(Backend):
 
         def job() -> None:
             with torch.inference_mode(False), self._api.device(self.device):
+                stream = choose_stream()
                 if computed is not None:
                     stream.wait_event(computed)
                 if begin is not None:

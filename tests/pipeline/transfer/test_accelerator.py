@@ -228,6 +228,21 @@ def test_uploads_keep_their_order_when_one_waits_for_work(
     assert slot.plain.tolist() == [2]
 
 
+def test_an_upload_behind_work_takes_a_stream_that_is_idle(scene: Scene) -> None:
+    """Another one that was issued before may have to wait for computing that has not come so far."""
+    slots, steps, computed = [scene.on_device(0) for _ in range(3)], [PendingTicket() for _ in range(3)], list[int]()
+    first = scene.backend.upload(slots[0], scene.on_host(1), steps[0])
+    scene.api.compute(lambda: computed.append(1))
+    others = [scene.backend.upload(slots[n], scene.on_host(1), steps[n]) for n in (1, 2)]
+    for n in (1, 2, 0):
+        steps[n].finish()
+    first.join()
+    assert computed == []
+    for ticket in others:
+        ticket.join()
+    assert computed == [1]
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 def test_an_upload_behind_work_does_not_wait_for_computing_that_came_later(scene: Scene, pinned: bool) -> None:
     """Another copy may wait for that already; in one stream it would hold this one up."""
