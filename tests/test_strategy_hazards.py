@@ -523,15 +523,15 @@ def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     pipeline._assembly.overlap._fused = True
     settings: list[dict[str, Any]] = []
 
-    def step(self: UnitStep, hyper: dict[str, Any], *args: Any) -> None:
+    def sections(self: UnitStep, hyper: dict[str, Any], *args: Any) -> Iterator[None]:
         settings.append(hyper)
-        plain_step(self, hyper, *args)
+        return plain_sections(self, hyper, *args)
 
-    plain_step = UnitStep.sections
+    plain_sections = UnitStep.sections
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     try:
-        with mock.patch.object(UnitStep, "sections", step):
+        with mock.patch.object(UnitStep, "sections", sections):
             yield settings
             optimizer.step()
             pipeline.settle()

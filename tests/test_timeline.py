@@ -101,7 +101,8 @@ def test_what_a_step_hangs_on(machine, lane, words):
 
 @pytest.mark.parametrize("in_backward", [True, False], ids=["stepped in backward", "under the next forward"])
 @pytest.mark.parametrize(
-    ("machine", "lane"), [*zip(MACHINES, [Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST], strict=True)]
+    ("machine", "lane"),
+    [*zip(MACHINES, [Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST, Lane.COMPUTE], strict=True)],
 )
 def test_what_a_real_step_hangs_on(machine, lane, in_backward):
     """The engine itself on virtual clocks: the lane that is named is the one with the most to do."""

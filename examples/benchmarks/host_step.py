@@ -79,7 +79,13 @@ def unit_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
     copies: Sequence[Tensor | None] = unit.copies if work == "mixed" else [None] * len(unit.masters)
     scaling = Scaling() if work == "update" else Scaling((torch.tensor(FACTOR),))
     stepper = UnitStep(optimizer, unit.masters)
-    return lambda: stepper.step(hyper, gradients, scaling, copies)
+
+    @torch.no_grad()
+    def step() -> None:
+        for _ in stepper.sections(hyper, gradients, scaling, copies, wait_for_all=lambda: None):
+            pass
+
+    return step
 
 
 VARIANTS: dict[str, Callable[[Unit, str], Callable[[], None]]] = {
