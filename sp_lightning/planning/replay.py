@@ -11,7 +11,7 @@ units. The sections of a unit are taken to be of equal size: only when the first
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -129,8 +129,9 @@ class Replay:
         self._next = 0  # the first use that has not been fetched ahead
         self._pieces = [0.0] * PIECES
         self._piece = 0
-        self._queued: list[_Group] = []  # groups given to the optimizer whose `stepped` has not been computed
-        self._coming: list[_Group] = []  # those of them that are sent as soon as they have been stepped
+        self._landing: list[_Group] = []  # groups given to the optimizer, the next one to land last
+        self._landed: list[tuple[int, _Group]] = []  # those that have landed, as a heap: the soonest needed first
+        self._coming: list[_Group] = []  # groups that are sent as soon as they have been stepped
 
     def _lay_out(self, layout: Layout) -> None:
         workload = self._workload
@@ -242,7 +243,7 @@ class Replay:
 
     def _send_what_is_stepped_now(self) -> None:
         if self._coming:
-            if self._queued and self._host < self.compute:
+            if self._host < self.compute:
                 self._run_queue(before=self.compute)
             self._send_stepped(by=self.compute)
 
@@ -287,7 +288,7 @@ class Replay:
 
     def _step_group(self, group: _Group, position: int) -> None:
         """Give a group to the optimizer, which makes its copy on the device outdated."""
-        self._queued.append(group)
+        insort(self._landing, group, key=lambda group: -group.landed.first)
         group.loaded, group.stepped, group.left = False, None, group.sections
         if group is not self._resident:
             self._next = min(self._next, self._next_use(group, position + 1))
@@ -299,22 +300,20 @@ class Replay:
             until: The group to stop after. Groups behind it may still be overtaken by ones that land later.
             before: The moment to stop at, for the same reason.
         """
-        coming = sorted(self._queued, key=lambda group: -group.landed.first)
-        landed: list[tuple[int, _Group]] = []
-        while (coming or landed) and (until is None or until.stepped is None):
-            if max(self._host, 0.0 if landed else coming[-1].landed.first) >= before:
+        landing, landed = self._landing, self._landed
+        while (landing or landed) and (until is None or until.stepped is None):
+            if max(self._host, 0.0 if landed else landing[-1].landed.first) >= before:
                 break
             if not landed:
-                self._host = max(self._host, coming[-1].landed.first)
-            while coming and coming[-1].landed.first <= self._host:
-                group = coming.pop()
+                self._host = max(self._host, landing[-1].landed.first)
+            while landing and landing[-1].landed.first <= self._host:
+                group = landing.pop()
                 heappush(landed, (group.index, group))
             _, group = heappop(landed)
-            more_urgent = coming[-1].landed.first if coming and coming[-1].index < group.index else inf
+            more_urgent = landing[-1].landed.first if landing and landing[-1].index < group.index else inf
             self._step_sections(group, more_urgent)
             if group.left:
                 heappush(landed, (group.index, group))
-        self._queued = [*coming, *(group for _, group in landed)]
 
     def _step_sections(self, group: _Group, until: float) -> None:
         """Step the sections of a group that are left, as far as they begin before something more urgent has landed."""
