@@ -92,40 +92,37 @@ class SimulatedTicket(Ticket):
 
 
 @dataclass
-class Work:
-    """A job for the host's worker thread, which has run, and has still to take its time."""
+class Pending:
+    """What has been done at once, and has still to take its time."""
 
     ticket: SimulatedTicket
-    rank: int
-    given: float
+    asked: float
     after: Sequence[Ticket]
     seconds: float
 
     @property
     def ready(self) -> float:
         """When all is done that it comes after; never, as long as some of that has not been given its time."""
-        return max([self.given, *ends_so_far(self.after)])
+        return max([self.asked, *ends_so_far(self.after)])
 
 
 @dataclass
-class Upload:
-    """A copy to the device that has been made, and has still to take its time."""
+class Work(Pending):
+    """A job for the host's worker thread."""
 
-    ticket: SimulatedTicket
-    asked: float
+    rank: int
+
+
+@dataclass
+class Upload(Pending):
+    """A copy to the device, which is told of it when it is ready."""
+
     not_before: float
-    after: Sequence[Ticket]
-    seconds: float
-
-    @property
-    def issued(self) -> float:
-        """When the device is told of it; never, as long as work before it has not been given its time."""
-        return max([self.asked, *ends_so_far(self.after)])
 
     @property
     def begin(self) -> float:
         """When it can begin."""
-        return max(self.issued, self.not_before)
+        return max(self.ready, self.not_before)
 
 
 class SimulatedBackend(Backend):
@@ -169,7 +166,7 @@ class SimulatedBackend(Backend):
         ticket = SimulatedTicket(self, None, seconds)
         not_before = max(self.main, self._free[Lane.COMPUTE])
         behind = [] if after is None or after.done else [after]
-        self._uploads.append(Upload(ticket, self.main, not_before, behind, seconds))
+        self._uploads.append(Upload(ticket, self.main, behind, seconds, not_before))
         return ticket
 
     def download(self, target: Tensor, source: Tensor) -> Ticket:
@@ -192,7 +189,7 @@ class SimulatedBackend(Backend):
         if not self._overlap:
             return self._run(Lane.HOST, seconds, ends(after))
         ticket = SimulatedTicket(self, None, seconds)
-        self._work.append(Work(ticket, rank, self.main, after, seconds))
+        self._work.append(Work(ticket, self.main, after, seconds, rank))
         return ticket
 
     def put_in_order(self, until: SimulatedTicket | None = None) -> None:
@@ -214,7 +211,7 @@ class SimulatedBackend(Backend):
         upload = min(self._heads(), key=lambda upload: upload.begin)
         self._uploads.remove(upload)
         begin = max(self._free[Lane.UP], upload.begin)
-        upload.ticket.issued = upload.issued
+        upload.ticket.issued = upload.ready
         self._free[Lane.UP] = upload.ticket.end = begin + upload.seconds
         self.spans.append(Span(Lane.UP, begin, begin + upload.seconds))
 

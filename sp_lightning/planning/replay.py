@@ -155,7 +155,7 @@ class Replay:
         if not self._resident.loaded and self._resident.nbytes:
             self._load(self._resident)
         self._fetch_ahead(first - 1, first)
-        self.compute = max(self.compute, self._resident.ready)
+        self._wait_for(self._resident)
         left = 0.0  # when the activations of the previous unit have left the device
         for call, unit in enumerate(self._order):
             self._bring(first + call)
@@ -228,6 +228,10 @@ class Replay:
         if not group.loaded:
             self._load(group)
             self._next = position + 1
+        self._wait_for(group)
+
+    def _wait_for(self, group: _Group) -> None:
+        """Have computing wait for a group's copy to the device."""
         if group in self._coming:
             self._run_queue(until=group)
             assert group.stepped is not None

@@ -153,3 +153,12 @@ def test_inference_sends_every_unit_once_for_each_forward() -> None:
     machine = Machine(100.0, 100.0, 1.0)
     for k, resident, loads in [(2, (), 10), (5, (), 10), (2, (1, 4, 7), 7), (10, (), 0)]:
         assert predict(workload, machine, Choice(k, 1, resident)).bytes_to_device == loads * 100
+
+
+def test_computing_waits_for_resident_weights_that_are_still_being_stepped() -> None:
+    """They are sent first in the next step, as every unit may need them."""
+    resident = UnitWork("resident", 100, 100, 100)
+    workload = Workload((UnitWork("", 100, forward_seconds=1.0, backward_seconds=2.0),), resident)
+    machine = Machine(to_device=100.0, to_host=100.0, optimizer=10.0)
+    # after backward: their gradients leave, they are stepped, and they come back
+    assert predict(workload, machine, Choice(1)).seconds == pytest.approx(1 + 2 + 1 + 10 + 1)
