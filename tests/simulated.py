@@ -5,7 +5,8 @@
     host      work that reads and writes host memory: adding gradients, stepping an optimizer
 
 The main thread is the host that launches; launching takes no time. Memory is really copied and jobs are really run, at
-once, when they are asked for: numbers are right, and times are the same in every run, on any machine.
+once, when they are asked for: numbers are right, and times are the same in every run, on any machine. What a job has
+used is given back when its time is over.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class Work(Pending):
     """A job for the host's worker thread."""
 
     rank: int
+    cleanup: Callable[[], None] | None
 
 
 @dataclass
@@ -183,13 +185,13 @@ class SimulatedBackend(Backend):
     ) -> Ticket:
         """Run a job at once; its time on the host's worker thread comes when it is its turn."""
         job()
-        if cleanup is not None:
-            cleanup()
         seconds = nbytes / self._rates[Lane.HOST]
         if not self._overlap:
+            if cleanup is not None:
+                cleanup()
             return self._run(Lane.HOST, seconds, ends(after))
         ticket = SimulatedTicket(self, None, seconds)
-        self._work.append(Work(ticket, self.main, after, seconds, rank))
+        self._work.append(Work(ticket, self.main, after, seconds, rank, cleanup))
         return ticket
 
     def put_in_order(self, until: SimulatedTicket | None = None) -> None:
@@ -228,6 +230,8 @@ class SimulatedBackend(Backend):
         self._work.remove(work)
         self._free[Lane.HOST] = work.ticket.end = begin + work.seconds
         self.spans.append(Span(Lane.HOST, begin, begin + work.seconds))
+        if work.cleanup is not None:
+            work.cleanup()
         return True
 
     def wait(self, ticket: Ticket) -> None:

@@ -15,6 +15,7 @@ from transformers import ViTForImageClassification as ViT
 
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
 from sp_lightning.pipeline.division.finder import find_units
+from sp_lightning.pipeline.gradients import landing
 from sp_lightning.planning import Choice, predict
 from sp_lightning.planning.cost import activation_bytes, gradient_bytes, weight_bytes
 from sp_lightning.planning.dry_run import CannotFollow, dry_run, shapes_of
@@ -108,7 +109,8 @@ MASKED = {llama: 1.12, t5: 1.08, vit: 1.0}
     [(llama, "32-true"), (llama, "bf16-mixed"), (t5, "32-true"), (vit, "bf16-mixed"), (vit, "bf16-true")],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_what_the_engine_counts(build, precision):
+def test_what_the_engine_counts(build, precision, monkeypatch):
+    monkeypatch.setattr(landing, "available_host_memory", lambda: None)  # or slots depend on how slow the optimizer is
     module = Wrapped(build)
     found = estimate(module, module.example_input_array, Assumptions(precision=precision, activations="keep"))
     workload, choice = found.workload, Choice(2, 1)

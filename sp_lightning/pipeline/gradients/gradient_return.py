@@ -35,11 +35,11 @@ from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
-_UNITS_PER_SLOT = 5  # the number of slots limits how far the optimizer may fall behind
+_UNITS_PER_SLOT = 5  # where host memory is scarce, slots limit how far the optimizer may fall behind
 
 
 def slots_in_ring(units: int, together: int) -> int:
-    """Return the most slots that the ring may have.
+    """Return the number of slots that the ring may have on any host.
 
     Args:
         units: Number of units.
@@ -250,7 +250,7 @@ class GradientReturn:
         if route is Route.OPTIMIZER and self._homes.has_lower(unit):  # from before the unit was stepped in backward
             self.gradients.wait_until_landed(weights)
             self._homes.give_up_lower(unit)
-        shipment = self._send_home(parcel, route) if route.stays else self._send_through_slot(parcel)
+        shipment = self._send_home(parcel, route) if route.stays else self._send_through_slot(parcel, route)
         self._stats.bytes_to_host += parcel.bytes_to_send
         self._shipped.update(dict.fromkeys(weights))
         if route is Route.SUM:
@@ -273,8 +273,9 @@ class GradientReturn:
             self.gradients.note_norms(dict(zip(weights, home.norms, strict=True)))
         return Shipment(unit, weights, home.tensors, ticket, None)
 
-    def _send_through_slot(self, parcel: Parcel) -> Shipment:
-        slot = self._ring.take(parcel.nbytes)
+    def _send_through_slot(self, parcel: Parcel, route: Route) -> Shipment:
+        # The optimizer may catch up during the next forward; sums that fall behind do so in the next backward, too.
+        slot = self._ring.take(parcel.nbytes, patient=route is Route.SUM)
         ticket = self._start_copy(slot.memory, parcel)
         return Shipment(parcel.unit, parcel.weights, slot.tensors(parcel.weights, parcel.dtypes), ticket, slot)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.host import HostBuffer, lay_out, tensor_in
@@ -24,6 +25,7 @@ from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 PIECES = 2  # one is filled while the other leaves
+_LEFT_FREE = 0.1  # of the host's memory, when there are more slots than a few
 
 
 class GradientLayout(NamedTuple):
@@ -256,34 +258,41 @@ class Ring:
     Args:
         backend: Pins the memory.
         pin: Whether to pin it.
-        most: The largest number of slots.
+        few: Number of slots that it may always have.
     """
 
-    def __init__(self, backend: Backend, pin: bool, most: int) -> None:
+    def __init__(self, backend: Backend, pin: bool, few: int) -> None:
         self._backend = backend
         self._pin = pin
-        self._most = most
+        self._few = few
         self._slots: list[Slot] = []
         self._released = threading.Condition()
 
-    def take(self, nbytes: int) -> Slot:
-        """Take a slot of at least `nbytes`; block until one is released if all are in use."""
+    def take(self, nbytes: int, patient: bool = False) -> Slot:
+        """Take a slot; block until one is released if all are in use and there may not be more.
+
+        Args:
+            nbytes: The least bytes that it must have.
+            patient: Whether to rather wait than have more than a few, where the host has memory to spare.
+        """
         with self._released:
-            slot = self._free()
-            if slot is None and len(self._slots) < self._most:
-                slot = self._make(nbytes)
-            while slot is None:
+            while (slot := self._find(nbytes, patient)) is None:
                 self._released.wait()
-                slot = self._free()
-            if slot.memory.nbytes < nbytes:
-                self._slots.remove(slot)
-                slot.buffer.release()
-                slot = self._make(nbytes)
             slot.take()
             return slot
 
-    def _free(self) -> Slot | None:
-        return next((slot for slot in self._slots if slot.is_free), None)
+    def _find(self, nbytes: int, patient: bool) -> Slot | None:
+        """Find the smallest free slot that is large enough, or make one; None if there may not be more."""
+        free = sorted((slot for slot in self._slots if slot.is_free), key=lambda slot: slot.memory.nbytes)
+        large_enough = next((slot for slot in free if slot.memory.nbytes >= nbytes), None)
+        if large_enough is not None:
+            return large_enough
+        if free:
+            self._slots.remove(free[-1])
+            free[-1].buffer.release()
+            return self._make(nbytes)
+        may_grow = len(self._slots) < self._few or (not patient and _is_left_over(nbytes))
+        return self._make(nbytes) if may_grow else None
 
     def _make(self, nbytes: int) -> Slot:
         self._slots.append(Slot(nbytes, self._backend, self._pin, self._released))
@@ -302,6 +311,12 @@ class Ring:
         """Unpin the memory."""
         for slot in self._slots:
             slot.buffer.release()
+
+
+def _is_left_over(nbytes: int) -> bool:
+    """Tell whether the host has so much memory to spare."""
+    free, total = available_host_memory(), total_host_memory()
+    return free is not None and total is not None and free - nbytes >= _LEFT_FREE * total
 
 
 @dataclass(eq=False)

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Sequence
 
 from sp_lightning.pipeline.gradients.landing import lay_out_gradients
+from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.weights.host import available_host_memory, total_host_memory
 from sp_lightning.pipeline.weights.units import Unit
 
 _PINNED_SHARE = 0.8  # of the host's memory, so that the rest of the system does not starve

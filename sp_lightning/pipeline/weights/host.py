@@ -280,21 +280,3 @@ class GroupHost:
                 words = (offset + elements * host.element_size()) // _WORD
                 chosen.append((words[:, None] + words_each).flatten())
             return torch.cat(chosen)
-
-
-def available_host_memory() -> int | None:
-    """Return the bytes of host memory that are free now, or None if the system does not tell."""
-    return _from_meminfo("MemAvailable")
-
-
-def total_host_memory() -> int | None:
-    """Return the bytes of host memory, or None if the system does not tell."""
-    return _from_meminfo("MemTotal")
-
-
-def _from_meminfo(name: str) -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
-    except OSError:
-        return None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.pipeline.gradients import landing
 from sp_lightning.pipeline.gradients.landing import (
     GradientPiece,
     Pieces,
@@ -146,9 +148,15 @@ def test_a_piece_lies_on_the_device() -> None:
 # ----------------------------------------------------------------------------------------------------- slots and a ring
 
 
+@pytest.fixture(autouse=True)
+def nothing_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine that runs these tests has."""
+    monkeypatch.setattr(landing, "available_host_memory", lambda: None)
+
+
 def test_who_takes_a_slot_waits_until_one_is_free() -> None:
     """Whichever is free first: the optimizer may come late to the oldest."""
-    ring = Ring(RecordingBackend(), pin=False, most=2)
+    ring = Ring(RecordingBackend(), pin=False, few=2)
     oldest, newest = ring.take(256), ring.take(256)
     assert not oldest.is_free
     taken: list[Slot] = []
@@ -164,7 +172,7 @@ def test_who_takes_a_slot_waits_until_one_is_free() -> None:
 
 def test_slots_are_made_as_they_are_needed() -> None:
     """A host that keeps up needs one, whatever the limit."""
-    ring = Ring(RecordingBackend(), pin=False, most=5)
+    ring = Ring(RecordingBackend(), pin=False, few=5)
     assert ring.nbytes() == 0
     for _ in range(4):
         ring.take(256).release()
@@ -176,7 +184,7 @@ def test_slots_are_made_as_they_are_needed() -> None:
 
 def test_when_all_slots_are_in_use_the_first_to_be_free_is_waited_for() -> None:
     """The host's work is done in order, so the slot that was taken first comes back first."""
-    ring = Ring(RecordingBackend(), pin=False, most=2)
+    ring = Ring(RecordingBackend(), pin=False, few=2)
     first, second = ring.take(256), ring.take(256)
     for expected in (first, second, first, second):
         got: list[Slot] = []
@@ -192,7 +200,7 @@ def test_when_all_slots_are_in_use_the_first_to_be_free_is_waited_for() -> None:
 
 def test_a_free_slot_is_not_waited_for() -> None:
     """Even if another one was taken earlier."""
-    ring = Ring(RecordingBackend(), pin=False, most=2)
+    ring = Ring(RecordingBackend(), pin=False, few=2)
     _, second = ring.take(256), ring.take(256)
     second.release()
     assert ring.take(256) is second
@@ -201,7 +209,7 @@ def test_a_free_slot_is_not_waited_for() -> None:
 def test_a_slot_that_is_too_small_is_replaced() -> None:
     """Units have unequal sizes; the page-lock of the old memory is undone, and there are not more slots for it."""
     backend = RecordingBackend(can_pin=True)
-    ring = Ring(backend, pin=True, most=2)
+    ring = Ring(backend, pin=True, few=2)
     small = ring.take(256)
     small.release()
     large = ring.take(1024)
@@ -214,7 +222,7 @@ def test_a_slot_that_is_too_small_is_replaced() -> None:
 
 
 def test_a_slot_that_is_too_small_and_in_use_is_waited_for() -> None:
-    ring = Ring(RecordingBackend(), pin=False, most=1)
+    ring = Ring(RecordingBackend(), pin=False, few=1)
     small = ring.take(256)
     got: list[Slot] = []
     thread = threading.Thread(target=lambda: got.append(ring.take(512)))
@@ -226,8 +234,64 @@ def test_a_slot_that_is_too_small_and_in_use_is_waited_for() -> None:
     assert got[0].memory.nbytes == 512
 
 
+@pytest.mark.parametrize(
+    ("free", "total", "made"), [(1000, 2000, 3), (455, 2000, 2), (456, 2000, 3), (None, 2000, 2), (1000, None, 2)]
+)
+def test_there_are_more_slots_than_a_few_if_the_host_has_memory_to_spare(
+    free: int | None, total: int | None, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of the host's memory stays free; where it is not known, there are a few."""
+    monkeypatch.setattr(landing, "available_host_memory", lambda: free)
+    monkeypatch.setattr(landing, "total_host_memory", lambda: total)
+    ring = Ring(RecordingBackend(), pin=False, few=2)
+    oldest, _ = ring.take(256), ring.take(256)
+    taken: list[Slot] = []
+    thread = threading.Thread(target=lambda: taken.append(ring.take(256)))
+    thread.start()
+    thread.join(0.03)
+    assert len(taken) == made - 2
+    oldest.release()
+    thread.join(5)
+    assert ring.nbytes() == made * 256
+
+
+def test_who_is_patient_waits_also_where_there_is_memory_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landing, "_is_left_over", lambda nbytes: True)
+    ring = Ring(RecordingBackend(), pin=False, few=1)
+    slot = ring.take(256)
+    taken: list[Slot] = []
+    thread = threading.Thread(target=lambda: taken.append(ring.take(256, patient=True)))
+    thread.start()
+    thread.join(0.03)
+    assert taken == []
+    slot.release()
+    thread.join(5)
+    assert taken == [slot]
+
+
+def test_the_smallest_slot_that_is_large_enough_is_taken() -> None:
+    """A large one is kept for what needs it, or in time all would be large."""
+    ring = Ring(RecordingBackend(), pin=False, few=3)
+    large, small = ring.take(1024), ring.take(256)
+    large.release()
+    small.release()
+    assert ring.take(256) is small
+    assert ring.take(512) is large
+
+
+def test_of_slots_that_are_too_small_the_largest_is_replaced() -> None:
+    ring = Ring(RecordingBackend(), pin=False, few=2)
+    medium, small = ring.take(512), ring.take(256)
+    medium.release()
+    small.release()
+    large = ring.take(1024)
+    assert ring.nbytes() == 1024 + 256
+    assert ring.take(256) is small
+    assert not large.is_free
+
+
 def test_after_an_exception_all_slots_are_free() -> None:
-    ring = Ring(RecordingBackend(), pin=False, most=2)
+    ring = Ring(RecordingBackend(), pin=False, few=2)
     held = [ring.take(256), ring.take(256)]
     ring.release_all()
     assert all(slot.is_free for slot in held)
@@ -236,7 +300,7 @@ def test_after_an_exception_all_slots_are_free() -> None:
 
 def test_closing_a_ring_undoes_page_locks() -> None:
     backend = RecordingBackend(can_pin=True)
-    ring = Ring(backend, pin=True, most=3)
+    ring = Ring(backend, pin=True, few=3)
     for _ in range(2):
         ring.take(256)
     assert len(backend.pinned) == 2

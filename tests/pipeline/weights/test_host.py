@@ -18,11 +18,9 @@ from sp_lightning.pipeline.weights.host import (
     GroupHost,
     HostBuffer,
     as_bytes,
-    available_host_memory,
     is_dense,
     lay_out,
     tensor_in,
-    total_host_memory,
 )
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -295,22 +293,6 @@ def test_masters_that_are_not_sent_are_not_page_locked() -> None:
     lowered = GroupHost([weight], RecordingBackend(), True, first.masters)
     assert not lowered.masters.pinned
     assert lowered.source.pinned
-
-
-def test_how_much_memory_there_is() -> None:
-    free, total = available_host_memory(), total_host_memory()
-    assert free is None or total is None or 0 < free <= total
-
-
-def test_unknown_memory_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not every system has /proc/meminfo."""
-
-    def no_file(*args: object) -> None:
-        raise FileNotFoundError
-
-    monkeypatch.setattr("builtins.open", no_file)
-    assert available_host_memory() is None
-    assert total_host_memory() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hide memory from forked processes")

@@ -1,0 +1,103 @@
+"""How much memory the host has: the machine's, or that of a control group that may use less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sp_lightning.pipeline import host_memory
+from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
+
+KIB = 1024
+MEMINFO = "MemTotal:        1000 kB\nMemFree:          300 kB\nMemAvailable:     800 kB\n"
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of a file system, with a machine of 1000 KiB, of which 800 are free."""
+    monkeypatch.setattr(host_memory, "_PROCESSES", tmp_path / "proc")
+    monkeypatch.setattr(host_memory, "_CONTROL_GROUPS", tmp_path / "cgroup")
+    write(tmp_path / "proc/meminfo", MEMINFO)
+    return tmp_path
+
+
+def write(path: Path, text: str | int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def limit(folder: Path, most: str | int, used: int, cache: int) -> None:
+    """Make a control group."""
+    write(folder / "memory.max", most)
+    write(folder / "memory.current", used)
+    write(folder / "memory.stat", f"anon 12345\nactive_file 6789\ninactive_file {cache}\n")
+
+
+def known() -> tuple[int | None, int | None]:
+    return available_host_memory(), total_host_memory()
+
+
+def test_this_machine() -> None:
+    free, total = known()
+    assert free is None or total is None or 0 < free <= total
+
+
+def test_without_a_limit_it_is_what_the_machine_has(system: Path) -> None:
+    assert known() == (800 * KIB, 1000 * KIB)
+    write(system / "proc/self/cgroup", "0::/user.slice")
+    limit(system / "cgroup/user.slice", "max", used=100 * KIB, cache=0)
+    assert known() == (800 * KIB, 1000 * KIB)
+
+
+def test_a_system_that_does_not_tell(system: Path) -> None:
+    """Not every one has /proc/meminfo."""
+    (system / "proc/meminfo").unlink()
+    limit(system / "cgroup", 400 * KIB, used=0, cache=0)
+    assert known() == (None, None)
+
+
+def test_the_limit_of_a_container(system: Path) -> None:
+    """File caches are given up when memory is needed."""
+    write(system / "proc/self/cgroup", "0::/")
+    limit(system / "cgroup", 400 * KIB, used=300 * KIB, cache=50 * KIB)
+    assert known() == (150 * KIB, 400 * KIB)
+
+
+def test_a_container_whose_path_is_the_one_on_its_machine(system: Path) -> None:
+    write(system / "proc/self/cgroup", "0::/kubepods/pod12/abc")
+    limit(system / "cgroup", 400 * KIB, used=300 * KIB, cache=0)
+    assert known() == (100 * KIB, 400 * KIB)
+
+
+def test_groups_lie_in_groups(system: Path) -> None:
+    """A job may have more left than its user."""
+    write(system / "proc/self/cgroup", "0::/user/job")
+    limit(system / "cgroup/user/job", 500 * KIB, used=100 * KIB, cache=0)
+    limit(system / "cgroup/user", 600 * KIB, used=550 * KIB, cache=0)
+    assert known() == (50 * KIB, 500 * KIB)
+
+
+def test_a_limit_that_is_larger_than_the_machine(system: Path) -> None:
+    write(system / "proc/self/cgroup", "0::/")
+    limit(system / "cgroup", 9000 * KIB, used=10 * KIB, cache=0)
+    assert known() == (800 * KIB, 1000 * KIB)
+
+
+def test_a_group_over_its_limit_has_nothing_left(system: Path) -> None:
+    """A limit may be lowered below what is in use."""
+    write(system / "proc/self/cgroup", "0::/")
+    limit(system / "cgroup", 100 * KIB, used=300 * KIB, cache=0)
+    assert known() == (0, 100 * KIB)
+
+
+def test_the_first_version_of_control_groups(system: Path) -> None:
+    """Each controller has a tree of its own, and no limit is a very large number."""
+    write(system / "proc/self/cgroup", "9:name=systemd:/\n5:cpu,cpuacct:/jobs/7\n4:memory:/jobs/7\n0::/")
+    write(system / "cgroup/memory/memory.limit_in_bytes", 9223372036854771712)
+    write(system / "cgroup/memory/memory.usage_in_bytes", 700 * KIB)
+    assert known() == (800 * KIB, 1000 * KIB)
+    write(system / "cgroup/memory/jobs/7/memory.limit_in_bytes", 500 * KIB)
+    write(system / "cgroup/memory/jobs/7/memory.usage_in_bytes", 450 * KIB)
+    write(system / "cgroup/memory/jobs/7/memory.stat", f"inactive_file 1\ntotal_inactive_file {20 * KIB}")
+    assert known() == (70 * KIB, 500 * KIB)
