@@ -47,6 +47,12 @@ ALLOWED_VARIABLES = {
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Of several processes none is given all the long tests, which come first: xdist hands out an eighth at once."""
+    if getattr(config.option, "maxschedchunk", 0) is None:
+        config.option.maxschedchunk = 2
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first, so that of several processes none is left alone with one at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

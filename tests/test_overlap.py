@@ -360,6 +360,7 @@ def test_host_bytes_per_parameter(
     How large a part depends on how far the optimizer falls behind, unless memory is scarce.
     """
     monkeypatch.setattr(landing, "_is_left_over", lambda nbytes: not scarce)
+    monkeypatch.setattr(sections, "SECTION", 256 * 256 // 4)  # of weights that are larger than elsewhere in this file
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(20)])
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[nn.Linear]))

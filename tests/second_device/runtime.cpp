@@ -83,7 +83,7 @@ namespace {
 
 // Of all that follows. Never destroyed, as nothing here is: threads outlive `main`.
 std::mutex& mutex = *new std::mutex;
-std::condition_variable& changed = *new std::condition_variable;
+std::condition_variable& changed = *new std::condition_variable;  // something was done
 
 }  // namespace
 
@@ -97,6 +97,7 @@ struct CUstream_st {
   std::deque<Job> jobs;
   std::vector<Access> accesses;
   bool has_thread = false;
+  std::condition_variable wakes;  // its thread
 };
 
 namespace {
@@ -142,12 +143,14 @@ void pause_a_while(uint64_t number) {
 void run_stream(cudaStream_t stream) {
   std::unique_lock lock(mutex);
   while (true) {
-    changed.wait(lock, [&] { return !stream->jobs.empty(); });
+    stream->wakes.wait(lock, [&] { return !stream->jobs.empty(); });
     Job job = std::move(stream->jobs.front());
     stream->jobs.pop_front();
-    lock.unlock();
-    if (job.run) job.run();
-    lock.lock();
+    if (job.run) {
+      lock.unlock();
+      job.run();
+      lock.lock();
+    }
     stream->done = job.number;
     if (!stream->copies.empty() && stream->copies.front() == job.number) stream->copies.pop_front();
     changed.notify_all();
@@ -205,16 +208,20 @@ uint64_t give(cudaStream_t stream, std::function<void()> run, const std::vector<
   if (stream->clock.size() <= stream->index) stream->clock.resize(stream->index + 1);
   stream->clock[stream->index] = number;
   for (const auto& range : ranges) stream->accesses.push_back({number, range, what});
+  bool wakes = bool(run);  // not for a kernel, which is done already: a switch of threads takes longer than most of them
   stream->jobs.push_back({number, std::move(run)});
   if (!stream->has_thread) {
     stream->has_thread = true;
     std::thread(run_stream, stream).detach();
   }
-  changed.notify_all();
+  if (wakes) stream->wakes.notify_one();
   return number;
 }
 
 void wait_for(std::unique_lock<std::mutex>& lock, const Clock& clock) {
+  for (size_t index = 0; index < clock.size(); ++index) {
+    if (streams[index]->done < clock[index]) streams[index]->wakes.notify_one();
+  }
   changed.wait(lock, [&] { return is_done(clock); });
   host_has_seen(clock);
 }
@@ -472,7 +479,10 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t given) {
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t given) {
   std::unique_lock lock(mutex);
   auto stream = resolve(given);
-  if (stream->done < stream->given) return cudaErrorNotReady;
+  if (stream->done < stream->given) {
+    stream->wakes.notify_one();
+    return cudaErrorNotReady;
+  }
   host_has_seen(stream->clock);
   return cudaSuccess;
 }
