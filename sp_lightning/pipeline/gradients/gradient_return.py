@@ -249,7 +249,9 @@ class GradientReturn:
         )
         if route is Route.OPTIMIZER and self._homes.has_lower(unit):  # from before the unit was stepped in backward
             self.gradients.wait_until_landed(weights)
-            self._homes.give_up_lower(unit)
+            left = self._homes.give_up_lower(unit)
+            if left is not None:
+                self._ring.take_over(left)
         shipment = self._send_home(parcel, route) if route.stays else self._send_through_slot(parcel, route)
         self._stats.bytes_to_host += parcel.bytes_to_send
         self._shipped.update(dict.fromkeys(weights))

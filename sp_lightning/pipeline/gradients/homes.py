@@ -79,9 +79,17 @@ class Homes:
         """Tell whether a unit has a home for gradients in a lower dtype."""
         return unit in self._lower
 
-    def give_up_lower(self, unit: Unit) -> None:
-        """Give up a unit's home for gradients in a lower dtype, when no copy is on its way to it."""
-        self._lower.pop(unit).buffer.release()
+    def give_up_lower(self, unit: Unit) -> HostBuffer | None:
+        """Give up a unit's home for gradients in a lower dtype, when no copy is on its way to it.
+
+        Returns:
+            Its memory, or None if somebody else holds a part of it.
+        """
+        home = self._lower.pop(unit)
+        if all(_are_free(home.tensors)):
+            return home.buffer
+        home.buffer.release()
+        return None
 
     def release_outgrown(self) -> None:
         """Unpin the memory of homes that were replaced, when no copy is on its way to them."""

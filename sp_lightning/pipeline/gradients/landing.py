@@ -235,9 +235,9 @@ class Slot(TensorsIn):
         is_free: Whether nothing is on its way into it, or waits in it to be read.
     """
 
-    def __init__(self, nbytes: int, backend: Backend, pin: bool, released: threading.Condition) -> None:
-        self.buffer = HostBuffer(nbytes, backend, pin)
-        super().__init__(self.buffer.bytes)
+    def __init__(self, buffer: HostBuffer, released: threading.Condition) -> None:
+        self.buffer = buffer
+        super().__init__(buffer.bytes)
         self.is_free = True
         self._released = released
 
@@ -281,21 +281,36 @@ class Ring:
             slot.take()
             return slot
 
+    def take_over(self, buffer: HostBuffer) -> None:
+        """Make a slot of memory that was used otherwise if all others are in use; release it if not."""
+        with self._released:
+            if not self._free() and self._may_grow(0, patient=False):
+                self._add(buffer)
+            else:
+                buffer.release()
+
     def _find(self, nbytes: int, patient: bool) -> Slot | None:
         """Find the smallest free slot that is large enough, or make one; None if there may not be more."""
-        free = sorted((slot for slot in self._slots if slot.is_free), key=lambda slot: slot.memory.nbytes)
+        free = self._free()
         large_enough = next((slot for slot in free if slot.memory.nbytes >= nbytes), None)
         if large_enough is not None:
             return large_enough
         if free:
             self._slots.remove(free[-1])
             free[-1].buffer.release()
-            return self._make(nbytes)
-        may_grow = len(self._slots) < self._few or (not patient and _is_left_over(nbytes))
-        return self._make(nbytes) if may_grow else None
+        elif not self._may_grow(nbytes, patient):
+            return None
+        return self._add(HostBuffer(nbytes, self._backend, self._pin))
 
-    def _make(self, nbytes: int) -> Slot:
-        self._slots.append(Slot(nbytes, self._backend, self._pin, self._released))
+    def _free(self) -> list[Slot]:
+        """Return the slots that are free, the smallest first."""
+        return sorted((slot for slot in self._slots if slot.is_free), key=lambda slot: slot.memory.nbytes)
+
+    def _may_grow(self, nbytes: int, patient: bool) -> bool:
+        return len(self._slots) < self._few or (not patient and _is_left_over(nbytes))
+
+    def _add(self, buffer: HostBuffer) -> Slot:
+        self._slots.append(Slot(buffer, self._released))
         return self._slots[-1]
 
     def release_all(self) -> None:

@@ -151,6 +151,21 @@ def test_a_unit_has_a_home_for_each_kind_of_gradients() -> None:
     assert homes.nbytes() == home.memory.nbytes
 
 
+def test_the_memory_of_a_home_that_is_given_up_may_be_used_otherwise() -> None:
+    """Unless somebody kept a gradient that lies in it."""
+    backend = RecordingBackend(can_pin=True)
+    made = place([torch.ones(4), torch.ones(6)], backend)
+    backend.pinned.clear()
+    homes = Homes(backend, pin=True)
+    left = homes.in_lower_dtypes(made.unit, made.weights, [BF16, BF16]).buffer
+    assert homes.give_up_lower(made.unit) is left
+    assert left.pinned
+    kept = homes.in_lower_dtypes(made.unit, made.weights, [BF16, BF16]).tensors[1]
+    assert homes.give_up_lower(made.unit) is None
+    assert backend.pinned == {left.bytes.data_ptr()}
+    assert kept.numel() == 6
+
+
 def test_a_home_that_is_outgrown_keeps_its_page_locks_while_copies_may_be_under_way() -> None:
     backend = RecordingBackend(can_pin=True)
     made = place([torch.ones(4), torch.ones(6)], backend)

@@ -449,6 +449,24 @@ def test_a_stepped_units_gradients_are_kept_where_somebody_may_ask_for_them() ->
         assert s.gradients() == [[5], [6]]
 
 
+def test_what_the_first_gradients_have_landed_in_becomes_a_slot() -> None:
+    """In the first step nothing can be stepped in backward; making other memory for slots would take time."""
+    with gradient_scene((1024,), (3,), lowered=BF16) as s:
+        s.backward(5, 6)
+        s.returns.gradients.settle()
+        (first,) = s.returns._homes._lower.values()
+        memory = first.memory.data_ptr()
+        del first
+        s.clear()
+        s.stepper.wanted.add(s.placed.unit)
+        s.backward(7, 8)
+        (shipment,) = s.stepper.shipments
+        assert shipment.slot is not None
+        assert shipment.slot.memory.data_ptr() == memory
+        assert s.returns.host_bytes() == 2048 + 256 + 256
+        shipment.slot.release()
+
+
 def test_a_sum_is_given_to_the_stepper() -> None:
     """Of several micro-batches the last one completes it."""
     with gradient_scene((4,), (3,), lowered=BF16) as s:

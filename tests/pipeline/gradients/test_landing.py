@@ -20,6 +20,7 @@ from sp_lightning.pipeline.gradients.landing import (
     norms_in,
     unit_of,
 )
+from sp_lightning.pipeline.weights.host import HostBuffer
 from sp_lightning.pipeline.weights.weight import Weight
 
 from ..parts import DoneTicket, RecordingBackend, place
@@ -288,6 +289,24 @@ def test_of_slots_that_are_too_small_the_largest_is_replaced() -> None:
     assert ring.nbytes() == 1024 + 256
     assert ring.take(256) is small
     assert not large.is_free
+
+
+def test_memory_is_taken_over_only_if_a_slot_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locking other memory for it would take time."""
+    backend = RecordingBackend(can_pin=True)
+    ring = Ring(backend, pin=True, few=1)
+    first, second, third = (HostBuffer(256, backend, pin=True) for _ in range(3))
+    ring.take_over(first)
+    ring.take_over(second)  # the first is free
+    assert backend.pinned == {first.bytes.data_ptr(), third.bytes.data_ptr()}
+    assert ring.take(256).buffer is first
+    ring.take_over(third)  # all are in use, but there is only memory for a few
+    assert backend.pinned == {first.bytes.data_ptr()}
+    monkeypatch.setattr(landing, "_is_left_over", lambda nbytes: nbytes == 0)
+    third.pin()
+    ring.take_over(third)
+    assert ring.take(256).buffer is third
+    assert ring.nbytes() == 512
 
 
 def test_after_an_exception_all_slots_are_free() -> None:
