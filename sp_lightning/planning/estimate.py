@@ -254,9 +254,10 @@ def _bytes_on_device(weight: Weight, given: Assumptions) -> int:
 
 
 def _ring_bytes(division: Division) -> int:
-    """Return the host memory that gradients without memory of their own pass through."""
+    """Return the host memory that gradients without memory of their own pass through, if there are only a few slots."""
     passing = [unit for unit in division.units if any(w.lowered and w.master.requires_grad for w in unit.weights)]
-    return slots_in_ring(len(division.all_units()), 1) * max(map(gradient_bytes, passing), default=0)
+    slots = slots_in_ring(len(division.all_units()), 1)
+    return sum(sorted(map(gradient_bytes, passing), reverse=True)[:slots])
 
 
 def _state_bytes(parameter: nn.Parameter, given: Assumptions) -> int:
