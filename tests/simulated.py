@@ -5,8 +5,7 @@
     host      work that reads and writes host memory: adding gradients, stepping an optimizer
 
 The main thread is the host that launches; launching takes no time. Memory is really copied and jobs are really run, at
-once, when they are asked for: numbers are right, and times are the same in every run, on any machine. What a job has
-used is given back when its time is over.
+once, when they are asked for: numbers are right, and times are the same in every run, on any machine.
 """
 
 from __future__ import annotations
@@ -135,12 +134,15 @@ class SimulatedBackend(Backend):
         down: Bytes per second to the host.
         host: Bytes of weights per second that work on the host gets done.
         overlap: False for a machine that does one thing at a time: the sum of all work.
+        cleans_late: Whether to clean up after a job when its time is over, not at once. The main thread must not have to
+            wait for that: it would wait for ever.
     """
 
-    def __init__(self, up: float, down: float, host: float, overlap: bool = True) -> None:
+    def __init__(self, up: float, down: float, host: float, overlap: bool = True, cleans_late: bool = False) -> None:
         super().__init__(torch.device("cpu"))
         self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.HOST: host}
         self._overlap = overlap
+        self._cleans_late = cleans_late
         self._free = dict.fromkeys(Lane, 0.0)  # when what was given to each lane will be done
         self.main = 0.0  # when the main thread is here
         self._work: list[Work] = []
@@ -185,10 +187,11 @@ class SimulatedBackend(Backend):
     ) -> Ticket:
         """Run a job at once; its time on the host's worker thread comes when it is its turn."""
         job()
+        if cleanup is not None and not self._cleans_late:
+            cleanup()
+            cleanup = None
         seconds = nbytes / self._rates[Lane.HOST]
         if not self._overlap:
-            if cleanup is not None:
-                cleanup()
             return self._run(Lane.HOST, seconds, ends(after))
         ticket = SimulatedTicket(self, None, seconds)
         self._work.append(Work(ticket, self.main, after, seconds, rank, cleanup))

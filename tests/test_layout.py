@@ -38,7 +38,7 @@ ENGINE = [
     "layout",
     "whole",
 ]
-BASICS = {"options", "stats", "sizes", "_private"}
+BASICS = {"options", "stats", "sizes", "host_memory", "_private"}
 
 
 def modules(folder: Path) -> list[Path]:

@@ -76,7 +76,7 @@ def train(
     """Train on the simulated device; milliseconds are its seconds."""
     step_bytes = STEP_BYTES - mixed * UNIT_BYTES // 2  # a gradient in bf16; what is sent is filled up to the same bytes
     backend = SimulatedBackend(
-        UNIT_BYTES / machine.up, UNIT_BYTES / machine.down, step_bytes / machine.step, overlap=overlap
+        UNIT_BYTES / machine.up, UNIT_BYTES / machine.down, step_bytes / machine.step, overlap, cleans_late=mixed
     )
     model = chain(TimedBlock(WIDTH, backend, machine.forward, machine.backward) for _ in range(units))
     pipe = Pipeline(model, "cpu", options=PipelineOptions(k, k_prime, units=[TimedBlock]), backend=backend)
