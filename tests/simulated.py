@@ -134,8 +134,8 @@ class SimulatedBackend(Backend):
         down: Bytes per second to the host.
         host: Bytes of weights per second that work on the host gets done.
         overlap: False for a machine that does one thing at a time: the sum of all work.
-        cleans_late: Whether to clean up after a job when its time is over, not at once. The main thread must not have to
-            wait for that: it would wait for ever.
+        cleans_late: Whether to clean up after a job when its time is over, not at once. The main thread must never wait
+            for that: it would do so for ever.
     """
 
     def __init__(self, up: float, down: float, host: float, overlap: bool = True, cleans_late: bool = False) -> None:
