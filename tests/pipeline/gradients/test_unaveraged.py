@@ -59,15 +59,16 @@ def test_the_host_does_not_wait_for_what_is_still_added() -> None:
         sums = Unaveraged(cast("Any", replicas), s.returns.gradients, backend, s.stats)
         sums.note(s.weights)
         s.backward(1, 2)
+        s.returns.gradients.settle()
+        gate, opened = threading.Event(), []
+        backend._host.submit(lambda: opened.append(gate.wait(10)))
         s.backward(10, None)
-        gate = threading.Event()
-        backend._host.submit(lambda: (gate.wait(10), None)[1])
         s.backward(None, 20)
-        s.backward(100, 200)
         replicas.accumulates = False
         sums.fetch(s.placed.unit)
-        threading.Timer(0.05, gate.set).start()
-        assert [tensor.unique().tolist() for tensor in sums.take(s.weights).values()] == [[111], [222]]
+        gate.set()
+        assert [tensor.unique().tolist() for tensor in sums.take(s.weights).values()] == [[11], [22]]
+        assert opened == [True], "the host waited until the gate was given up"
 
 
 def test_without_notice_they_come_when_they_are_taken() -> None:
