@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 @pytest.fixture(autouse=True)
 def small_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of a block are cut, so that it leaves, is stepped and comes back in sections."""
-    monkeypatch.setattr(sections, "SECTION", 64)
+    monkeypatch.setattr(sections, "SECTION", 100)
 
 
 class Model(nn.Sequential):
