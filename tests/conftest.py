@@ -53,6 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.maxschedchunk = 2
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """More processes than cores: for a third of their time tests wait, for copies that are delayed on purpose."""
+    return (os.cpu_count() or 1) * 3 // 2
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first, so that of several processes none is left alone with one at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
