@@ -164,6 +164,8 @@ class Calls:
                 self._backend.trace.end()
             for place in member.places:
                 twin = place.weight.twin
+                if twin.is_replaced and twin.undo_conversion():
+                    self._outside.keep_as_is(place.weight)
                 if replaced := twin.is_replaced:
                     twin.adopt_replacement()
                 if replaced or twin.changed_in_place:

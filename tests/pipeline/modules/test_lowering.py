@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.activations.choice import Policy
 from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.lowering import (
@@ -262,6 +263,51 @@ def test_a_lowered_weight_says_the_dtype_of_its_master(cache: bool, layer: type[
     actual = story(model)
     assert [weight.lowered for weight in pipeline.arrangement.weights] == [True] * 6
     pipeline.detach()
+    assert all(map(torch.equal, expected, actual))
+
+
+class Converts(nn.Module):
+    """As routers of mixtures of experts do, for checkpoints in a lower dtype: in fp32 it changes nothing."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.router, self.layer, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.calls):
+            self.router = self.router.to(torch.float32)
+            x = self.layer(x) * self.router(x).softmax(-1)
+        return x
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_a_forward_that_converts_its_weights_to_the_dtype_that_they_have(
+    policy: Policy, k: int, cache: bool, calls: int
+) -> None:
+    """From then on they are sent in it."""
+
+    def story(model: nn.Module) -> list[Tensor]:
+        optimizer, outputs = torch.optim.SGD(model.parameters(), 0.1), []
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                outputs.append(model(x))
+            outputs[-1].float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*outputs, *(parameter.detach() for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Converts(calls) for _ in range(4)]), torch.randn(4, 8)
+    expected = story(copy.deepcopy(model))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=k, units=Converts, activations=policy, debug=True))
+    actual = story(model)
+    lowered = {weight.name for weight in pipeline.arrangement.weights if weight.lowered}
+    pipeline.detach()
+    assert not any("router" in name for name in lowered)
+    assert any("layer" in name for name in lowered) == (calls == 1 or cache)
     assert all(map(torch.equal, expected, actual))
 
 
