@@ -20,7 +20,10 @@ import torch
 from torch import nn
 
 SECTION = 1 << 25
-"""Elements in a section. At 64 MiB or more, what a copy costs whatever its size does not count."""
+"""Elements in a section. At 64 MiB or more, what a copy costs whatever its size does not count.
+
+Whole vectors of a processor: kernels may round the elements beside them differently.
+"""
 
 
 class HasMaster(Protocol):
