@@ -4,7 +4,8 @@ Under `bf16-mixed` autocast casts each Linear or Conv weight to bf16, autograd s
 copy until the region ends: streaming would save nothing. A weight that is only ever used through such a cast gives the
 same bits when it is cast once on the host, and half the bytes travel. Without its cache, which Lightning switches off
 from 2.5.5 on, autocast casts for each use, and the gradients of several uses add up in fp32: then only a weight that is
-used once for a graph is sent lowered.
+used once for a graph is sent lowered. Views are never in the cache: of several that are cast, no two may overlap, and
+one that repeats elements (`query.expand(batch, -1)`) adds up their gradients, in fp32 as well.
 
 Layers of torch whose forward is nothing but such an operation are known from the start. Other weights are watched in
 their unit's first forward under autocast. A weight that is also used as it is (a tied embedding, a norm, a layer in a
@@ -93,6 +94,7 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.lowered: set[Weight] = set()
         self.used_as_is: set[Weight] = set()
         self._casts: dict[int, tuple[Weight, Tensor]] = {}
+        self._cast_ranges: dict[Weight, list[range]] = {}  # of elements
         self._called: set[nn.Module] = set()
 
     def __enter__(self) -> Any:
@@ -141,7 +143,7 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weights = [] if is_view(func) else self._weights_among(args)
         is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is self._dtype
         for weight in weights:
-            self._note(weight, is_cast)
+            self._note(weight, cast=args[0] if is_cast else None)
         output = run_as_without_mode(func, args, kwargs, self._device_type)
         if is_cast and weights and weights[0] in self.lowered:
             self._casts[storage_key(output)] = (weights[0], output)
@@ -158,22 +160,34 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.used_as_is.add(self._casts[key][0])
         return found
 
-    def _note(self, weight: Weight, is_cast: bool) -> None:
+    def _note(self, weight: Weight, cast: Tensor | None) -> None:
         if weight.lowered:
             if id(weight.master) in self._assumed and not self._inside_lowered_layer:
                 self.used_as_is.add(weight)
             return
-        is_recast = weight in self.lowered and not torch.is_autocast_cache_enabled()  # each use has its own cast
         if (
-            is_cast
+            cast is not None
             and weight.master.dtype is torch.float32
             and torch.is_grad_enabled() == self.builds_graph
-            and not is_recast
+            and self._is_cast_once(weight, cast)
         ):
             if self.builds_graph:
                 self.lowered.add(weight)
         else:
             self.used_as_is.add(weight)
+
+    def _is_cast_once(self, weight: Weight, operand: Tensor) -> bool:
+        """Tell whether no element of a weight that is cast has been cast before, or is cast several times now."""
+        end = operand.storage_offset() + 1
+        for stride, size in sorted(zip(operand.stride(), operand.shape, strict=True)):
+            if size > 1 and stride < end - operand.storage_offset():
+                return False
+            end += (size - 1) * stride
+        earlier = self._cast_ranges.setdefault(weight, [])
+        elements = range(operand.storage_offset(), end)
+        again = any(elements.start < other.stop and other.start < elements.stop for other in earlier)
+        earlier.append(elements)
+        return not again or (torch.is_autocast_cache_enabled() and not operand._is_view())
 
 
 def is_view(func: Any) -> bool:
