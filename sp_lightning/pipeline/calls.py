@@ -166,6 +166,7 @@ class Calls:
                 twin = place.weight.twin
                 if twin.is_replaced and twin.undo_conversion():
                     self._outside.keep_as_is(place.weight)
+                    self._stats.host_syncs += 1
                 if replaced := twin.is_replaced:
                     twin.adopt_replacement()
                 if replaced or twin.changed_in_place:
