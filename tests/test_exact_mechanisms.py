@@ -487,6 +487,21 @@ def test_weights_that_are_put_back_by_their_memory() -> None:
     assert_same_story(story, partial(chain, 4))
 
 
+def test_a_weight_that_is_given_other_memory_with_one_element_changed() -> None:
+    """As a mask does that is applied between steps: the version of a Parameter does not tell of it."""
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        for step in range(4):
+            run.normal_step(f"step {step}", optimizer, seed=step)
+            for parameter in run.model.parameters():
+                changed = parameter.detach().clone()
+                changed.view(-1)[step] += 1
+                parameter.data = changed
+
+    assert_same_story(story, partial(chain, 4))
+
+
 class Adjoint(torch.autograd.Function):
     """Euler's method whose backward integrates back in time, as torchdiffeq's `odeint_adjoint` does."""
 

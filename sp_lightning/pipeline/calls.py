@@ -199,6 +199,7 @@ class Calls:
         with torch.inference_mode(False), torch.no_grad():
             arrived = torch.empty_like(weight.host)
             self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
+            self._window.finish_step(weight.twin.group)
             weight.master.copy_(arrived)
         weight.twin.note_written_back()
         self._stats.host_syncs += 1

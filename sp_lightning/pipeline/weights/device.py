@@ -55,7 +55,8 @@ class Group:
         residency: Whether its bytes are on the device.
         tickets: Its last copies to the device, one for each section; none once computing has waited for them.
         suspect: Whether its masters may have changed since they were last checked.
-        last_load: The step in which it was last loaded, and the masters' versions then.
+        last_load: The step in which it was last loaded, and the masters' versions then; None instead of these until
+            an optimizer's step is done that the load comes after.
         handles: How many saved tensors of live graphs are its weights, or views of them.
         being_stepped: An optimizer's work on its masters; None if there is none, or once it is known to be done.
         state: The masters' state when last checked; None if they may have changed since.

@@ -163,6 +163,7 @@ class Weight:
         averaged: Whether its gradient is averaged over several processes.
         unit: The unit that it belongs to.
         last_graph: The graph that last used it, where that matters (autocast without its cache).
+        replacements: How often values were moved back from other memory that the master was given.
         twin: Its current twin.
     """
 
@@ -176,6 +177,7 @@ class Weight:
         self.compute_dtype = master.dtype
         self.averaged = False
         self.last_graph: weakref.ref[Graph] | None = None
+        self.replacements = 0
 
     @property
     def lowered(self) -> bool:
@@ -223,3 +225,4 @@ class Weight:
                     "or an optimizer has not stepped yet. Convert the module between steps."
                 )
             self.adopt(self.host)
+            self.replacements += 1

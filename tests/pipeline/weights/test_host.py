@@ -204,6 +204,26 @@ def test_a_write_to_a_single_element_is_noticed() -> None:
         assert group.has_changed(state)
 
 
+@pytest.mark.parametrize("lowered", [None, torch.bfloat16], ids=str)
+def test_other_memory_with_a_single_element_changed_is_noticed(lowered: torch.dtype | None) -> None:
+    """Whoever takes its values back, and whether or not a sample shows them."""
+    group = group_of(torch.randn(100, 100), lowered=lowered)
+    weight = group.weights[0]
+    for column in range(20):
+        state = group.state()
+        group.prepare(state)
+        other = weight.master.detach().clone()
+        other[50, column] += 1
+        weight.master.data = other
+        if column % 2:
+            weight.readopt()
+        assert group.has_changed(state)
+        after = group.state()
+        sent = tensor_in(group.prepare(after), 0, weight.master, lowered or torch.float32)
+        assert torch.equal(sent, other.to(sent.dtype))
+        assert not group.has_changed(after)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_edits_of_the_smallest_weights_are_noticed(dtype: torch.dtype, count: int) -> None:

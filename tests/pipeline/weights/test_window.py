@@ -339,6 +339,27 @@ def test_masters_that_are_being_stepped_are_sent_after_that(by: str) -> None:
     assert not ticket.done
 
 
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_load_behind_a_step_and_another_one_have_sent_the_same_to_autocast(changed: bool) -> None:
+    """If nobody has written to the masters in between, autocast goes on with its casts."""
+    scene = Scene(2, 1)
+    ticket = stepping(scene, 0)
+    scene.window.bring(scene.groups[0])
+    scene.change(0)  # what the optimizer does
+    ticket.finish()
+    scene.window.bring(scene.groups[1])  # in its place
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        nn.functional.linear(x, weight)
+        weight.data.fill_(2)
+        if changed:
+            scene.window.finish_step(scene.groups[0])  # as everybody does who writes to masters
+            scene.change(0)
+        scene.window.bring(scene.groups[0])
+        assert nn.functional.linear(x, weight).tolist() == ([[4, 4]] if changed else [[2, 2]])
+    assert scene.stats.loads == 3
+
+
 def test_sections_are_sent_after_their_own_part_of_the_step() -> None:
     scene = Scene(2, 2)
     group = scene.groups[0]
