@@ -140,7 +140,8 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if is_undecomposed(func, self._device_type):  # its parts are watched instead
             return decompose_under_mode(func, args, kwargs, self)
-        weights = [] if is_view(func) else self._weights_among(args)
+        is_alias = is_view(func) and func is not torch.ops.aten.expand.default  # that may repeat with another batch
+        weights = [] if is_alias else self._weights_among(args)
         is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is self._dtype
         for weight in weights:
             self._note(weight, cast=args[0] if is_cast else None)

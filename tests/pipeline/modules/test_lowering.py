@@ -114,6 +114,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "in-parts": (lambda x, w: torch.cat([F.linear(x, w[:3]), F.linear(x, w[3:])], 1), True),
     "in-parts-that-overlap": (lambda x, w: torch.cat([F.linear(x, w[:5]), F.linear(x, w[3:6])], 1), False),
     "broadcast": (lambda x, w: x @ w[:1].expand(8, 8), False),
+    "broadcast-to-a-single-row": (lambda x, w: x * F.linear(x, w[:1].expand(1, 8)), False),
     "windows": (lambda x, w: x + (x @ w.unfold(0, 3, 1)).sum((0, 2))[:, None], False),
     "multiplied": (lambda x, w: x * w.sum(), False),
     "both": (lambda x, w: F.linear(x, w) * w.mean(), False),
