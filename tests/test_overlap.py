@@ -324,6 +324,26 @@ def test_a_failing_step_is_told_and_leaves_param_groups_whole() -> None:
         pipeline.detach()
 
 
+def test_new_state_comes_in_the_order_of_the_parameters() -> None:
+    """As torch makes it; Lightning's learning rate finder has an optimizer start anew in the middle of training."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    fresh = optimizer.state_dict()
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[Block]))
+    try:
+        for index in range(5):
+            if index == 3:
+                optimizer.load_state_dict(fresh)
+            with pipeline.optimizers.stepping_in_backward(optimizer):
+                loss_of(model, index).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert [*optimizer.state_dict()["state"]] == [*range(len(list(model.parameters())))]
+        assert pipeline.stats.steps_in_backward == 3 * BLOCKS
+    finally:
+        pipeline.detach()
+
+
 def test_bf16_gradients_stay_small_until_somebody_asks() -> None:
     """Two bytes a weight on the host; the optimizer reads them as they are."""
     model = Model()

@@ -36,15 +36,20 @@ class KnownOptimizer:
 
     Attributes:
         units: A `UnitStep` for the weights of each group, by the identities of their masters.
-        stepped_before: Masters that it has stepped, by identity.
+        stepped_before: Masters that it has stepped since its state was last loaded, by identity.
     """
 
     def __init__(self, optimizer: Optimizer, settle: Callable[[], None]) -> None:
         self.units: dict[tuple[int, ...], UnitStep] = {}
         self.stepped_before: set[int] = set()
+
+        def before_load(*_: Any) -> None:
+            settle()
+            self.stepped_before.clear()  # what is loaded may have no state for them
+
         self._hooks = [
             optimizer.register_state_dict_pre_hook(lambda _: settle()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: settle()),
+            optimizer.register_load_state_dict_pre_hook(before_load),
         ]
 
     def forget_units(self, masters: Sequence[nn.Parameter]) -> None:
