@@ -91,8 +91,8 @@ class SideEffects:
         for inner, _ in self._modes:
             self._look_at_module(inner)
         for inner, _ in self._modes:
-            for hook in (*inner._forward_pre_hooks.values(), *inner._forward_hooks.values()):
-                self._look_at(hook, own=False)
+            for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # a forward may register more, once
+                self._look_into(hooks, own=False)
         self._inputs_from = len(self._before)
         self._watched: list[_Held] = []
         self.include(inputs)

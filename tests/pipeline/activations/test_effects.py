@@ -183,6 +183,41 @@ def test_what_hooks_write_to(make: Callable[[list[int]], Callable[..., None]]) -
     assert targets == [[7, 1], [8, 1]]
 
 
+class Watches(nn.Module):
+    """Registers a hook in its first forward, as models of transformers do that return what their layers compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.is_watched, self.seen = nn.Linear(2, 2), False, 0
+
+    def _count(self, *args: Any) -> None:
+        self.seen += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_watched:
+            self.layer.register_forward_pre_hook(self._count)
+            self.layer.register_forward_hook(self._count)
+            self.is_watched = True
+        return self.layer(x)
+
+
+def test_hooks_that_a_forward_registers() -> None:
+    """There are as many as before, and they are the same ones."""
+    module = Watches()
+    effects = SideEffects(module, [])
+    module(torch.ones(1, 2))
+    hooks = [*module.layer._forward_pre_hooks.items(), *module.layer._forward_hooks.items()]
+    assert effects.settle() is None
+    with effects.undone():
+        assert not module.layer._forward_hooks
+        module(torch.ones(1, 2))
+        assert module.seen == 2
+    assert [*module.layer._forward_pre_hooks.items(), *module.layer._forward_hooks.items()] == hooks
+    assert module.seen == 2
+    module(torch.ones(1, 2))
+    assert module.seen == 4
+
+
 def test_a_hook_that_holds_a_buffer() -> None:
     """The buffer is the module's own all the same."""
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
