@@ -164,10 +164,12 @@ class Calls:
                 self._backend.trace.end()
             for place in member.places:
                 twin = place.weight.twin
-                if twin.is_replaced and twin.undo_conversion():
+                replaced = twin.is_replaced
+                if replaced and twin.undo_conversion():
+                    replaced = False
                     self._outside.keep_as_is(place.weight)
                     self._stats.host_syncs += 1
-                if replaced := twin.is_replaced:
+                elif replaced:
                     twin.adopt_replacement()
                 if replaced or twin.changed_in_place:
                     self._write_back(place.weight)

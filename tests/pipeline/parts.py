@@ -151,9 +151,6 @@ class FakeHost:
     def state(self) -> FakeState:
         return FakeState(self.version)
 
-    def versions(self) -> tuple[int, ...]:
-        return self.state().versions
-
     def readopt(self) -> None:
         """Nothing has been given other memory."""
 

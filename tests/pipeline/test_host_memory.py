@@ -57,17 +57,28 @@ def test_a_system_that_does_not_tell(system: Path) -> None:
     assert known() == (None, None)
 
 
-def test_the_limit_of_a_container(system: Path) -> None:
-    """File caches are given up when memory is needed."""
-    write(system / "proc/self/cgroup", "0::/")
-    limit(system / "cgroup", 400 * KIB, used=300 * KIB, cache=50 * KIB)
-    assert known() == (150 * KIB, 400 * KIB)
-
-
-def test_a_container_whose_path_is_the_one_on_its_machine(system: Path) -> None:
-    write(system / "proc/self/cgroup", "0::/kubepods/pod12/abc")
-    limit(system / "cgroup", 400 * KIB, used=300 * KIB, cache=0)
-    assert known() == (100 * KIB, 400 * KIB)
+@pytest.mark.parametrize(
+    ("path", "most", "used", "cache", "free", "total"),
+    [
+        ("/", 400, 300, 50, 150, 400),
+        ("/kubepods/pod12/abc", 400, 300, 0, 100, 400),
+        ("/", 9000, 10, 0, 800, 1000),
+        ("/", 100, 300, 0, 0, 100),
+    ],
+    ids=[
+        "file caches are given up",
+        "the path on its machine",
+        "more than the machine has",
+        "lowered below what is used",
+    ],
+)
+def test_the_limit_of_a_container(
+    path: str, most: int, used: int, cache: int, free: int, total: int, system: Path
+) -> None:
+    """It sees its own group as the root of all."""
+    write(system / "proc/self/cgroup", f"0::{path}")
+    limit(system / "cgroup", most * KIB, used=used * KIB, cache=cache * KIB)
+    assert known() == (free * KIB, total * KIB)
 
 
 def test_groups_lie_in_groups(system: Path) -> None:
@@ -76,19 +87,6 @@ def test_groups_lie_in_groups(system: Path) -> None:
     limit(system / "cgroup/user/job", 500 * KIB, used=100 * KIB, cache=0)
     limit(system / "cgroup/user", 600 * KIB, used=550 * KIB, cache=0)
     assert known() == (50 * KIB, 500 * KIB)
-
-
-def test_a_limit_that_is_larger_than_the_machine(system: Path) -> None:
-    write(system / "proc/self/cgroup", "0::/")
-    limit(system / "cgroup", 9000 * KIB, used=10 * KIB, cache=0)
-    assert known() == (800 * KIB, 1000 * KIB)
-
-
-def test_a_group_over_its_limit_has_nothing_left(system: Path) -> None:
-    """A limit may be lowered below what is in use."""
-    write(system / "proc/self/cgroup", "0::/")
-    limit(system / "cgroup", 100 * KIB, used=300 * KIB, cache=0)
-    assert known() == (0, 100 * KIB)
 
 
 def test_the_first_version_of_control_groups(system: Path) -> None:

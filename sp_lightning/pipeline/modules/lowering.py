@@ -170,15 +170,15 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             cast is not None
             and weight.master.dtype is torch.float32
             and torch.is_grad_enabled() == self.builds_graph
-            and self._is_cast_once(weight, cast)
+            and self._note_cast(weight, cast)
         ):
             if self.builds_graph:
                 self.lowered.add(weight)
         else:
             self.used_as_is.add(weight)
 
-    def _is_cast_once(self, weight: Weight, operand: Tensor) -> bool:
-        """Tell whether no element of a weight that is cast has been cast before, or is cast several times now."""
+    def _note_cast(self, weight: Weight, operand: Tensor) -> bool:
+        """Note a cast; tell whether none of its elements has been cast before, or is cast several times now."""
         end = operand.storage_offset() + 1
         for stride, size in sorted(zip(operand.stride(), operand.shape, strict=True)):
             if size > 1 and stride < end - operand.storage_offset():

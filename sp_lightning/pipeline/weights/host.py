@@ -185,11 +185,11 @@ class GroupHost:
     def state(self) -> MasterState:
         """Return the masters' present state."""
         with torch.inference_mode(False):
-            return MasterState(self.versions(), self._words[self._sample_index])
+            return MasterState(self._versions(), self._words[self._sample_index])
 
     def has_changed(self, since: MasterState) -> bool:
         """Tell whether masters have been written to since they were in this state."""
-        if self.versions() != since.versions:
+        if self._versions() != since.versions:
             return True
         with torch.inference_mode(False):
             return not torch.equal(self._words[self._sample_index], since.sample)
@@ -237,7 +237,7 @@ class GroupHost:
         for weight in self.weights:
             weight.readopt()
 
-    def versions(self) -> tuple[int, ...]:
+    def _versions(self) -> tuple[int, ...]:
         """Return a number for each master that grows with every change that torch counts, and when it is replaced."""
         self.readopt()
         return tuple(weight.master._version + weight.replacements for weight in self.weights)

@@ -141,8 +141,8 @@ class Window:
             work, group.being_stepped = group.being_stepped, None
             self._stats.optimizer_waits += not work.done
             work.join()
-            if group.last_load is not None and group.last_load[1] is None:
-                group.last_load = group.last_load[0], group.host.versions()
+            if group.last_load is not None and group.last_load[1] is None and group.state is not None:
+                group.last_load = group.last_load[0], group.state.versions
 
     def _is_being_stepped(self, group: Group) -> bool:
         if group.being_stepped is not None and group.being_stepped.done:
