@@ -61,7 +61,7 @@ def superpipeline(
         debug: Whether to delay copies at random, poison free slots and check every access to a weight.
 
     Returns:
-        The attached pipeline. Its `detach()` gives the plain module back.
+        The attached pipeline. Its `detach()` gives the plain module back; until then the module and its memory stay.
 
     Raises:
         ValueError: If an argument is invalid, or does not fit the module or the available memory.

@@ -12,6 +12,8 @@ time, the schedule tells what comes next, and copies are started for it.
 
 from __future__ import annotations
 
+import atexit
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -132,6 +134,7 @@ class Pipeline:
         listen_to_optimizers(self.optimizers)
         watch_functions(self)
         _attached.add(self)
+        atexit.register(self._end_threads, os.getpid())
 
     # ------------------------------------------------------------------------------------------------------ public
 
@@ -235,6 +238,7 @@ class Pipeline:
         if self._depth or self._assembly.backward.running or failed is not None:
             self.reset()
         _attached.remove(self)
+        atexit.unregister(self._end_threads)
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
         stop_watching_functions(self)
@@ -249,6 +253,15 @@ class Pipeline:
         self._backend.close()
         if failed is not None:
             raise failed
+
+    def _end_threads(self, process: int) -> None:
+        """Finish all work before the interpreter ends: a thread that is still in torch then would abort the process.
+
+        Args:
+            process: The process that has the threads. A fork of it has none.
+        """
+        if os.getpid() == process:
+            self._backend.close()
 
     def summary(self) -> Summary:
         """Return the plan in numbers; `str()` of it is a table."""
