@@ -203,13 +203,13 @@ class Assembly:
         """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
         if self._in_step() or self.backward.running:
             return
-        if self.overlap.settled and self.gradients.settled:
+        if self.overlap.settled and self.gradients.settled and self.window.settled:
             self.guard.disarm()
         else:
             self.guard.watch()
 
     def settle(self) -> None:
-        """Wait until gradients have landed and optimizer steps are done."""
+        """Wait until gradients have landed, and nothing reads or writes masters."""
         with self._lasting.at_work:
             self.steps.settle()
             self.gradients.settle()

@@ -110,10 +110,11 @@ class OutsideUse:
             self._backward.note_graph(graph)
 
     def before_access(self, weight: Weight) -> None:
-        """Finish a master's pending optimizer step, because code outside of the engine reads it."""
+        """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
         if self.guard.redirects:
             with self._at_work:
                 self._window.finish_step(weight.unit.group)
+                self._window.finish_copies(weight.unit.group)
         else:
             self._settle()
 

@@ -143,6 +143,7 @@ class FakeHost:
     version: int = 0
     looks: int = 0
     keeps_lowered_copies: bool = False
+    weights: Sequence[Weight] = ()
     sections: list[Section] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,6 +154,9 @@ class FakeHost:
 
     def readopt(self) -> None:
         """Nothing has been given other memory."""
+
+    def is_prepared(self, state: FakeState) -> bool:
+        return True
 
     def prepare(self, state: FakeState) -> Tensor:
         return self.source.bytes

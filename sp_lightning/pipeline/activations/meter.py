@@ -15,8 +15,7 @@ from sp_lightning.pipeline.stats import Stats
 class Meter:
     """Counts into `stats.activation_bytes` and `stats.activation_peak_bytes`.
 
-    Called for every tensor that is saved, and from whichever thread frees it. Nothing is called between reading a
-    number and writing it, so no other thread gets in between.
+    Called for every tensor that is saved, and from whichever thread frees it; threads that compute take turns.
 
     Args:
         device: The device whose memory is counted.

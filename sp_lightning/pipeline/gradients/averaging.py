@@ -101,8 +101,16 @@ class Averaging:
         """
         left = dict(gradients)
         while left:
-            yield from self._complete()
+            yield from self.complete()
             self._start(self._agree(left, goes_on=True), left)
+
+    def complete(self) -> Iterator[Averaged]:
+        """Make computing wait for the turn that is under way, if there is one, and yield it."""
+        if self._under_way is not None:
+            (averaged, works), self._under_way = self._under_way, None
+            for work in works:
+                work.wait()
+            yield averaged
 
     def is_final(self, weights: Iterable[Weight]) -> bool:
         """Tell whether no process can bring more gradients of weights that have had their turn in this pass."""
@@ -125,9 +133,9 @@ class Averaging:
             first = len(self._weights)
             deferred += [first + index for index, other in enumerate(self._unmanaged) if other.grad is not None]
         while turn := self._agree(self._sums_that_are_due(), deferred, goes_on=False):
-            yield from self._complete()
+            yield from self.complete()
             self._start(turn, {})
-        yield from self._complete()
+        yield from self.complete()
         self._agreement.end()
 
     def _sums_that_are_due(self) -> list[Weight]:
@@ -207,13 +215,6 @@ class Averaging:
             flat.mul_(1 / self.replicas.count)
             works.append(dist.all_reduce(flat, async_op=True))
         self._under_way = Averaged(turn, piece, tensors), works
-
-    def _complete(self) -> Iterator[Averaged]:
-        if self._under_way is not None:
-            (averaged, works), self._under_way = self._under_way, None
-            for work in works:
-                work.wait()
-            yield averaged
 
     def _unshipped(self, weight: Weight) -> dict[Weight, Tensor]:
         """Return what the weight's unit has gathered and not shipped, if the weight's gradient is due."""

@@ -204,6 +204,7 @@ class GradientReturn:
         now = {weight: gradient for weight, gradient in gathered.items() if self._averaging.is_due(weight)}
         later = {weight: gradient for weight, gradient in gathered.items() if weight not in now}
         if later:
+            self._ship_averaged(self._averaging.complete())  # its piece may be the next to be taken
             self._averaging.unaveraged.note(later)
             self._put_together(unit, later)
         if now:

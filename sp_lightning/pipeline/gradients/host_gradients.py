@@ -80,8 +80,14 @@ class HostGradients:
     def wait_until_landed(self, weights: Sequence[Weight]) -> None:
         """Wait until nothing is on its way to these gradients, not even one that was dropped before it had landed."""
         for weight in weights:
-            if weight in self._under_way:
-                self._under_way.pop(weight).join()
+            ticket = self._under_way.get(weight)
+            if ticket is None:
+                continue
+            try:
+                ticket.join()
+            finally:
+                if ticket.done:  # not if an interrupt has ended the wait
+                    self._under_way.pop(weight, None)
 
     def abandon(self) -> None:
         """Wait for all that is on its way, after an exception."""

@@ -170,12 +170,13 @@ class HostSteps:
 
         self._window.finish_step(group)
         self._window.outdate(group)
+        copies = self._window.copies_of(group)
         moved = sum(2 * w.master.nbytes + gradient.nbytes for s in shares for w, gradient in s.gradients.items())
         tickets: dict[Hashable, Ticket] = {}
         for cut, start, end in group.host.sections:
             tickets[cut] = self._backend.work(
                 partial(step.step_section, is_last=cut is None),
-                [*tickets.values(), *(ticket.until(cut) for ticket in after)],
+                [*copies, *tickets.values(), *(ticket.until(cut) for ticket in after)],
                 nbytes := moved * (end - start) // max(1, group.nbytes),
                 release_slots if cut is None else None,
                 rank=0 if group.resident else group.index + 1,
@@ -197,8 +198,12 @@ class HostSteps:
         """Wait until no step reads or writes the memory of a group any more."""
         self._window.finish_step(group)
 
+    def finish_copies(self, group: Group) -> None:
+        """Wait until no copy to the device reads the masters of a group: somebody else is about to step them."""
+        self._window.finish_copies(group)
+
     def settle(self) -> None:
-        """Wait until every step is done.
+        """Wait until every step is done, and no copy to the device reads a master: others may write to them.
 
         Raises:
             Exception: The first error of a step.
@@ -206,9 +211,11 @@ class HostSteps:
         errors = []
         while self._under_way:
             try:
-                self._window.finish_step(self._under_way.pop(0))
+                self._window.finish_step(self._under_way[0])
             except Exception as error:
                 errors.append(error)
+            self._under_way.pop(0)  # not if an interrupt has ended the wait
+        self._window.settle()
         if errors:
             raise errors[0]
 

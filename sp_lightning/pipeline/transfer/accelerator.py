@@ -47,7 +47,12 @@ class _StreamTicket(Ticket):
     @property
     @override
     def done(self) -> bool:
-        return (self.started is None or self.started.done) and bool(self.event.query())
+        if self.started is not None and not self.started.done:
+            return False
+        try:
+            return bool(self.event.query())
+        except RuntimeError:  # of an earlier kernel, which `join` raises, too
+            return True
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float] | None:

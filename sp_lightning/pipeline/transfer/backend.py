@@ -7,8 +7,8 @@ the backend keeps the order right.
 A host-to-device copy starts after all work that was given to the device before it, the slot's last reader included,
 and computing waits for the copy's ticket before it reads the slot. A device-to-host copy starts after all work given
 before it, the kernels that produce the gradients included. Both orders are kept on the device, so `upload` and
-`download` never block the host, and `wait` blocks it only until a copy that follows work on the host has been issued.
-`synchronize` blocks the host until the copy is done; callers count it.
+`download` never block the host, and `wait` blocks it only until a thread has issued the copy: one that follows work on
+the host, or goes through pinned chunks. `synchronize` blocks the host until the copy is done; callers count it.
 
 Computing is a single queue: once it has waited for a copy, it need not wait again. A model cannot compute on several
 streams of a device at once, because a slot may be overwritten as soon as the stream that asks for it is past the

@@ -66,7 +66,10 @@ class Lanes(ABC):
 
     @abstractmethod
     def wait(self, ticket: Ticket) -> None:
-        """Make everything computed from now on wait for the copy; the host goes on."""
+        """Make everything computed from now on wait for the copy.
+
+        The host goes on, unless a thread has yet to issue the copy: behind work on the host, or through pinned chunks.
+        """
 
     def synchronize(self, ticket: Ticket) -> None:
         """Block the host until the copy is done."""

@@ -54,6 +54,7 @@ class Group:
         users: Forward calls that are inside one of its units now; while there are any, it may not be evicted.
         residency: Whether its bytes are on the device.
         tickets: Its last copies to the device, one for each section; none once computing has waited for them.
+        used_copies: Copies that computing has waited for; those known to be done are dropped.
         suspect: Whether its masters may have changed since they were last checked.
         last_load: The step in which it was last loaded, and the masters' versions then; None instead of these until
             an optimizer's step is done that the load comes after.
@@ -76,6 +77,7 @@ class Group:
         self.users = 0
         self.residency = Residency.ABSENT
         self.tickets: list[Ticket] = []
+        self.used_copies: list[Ticket] = []
         self.suspect = False
         self.state: MasterState | None = None
         self.last_load: tuple[int, tuple[int, ...] | None] | None = None

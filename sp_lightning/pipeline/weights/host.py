@@ -106,11 +106,15 @@ class HostBuffer:
         if not self.pinned and self.bytes.nbytes:
             self.pinned = self._backend.pin(self.bytes)
 
-    def release(self) -> None:
-        """Unpin the memory, and share it with forked processes again. It lives as long as a tensor lies in it."""
+    def unpin(self) -> None:
+        """Undo `pin`."""
         if self.pinned:
             self._backend.unpin(self.bytes)
             self.pinned = False
+
+    def release(self) -> None:
+        """Unpin the memory, and share it with forked processes again. It lives as long as a tensor lies in it."""
+        self.unpin()
         if self._wiped is not None:
             _advise(self._wiped, _KEEP_ON_FORK)
             self._wiped = None
@@ -159,7 +163,7 @@ class GroupHost:
                 weight.adopt(tensor_in(masters.bytes, offset, weight.master, weight.master.dtype))
             masters.tensors = [weight.host for weight in self.weights]
         elif lowered:
-            masters.release()
+            masters.unpin()
         elif pin:
             masters.pin()
         for weight, tensor in zip(self.weights, masters.tensors, strict=False):
@@ -199,13 +203,21 @@ class GroupHost:
         """Whether lowered copies are sent instead of the masters themselves."""
         return bool(self._lowered_copies)
 
+    def is_prepared(self, state: MasterState) -> bool:
+        """Tell whether the bytes to send are up to date.
+
+        Args:
+            state: The masters' present state.
+        """
+        return not self._lowered_copies or self._copied_state is state
+
     def prepare(self, state: MasterState) -> Tensor:
         """Return the bytes to send, with lowered copies brought up to date.
 
         Args:
             state: The masters' present state.
         """
-        if self._lowered_copies and self._copied_state is not state:
+        if not self.is_prepared(state):
             for weight, target in zip(self.weights, self._lowered_copies, strict=True):
                 target.copy_(weight.host)
             self._copied_state = state

@@ -10,6 +10,11 @@ autograd runs nodes in the reverse order of their creation, so by then the nodes
 The optimizer may still be stepping a group's masters when the group is needed again. Its H2D copy then begins when they
 have been stepped, section by section (sections.py), and nothing reads the masters before the step is done. Other copies
 do not wait for that: the optimizer steps groups in another order than that in which they were asked for.
+
+[Note: while copies read the masters]
+Computing waits for a copy to the device, but the host goes on: when a forward returns, copies that it has asked for may
+not have begun. Until such a copy is done, nothing may write to what it reads. Steps come after it, whoever else writes
+waits for it, and guards stay until then. A copy that computing does not wait for may read anything: it is not used.
 """
 
 from __future__ import annotations
@@ -87,6 +92,7 @@ class Window:
             group.users, group.suspect = 0, True
             group.residency = Residency.ABSENT
             group.tickets.clear()
+            group.used_copies.clear()
 
     def is_blocked(self, group: Group) -> bool:
         """Tell whether the group is absent and cannot be loaded, because a call is inside of a group in its place."""
@@ -137,12 +143,39 @@ class Window:
         Raises:
             Exception: Whatever the optimizer's step raised.
         """
-        if group.being_stepped is not None:
-            work, group.being_stepped = group.being_stepped, None
-            self._stats.optimizer_waits += not work.done
+        work = group.being_stepped
+        if work is None:
+            return
+        self._stats.optimizer_waits += not work.done
+        try:
             work.join()
-            if group.last_load is not None and group.last_load[1] is None and group.state is not None:
-                group.last_load = group.last_load[0], group.state.versions
+        finally:
+            if work.done:  # not if an interrupt has ended the wait
+                group.being_stepped = None
+        if group.last_load is not None and group.last_load[1] is None and group.state is not None:
+            group.last_load = group.last_load[0], group.state.versions
+
+    def copies_of(self, group: Group) -> list[Ticket]:
+        """Return the tickets of copies that computing waits for, and that may still read the group's masters."""
+        readers = dict.fromkeys([group, *(weight.twin.group for weight in group.host.weights)])
+        return [ticket for reader in readers for ticket in reader.used_copies if not ticket.done]
+
+    def finish_copies(self, group: Group) -> None:
+        """Wait until no copy that computing waits for reads the group's masters: somebody may write to them."""
+        copies = self.copies_of(group)
+        self._stats.host_syncs += bool(copies)
+        for ticket in copies:
+            self._backend.synchronize(ticket)
+
+    def settle(self) -> None:
+        """Wait until no copy that computing waits for reads any masters."""
+        for group in self.groups:
+            self.finish_copies(group)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no copy that computing waits for reads any masters."""
+        return all(ticket.done for group in reversed(self.groups) for ticket in group.used_copies)
 
     def _is_being_stepped(self, group: Group) -> bool:
         if group.being_stepped is not None and group.being_stepped.done:
@@ -186,6 +219,8 @@ class Window:
         else:
             if group.state is None:
                 group.state = group.host.state()
+            if not group.host.is_prepared(group.state):
+                self.finish_copies(group)
             self._upload(group, group.host.prepare(group.state))
         group.residency = Residency.COMING
         self._stats.bytes_to_device += group.nbytes
@@ -202,7 +237,9 @@ class Window:
 
     def _wait_for_copies(self, group: Group) -> None:
         while group.tickets:
-            self._backend.trace.wait(group.tickets.pop(0), "weights")
+            group.used_copies.append(group.tickets.pop(0))
+            self._backend.trace.wait(group.used_copies[-1], "weights")
+        group.used_copies = [ticket for ticket in group.used_copies if not ticket.done]
 
     def _upload_behind_step(self, group: Group) -> None:
         """Send each section of the group when it has been stepped."""
