@@ -54,7 +54,7 @@ class Group:
         users: Forward calls that are inside one of its units now; while there are any, it may not be evicted.
         residency: Whether its bytes are on the device.
         tickets: Its last copies to the device, one for each section; none once computing has waited for them.
-        used_copies: Copies that computing has waited for; those known to be done are dropped.
+        used_copies: Copies that computing has used, or will: they may still be under way.
         suspect: Whether its masters may have changed since they were last checked.
         last_load: The step in which it was last loaded, and the masters' versions then; None instead of these until
             an optimizer's step is done that the load comes after.

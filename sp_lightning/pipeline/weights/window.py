@@ -14,12 +14,12 @@ do not wait for that: the optimizer steps groups in another order than that in w
 [Note: while copies read the masters]
 Computing waits for a copy to the device, but the host goes on: when a forward returns, copies that it has asked for may
 not have begun. Until such a copy is done, nothing may write to what it reads. Steps come after it, whoever else writes
-waits for it, and guards stay until then. A copy that computing does not wait for may read anything: it is not used.
+waits for it if computing uses it, and guards stay until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -105,7 +105,9 @@ class Window:
             self._stats.misses += 1
             self._load(group)
         if not group.readable:
+            used = [*group.used_copies, *group.tickets]
             self._wait_for_copies(group)
+            group.used_copies = [ticket for ticket in used if not ticket.done]
             group.residency = Residency.READABLE
 
     def prefetch(self, in_use: Sequence[Group] = ()) -> None:
@@ -156,25 +158,24 @@ class Window:
             group.last_load = group.last_load[0], group.state.versions
 
     def copies_of(self, group: Group) -> list[Ticket]:
-        """Return the tickets of copies that computing waits for, and that may still read the group's masters."""
-        readers = dict.fromkeys([group, *(weight.twin.group for weight in group.host.weights)])
-        return [ticket for reader in readers for ticket in reader.used_copies if not ticket.done]
+        """Return the tickets of copies that may still read the group's masters, used or not."""
+        return [ticket for reader in _readers(group) for ticket in (*reader.used_copies, *reader.tickets) if not ticket.done]
 
     def finish_copies(self, group: Group) -> None:
-        """Wait until no copy that computing waits for reads the group's masters: somebody may write to them."""
-        copies = self.copies_of(group)
+        """Wait until no copy that computing uses reads the group's masters: somebody may write to them."""
+        copies = [ticket for reader in _readers(group) for ticket in reader.used_copies if not ticket.done]
         self._stats.host_syncs += bool(copies)
         for ticket in copies:
             self._backend.synchronize(ticket)
 
     def settle(self) -> None:
-        """Wait until no copy that computing waits for reads any masters."""
+        """Wait until no copy that computing uses reads any masters."""
         for group in self.groups:
             self.finish_copies(group)
 
     @property
     def settled(self) -> bool:
-        """Whether no copy that computing waits for reads any masters."""
+        """Whether no copy that computing uses reads any masters."""
         return all(ticket.done for group in reversed(self.groups) for ticket in group.used_copies)
 
     def _is_being_stepped(self, group: Group) -> bool:
@@ -237,9 +238,7 @@ class Window:
 
     def _wait_for_copies(self, group: Group) -> None:
         while group.tickets:
-            group.used_copies.append(group.tickets.pop(0))
-            self._backend.trace.wait(group.used_copies[-1], "weights")
-        group.used_copies = [ticket for ticket in group.used_copies if not ticket.done]
+            self._backend.trace.wait(group.tickets.pop(0), "weights")
 
     def _upload_behind_step(self, group: Group) -> None:
         """Send each section of the group when it has been stepped."""
@@ -264,3 +263,8 @@ class Window:
         self._on_evict(group)
         if was_readable:  # otherwise a copy into the place may still run, and only another copy is ordered after that
             self._backend.invalidate(group.place)
+
+
+def _readers(group: Group) -> Iterable[Group]:
+    """Return the group and all others that its masters are copied with: weights that were made resident."""
+    return dict.fromkeys([group, *(weight.twin.group for weight in group.host.weights)])

@@ -1,0 +1,215 @@
+"""The host runs ahead of the device: nothing is written to what a copy to the device still has to read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.transfer.lanes import Ticket
+
+X = torch.linspace(-1, 1, 16).view(2, 8)
+
+
+class LateCopy(Ticket):
+    """A copy that, for all that the host knows, has only been made once the host has waited for it."""
+
+    def __init__(self, copied: Ticket, target: Tensor, source: Tensor) -> None:
+        self.copied = copied
+        self.target = target
+        self.source = source
+        self.read: Tensor | None = None
+        self._is_done = False
+
+    @override
+    def join(self) -> None:
+        self.copied.join()
+        self.check()
+        self._is_done = True
+
+    @property
+    @override
+    def done(self) -> bool:
+        return self._is_done
+
+    def forgive(self) -> None:
+        self._is_done = True
+
+    def check(self) -> None:
+        if not self._is_done and self.read is not None:
+            assert torch.equal(self.read, self.source), "written to before it was copied"
+
+
+class LaggingBackend(HostBackend):
+    """A device that has not begun with what it was given. What computing does not wait for is nobody's concern."""
+
+    def __init__(self) -> None:
+        super().__init__(poison=True)
+        self.copies: list[LateCopy] = []
+
+    @override
+    def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        self.copies.append(LateCopy(super().upload(target, source, after), target, source))
+        return self.copies[-1]
+
+    @override
+    def wait(self, ticket: Ticket) -> None:
+        if isinstance(ticket, LateCopy):
+            ticket.copied.join()
+            ticket.read = ticket.target.clone()
+        else:
+            super().wait(ticket)
+
+    @override
+    def drain(self) -> None:
+        super().drain()
+        for late in self.copies:
+            late.forgive()
+
+
+@contextmanager
+def lagging(model: nn.Module, k: int = 2) -> Iterator[Pipeline]:
+    backend = LaggingBackend()
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=k, units=nn.Linear), backend=backend)
+    try:
+        yield pipeline
+        for group in pipeline.arrangement.groups:
+            for late in group.used_copies:
+                assert isinstance(late, LateCopy)
+                late.check()
+    finally:
+        pipeline.detach()
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.5)
+
+
+def foreach(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 1.5)
+
+
+def data(model: nn.Module) -> None:
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+
+
+def other_memory(model: nn.Module) -> None:
+    for weight in model.parameters():
+        weight.data = weight.data * 1.5
+
+
+def alias(model: nn.Module) -> None:
+    for weight in model.parameters():
+        weight.detach().mul_(1.5)
+
+
+EDITS = [load, in_place, foreach, data, other_memory, alias]
+
+
+@pytest.mark.parametrize("lowered", [False, True], ids=["as they are", "lowered"])
+@pytest.mark.parametrize("in_step", [False, True], ids=["between steps", "in a step"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_after_a_forward_come_after_its_copies(
+    edit: Callable[[nn.Module], None], in_step: bool, lowered: bool
+) -> None:
+    """A `load_state_dict` after a forward without a graph changed what queued copies were still to read."""
+
+    def outputs(model: nn.Module, pipeline: Pipeline | None) -> list[Tensor]:
+        found = []
+        with torch.autocast("cpu", torch.bfloat16, enabled=lowered, cache_enabled=False):
+            model(X).float().sum().backward()  # shows what is lowered
+            for _ in range(3):
+                with torch.no_grad():
+                    if pipeline is not None and in_step:
+                        with pipeline.step():
+                            found.append(model(X))
+                            edit(model)
+                    else:
+                        found.append(model(X))
+                        edit(model)
+        return found
+
+    model = make_model()
+    expected = outputs(copy.deepcopy(model), None)
+    with lagging(model) as pipeline:
+        got = outputs(model, pipeline)
+        assert (pipeline.stats.loads > 0) and all(map(torch.equal, got, expected))
+
+
+class Plain(torch.optim.Optimizer):
+    """An optimizer that the engine does not know: it steps as in plain training."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float]) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        for group in self.param_groups:
+            for weight in [weight for weight in group["params"] if weight.grad is not None]:
+                weight.add_(weight.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("lowered", [False, True], ids=["as they are", "lowered"])
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.AdamW(p), lambda p: Plain(p, {}), lambda p: torch.optim.LBFGS(p, max_iter=2)]
+)
+def test_a_step_comes_after_the_copies_of_a_forward_before_it(
+    make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer], lowered: bool
+) -> None:
+    """A forward between backward and step sends weights again, and the step did not wait for that."""
+
+    def train(model: nn.Module) -> list[Tensor]:
+        optimizer, seen = make(model.parameters()), []
+        for _ in range(4):
+
+            def closure() -> float:
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=lowered, cache_enabled=False):
+                    loss = model(X).float().square().sum()
+                    loss.backward()
+                    with torch.no_grad():
+                        seen.append(model(X).float())
+                return float(loss.detach())
+
+            optimizer.step(closure)
+        return seen
+
+    model = make_model()
+    expected = train(copy.deepcopy(model))
+    with lagging(model) as pipeline:
+        got = train(model)
+        assert pipeline.stats.optimizer_steps == 4
+        assert all(map(torch.equal, got, expected))
+
+
+def test_nobody_waits_who_changes_nothing() -> None:
+    """Forwards alone, and training as usual, leave the host ahead."""
+    model = make_model()
+    with lagging(model) as pipeline:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            with torch.no_grad():
+                model(X)
+        for _ in range(3):
+            model(X).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert pipeline.stats.host_syncs == 0
