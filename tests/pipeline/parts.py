@@ -155,9 +155,6 @@ class FakeHost:
     def readopt(self) -> None:
         """Nothing has been given other memory."""
 
-    def is_prepared(self, state: FakeState) -> bool:
-        return True
-
     def prepare(self, state: FakeState) -> Tensor:
         return self.source.bytes
 

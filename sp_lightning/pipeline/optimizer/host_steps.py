@@ -198,10 +198,6 @@ class HostSteps:
         """Wait until no step reads or writes the memory of a group any more."""
         self._window.finish_step(group)
 
-    def finish_copies(self, group: Group) -> None:
-        """Wait until no copy to the device reads the masters of a group: somebody else is about to step them."""
-        self._window.finish_copies(group)
-
     def settle(self) -> None:
         """Wait until every step is done, and no copy to the device reads a master: others may write to them.
 

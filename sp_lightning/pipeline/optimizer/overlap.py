@@ -183,7 +183,6 @@ class Overlap:
 
     def _let_plain_code_step(self, weight: Weight) -> None:
         self._steps.finish_step(weight.unit.group)
-        self._steps.finish_copies(weight.unit.group)
         self._gradients.wait_until_landed([weight])
         self._gradients.show(weight)
 

@@ -203,21 +203,13 @@ class GroupHost:
         """Whether lowered copies are sent instead of the masters themselves."""
         return bool(self._lowered_copies)
 
-    def is_prepared(self, state: MasterState) -> bool:
-        """Tell whether the bytes to send are up to date.
-
-        Args:
-            state: The masters' present state.
-        """
-        return not self._lowered_copies or self._copied_state is state
-
     def prepare(self, state: MasterState) -> Tensor:
         """Return the bytes to send, with lowered copies brought up to date.
 
         Args:
             state: The masters' present state.
         """
-        if not self.is_prepared(state):
+        if self._lowered_copies and self._copied_state is not state:
             for weight, target in zip(self.weights, self._lowered_copies, strict=True):
                 target.copy_(weight.host)
             self._copied_state = state

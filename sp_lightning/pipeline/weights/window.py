@@ -159,7 +159,9 @@ class Window:
 
     def copies_of(self, group: Group) -> list[Ticket]:
         """Return the tickets of copies that may still read the group's masters, used or not."""
-        return [ticket for reader in _readers(group) for ticket in (*reader.used_copies, *reader.tickets) if not ticket.done]
+        return [
+            ticket for reader in _readers(group) for ticket in (*reader.used_copies, *reader.tickets) if not ticket.done
+        ]
 
     def finish_copies(self, group: Group) -> None:
         """Wait until no copy that computing uses reads the group's masters: somebody may write to them."""
@@ -220,8 +222,6 @@ class Window:
         else:
             if group.state is None:
                 group.state = group.host.state()
-            if not group.host.is_prepared(group.state):
-                self.finish_copies(group)
             self._upload(group, group.host.prepare(group.state))
         group.residency = Residency.COMING
         self._stats.bytes_to_device += group.nbytes
