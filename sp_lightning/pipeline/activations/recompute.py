@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -224,9 +224,12 @@ class UnitCall:
                 self._with_original_leaves(),
                 torch.enable_grad(),
                 saved_tensors_hooks(refill.pack, lambda tensor: tensor),
-                suppress(_NothingMissing),
             ):
-                self.member.module(*args, **kwargs)
+                try:
+                    self.member.module(*args, **kwargs)
+                except Exception:  # code in between may have made another exception of `_NothingMissing`
+                    if refill.missing:
+                        raise
             if refill.missing or (self._checks and self._differs()):
                 raise CannotRunAgain(_computed_something_else(self.member.name))
 

@@ -107,9 +107,10 @@ class Averaging:
     def complete(self) -> Iterator[Averaged]:
         """Make computing wait for the turn that is under way, if there is one, and yield it."""
         if self._under_way is not None:
-            (averaged, works), self._under_way = self._under_way, None
+            averaged, works = self._under_way
             for work in works:
                 work.wait()
+            self._under_way = None
             yield averaged
 
     def is_final(self, weights: Iterable[Weight]) -> bool:
