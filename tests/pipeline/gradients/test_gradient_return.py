@@ -5,21 +5,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from sp_lightning.pipeline.gradients.averaging import Averaging
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 
 from ..parts import FakeStepper, Placed, RecordingBackend, gradient_scene, host_backend, place
 
 
-def way_home(*placed: Placed, backend: Backend, pin: bool = False) -> GradientReturn:
+def way_home(
+    *placed: Placed, backend: Backend, pin: bool = False, averaging: Averaging | None = None
+) -> GradientReturn:
     """The way home for the gradients of several units, which nobody steps in backward."""
-    returns = GradientReturn([made.unit for made in placed], backend, Stats(), pin, lambda: None)
+    returns = GradientReturn([made.unit for made in placed], backend, Stats(), pin, lambda: None, averaging)
     returns.stepper = FakeStepper()
     for made in placed:
         for twin in made.twins:
@@ -281,6 +288,38 @@ def test_many_units_share_a_ring_of_two_pieces() -> None:
         norms = 256
         assert returns.device_bytes() == 2 * (512 + norms)
         returns.close()
+
+
+def pretend_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has the same gradients; sums are written when they are waited for."""
+
+    def all_gather(answers: list[Tensor], message: Tensor, group: Any) -> None:
+        for answer in answers:
+            answer.copy_(message)
+
+    def all_reduce(tensor: Tensor, async_op: bool) -> Any:
+        return SimpleNamespace(wait=lambda: tensor.mul_(2))
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+
+
+def test_a_piece_is_not_filled_before_it_was_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a micro-batch that is accumulated, a hook's gradient alone is averaged: that of the next unit but one came."""
+    pretend_two_processes(monkeypatch)
+    backend = RecordingBackend()
+    units = [place([torch.ones(50)], backend, name=f"unit {index}") for index in range(3)]
+    weights = [made.weights[0] for made in units]
+    weights[0].master.register_hook(lambda gradient: None)
+    replicas = Replicas()
+    replicas.accumulates = True
+    returns = way_home(*units, backend=backend, averaging=Averaging(replicas, weights, [], lambda: 0))
+    for index, made in enumerate(units):
+        (made.twins[0].parameter * (index + 1)).sum().backward()
+    returns.finish()
+    assert [weight.master.grad.unique().tolist() for weight in weights] == [[1], [2], [3]]
+    returns.close()
 
 
 def test_a_slot_is_not_filled_before_it_was_added() -> None:
