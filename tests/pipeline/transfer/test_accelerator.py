@@ -16,6 +16,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients.landing import gradient_bytes
 from sp_lightning.pipeline.transfer import accelerator
+from sp_lightning.pipeline.transfer.threads import Worker
 
 from ..fake_device import DeviceTensor, FakeDeviceModule
 from ..parts import DoneTicket, PendingTicket
@@ -303,6 +304,30 @@ def test_an_error_of_work_surfaces_where_its_upload_is_waited_for(scene: Scene, 
     assert slot.plain.tolist() == [1]
     scene.backend.upload(slot, scene.on_host(4)).join()
     assert slot.plain.tolist() == [4]
+
+
+class LostEvent:
+    """Of a device on which a kernel has failed: whoever asks is told."""
+
+    def query(self) -> bool:
+        raise RuntimeError("device-side assert triggered")
+
+    synchronize = query
+
+
+def test_an_error_of_the_device_ends_the_work_that_waits_for_it() -> None:
+    """It ended the thread instead, and whoever waited for work on the host waited for ever."""
+    worker, done = Worker("test-thread"), list[str]()
+    failed = worker.submit(lambda: done.append("with what never came"), [accelerator._StreamTicket(LostEvent(), None)])
+    worker.submit(lambda: done.append("something else"))
+    waiting = threading.Thread(target=worker.drain, daemon=True)
+    waiting.start()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    with pytest.raises(RuntimeError, match="device-side assert triggered"):
+        failed.join()
+    worker.close()
+    assert done == ["something else"]
 
 
 @pytest.mark.parametrize("pinned", [True, False])
