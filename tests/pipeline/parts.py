@@ -50,6 +50,19 @@ class PendingTicket(ThreadTicket):
         super().finish()
 
 
+class InterruptedTicket(PendingTicket):
+    """The same, but the first wait for it is interrupted, as by Ctrl-C."""
+
+    was_interrupted = False
+
+    @override
+    def join(self) -> None:
+        if not self.was_interrupted:
+            self.was_interrupted = True
+            raise KeyboardInterrupt
+        super().join()
+
+
 class RecordingBackend(Backend):
     """Copies at once, in the calling thread, and writes down what it was asked for as `(what, target, source)`."""
 

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.stats import Stats
 
-from ..parts import FakeStepper, GradientScene, RecordingBackend, gradient_scene, host_backend, place
+from ..parts import (
+    FakeStepper,
+    GradientScene,
+    InterruptedTicket,
+    RecordingBackend,
+    gradient_scene,
+    host_backend,
+    place,
+)
 
 BF16 = torch.bfloat16
 SHAPES = (40, 30), (7,), (2, 3, 4, 5)
@@ -543,6 +551,20 @@ def test_a_copy_that_failed_is_told_of_once(lowered: torch.dtype | None, threads
         for _ in range(5):
             s.backward(1, 2)
         assert s.gradients() == [[5], [10]]
+
+
+def test_an_interrupted_wait_for_a_gradient_leaves_it_under_way() -> None:
+    """It was forgotten, and the next one went into its memory while it still came."""
+    with gradient_scene((4,)) as s:
+        gradients, ticket = s.returns.gradients, InterruptedTicket()
+        gradients.mark_under_way(s.weights, ticket)
+        with pytest.raises(KeyboardInterrupt):
+            gradients.wait_until_landed(s.weights)
+        assert gradients.tickets_of(s.weights) == [ticket]
+        threading.Timer(0.03, ticket.finish).start()
+        gradients.wait_until_landed(s.weights)
+        assert ticket.done
+        assert gradients.tickets_of(s.weights) == []
 
 
 @pytest.mark.parametrize("what", ["copies", "additions"])

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.optimizer.stepping import UnitStep
+from sp_lightning.pipeline.transfer.threads import ThreadTicket
 
 WIDTH = 8
 X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
@@ -335,6 +336,30 @@ def test_settling_waits_for_all() -> None:
             open_soon(gate)
             pipeline.settle()
         assert {type(layer.weight) for layer in model} == {nn.Parameter}
+        assert same(expected, everything(model, optimizer))
+
+
+def test_settling_that_was_interrupted_waits_when_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that it waited for was forgotten, and counted as done before it had begun."""
+
+    def interrupt(_: ThreadTicket) -> None:
+        raise KeyboardInterrupt
+
+    expected = train(adam, steps=2, make_model=lambda: chain(1))
+    model = chain(1)
+    with attached(model) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)
+        with held_up(pipeline) as gate:
+            plain_step(model, optimizer)
+            with monkeypatch.context() as patch:
+                patch.setattr(ThreadTicket, "join", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    pipeline.settle()
+            assert not pipeline._assembly.overlap.settled
+            open_soon(gate)
+            pipeline.settle()
+            assert gate.is_set()
         assert same(expected, everything(model, optimizer))
 
 

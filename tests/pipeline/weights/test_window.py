@@ -20,7 +20,7 @@ from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.sections import Cut, Section
 from sp_lightning.pipeline.weights.window import Window
 
-from ..parts import PendingTicket, RecordingBackend, slots
+from ..parts import InterruptedTicket, PendingTicket, RecordingBackend, slots
 
 
 class Scene:
@@ -302,9 +302,9 @@ def test_autocast_casts_changed_weights_again(changed: bool) -> None:
 # ------------------------------------------------------------------------------------------- while masters are stepped
 
 
-def stepping(scene: Scene, index: int) -> PendingTicket:
+def stepping(scene: Scene, index: int, ticket: PendingTicket | None = None) -> PendingTicket:
     """An optimizer starts to step the masters of a group."""
-    ticket = PendingTicket()
+    ticket = ticket or PendingTicket()
     scene.window.outdate(scene.groups[index])
     scene.groups[index].being_stepped = ticket
     return ticket
@@ -460,6 +460,19 @@ def test_a_step_is_waited_for_once() -> None:
     for _ in range(2):
         scene.window.finish_step(scene.groups[0])
         assert scene.groups[0].being_stepped is None
+
+
+def test_an_interrupted_wait_for_a_step_leaves_it_under_way() -> None:
+    """It counted as done, and masters were read while it wrote to them."""
+    scene = Scene(2, 2)
+    ticket = stepping(scene, 0, InterruptedTicket())
+    with pytest.raises(KeyboardInterrupt):
+        scene.window.finish_step(scene.groups[0])
+    assert scene.groups[0].being_stepped is ticket
+    threading.Timer(0.03, ticket.finish).start()
+    scene.window.finish_step(scene.groups[0])
+    assert ticket.done
+    assert scene.groups[0].being_stepped is None
 
 
 @pytest.mark.parametrize("by", ["finish_step", "bring", "prefetch"])
