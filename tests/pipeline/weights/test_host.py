@@ -317,11 +317,12 @@ def test_masters_that_are_not_sent_are_not_page_locked() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hide memory from forked processes")
 def test_forked_processes_share_nothing_with_a_device() -> None:
-    """Beside an accelerator: a page that is shared would be copied, behind the device's back, when it is written to."""
+    """Beside an accelerator, a shared page would be copied behind its back; masters once lowered were shared."""
     code = """
         import os, torch
         from types import SimpleNamespace
-        from sp_lightning.pipeline.weights.host import HostBuffer
+        from sp_lightning.pipeline.weights.host import GroupHost, HostBuffer
+        from sp_lightning.pipeline.weights.weight import Weight
 
         def seen_by_a_worker(buffer):
             child = os.fork()
@@ -330,11 +331,23 @@ def test_forked_processes_share_nothing_with_a_device() -> None:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
         for kind in ("cpu", "cuda"):
-            buffer = HostBuffer(8, SimpleNamespace(device=torch.device(kind)), pin=False)
+            backend = SimpleNamespace(device=torch.device(kind))
+            buffer = HostBuffer(8, backend, pin=False)
             buffer.bytes.fill_(7)
             attached = seen_by_a_worker(buffer)
             buffer.release()
             print(kind, attached, seen_by_a_worker(buffer))
+
+            weight, masters, seen = Weight("w", torch.nn.Parameter(torch.ones(2))), None, []
+            for dtype in (torch.float32, torch.bfloat16, torch.float32):
+                weight.compute_dtype = dtype
+                masters = GroupHost([weight], backend, False, masters).masters
+                masters.bytes.fill_(7)
+                seen.append(seen_by_a_worker(masters))
+            masters.release()
+            print("as sent, lowered, as sent, released:", *seen, seen_by_a_worker(masters))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["cpu", "7", "7", "cuda", "0", "7"], done.stderr
+    masters = "as sent, lowered, as sent, released:"
+    expected = ["cpu 7 7", f"{masters} 7 7 7 7", "cuda 0 7", f"{masters} 0 0 0 7"]
+    assert done.stdout.splitlines() == expected, done.stderr
