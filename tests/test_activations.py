@@ -770,6 +770,25 @@ def test_an_exception_in_the_second_forward(error: type[BaseException]) -> None:
     assert_same_story(story, lambda: Chain([Block(), Bomb(), Block()]), activations="recompute")
 
 
+class Wrapping(Block):
+    """As einx: it makes an exception of its own of any that comes from within."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x)
+        except Exception as error:
+            raise RuntimeError("an operation has failed") from error
+
+
+def test_a_unit_that_wraps_exceptions_runs_again() -> None:
+    """The second forward is ended by an exception once nothing is missing; wrapped, it was taken for an error."""
+
+    def story(run: Run) -> None:
+        run.normal_step("a step", SGD(run.model.parameters(), lr=0.1))
+
+    assert_same_story(story, lambda: Chain(Wrapping() for _ in range(3)), activations="recompute")
+
+
 # -------------------------------------------------------------------------------------------------------------- memory
 
 

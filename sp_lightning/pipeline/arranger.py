@@ -20,7 +20,6 @@ from sp_lightning.pipeline.division.tree import is_called
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.hooks import Gatekeeper
-from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.weights.units import Member
 
@@ -106,10 +105,6 @@ class Arranger:
         Returns:
             Whether everything was arranged anew for it.
         """
-        learned = self._learned
-        # Nothing can be assumed without autocast's cache: whether a graph uses a weight only once remains to be seen.
-        if autocast is not None and not learned.lowered and torch.is_autocast_cache_enabled():
-            learned.assume_lowered(known_to_be_lowered(self._lasting.module, self.arrangement.units))
         if self.arrangement.unused_in_step and not self._graphs.waiting():
             self.assembly.guard.disarm()
             self._rearrange_for(autocast)

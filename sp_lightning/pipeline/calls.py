@@ -25,7 +25,7 @@ from sp_lightning.pipeline.modules.swap import swap_in, swap_out
 from sp_lightning.pipeline.modules.tensors import replace_tensors, tensors_in
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.transfer.trace import Kind
-from sp_lightning.pipeline.under_autocast import UnderAutocast
+from sp_lightning.pipeline.under_autocast import UnderAutocast, without_autocast_cache
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.host import as_bytes
@@ -100,6 +100,8 @@ class Calls:
             return self._run_around_units(member, forward, args, kwargs)
         if self._activations.manages(member):
             return self._activations.run(member, args, kwargs)  # calls the module, which comes here once more
+        if autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
+            forward = without_autocast_cache(forward)
         number = self._enter(member)
         pushed = self._saved.push()
         try:
@@ -193,18 +195,21 @@ class Calls:
 
     def _write_back(self, weight: Weight) -> None:
         """Copy a weight that a forward changed in place back to the master, which holds the authoritative value."""
-        if weight.lowered:
-            raise RuntimeError(
-                f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its module "
-                "out of autocast, or change the weight outside of the forward."
-            )
         with torch.inference_mode(False), torch.no_grad():
-            arrived = torch.empty_like(weight.host)
+            arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
             self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
             self._window.finish_step(weight.twin.group)
+            self._stats.host_syncs += 1
+            if weight.lowered:
+                if not torch.equal(arrived, weight.host.to(arrived.dtype)):  # `set_` counts as a change of any tensor
+                    raise RuntimeError(
+                        f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its "
+                        "module out of autocast, or change the weight outside of the forward."
+                    )
+                weight.twin.note_unchanged()
+                return
             weight.master.copy_(arrived)
         weight.twin.note_written_back()
-        self._stats.host_syncs += 1
         self._stats.write_backs += 1
         group = weight.twin.group
         group.state = group.host.state()

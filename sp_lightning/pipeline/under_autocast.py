@@ -54,13 +54,13 @@ class UnderAutocast:
                     self._outside.keep_as_is(place.weight)
                     place.parameters[place.key] = self._outside.serve(place.weight)
 
-        spy = LoweringSpy(self._arrangement.twins, self._learned.assumed, self._device_type, keep_as_is)
+        spy = LoweringSpy(self._arrangement.twins, self._device_type, keep_as_is)
         with spy:  # it does not see into compiled code
             output = run_uncompiled(forward, *args, **kwargs)
         member.observed.add(spy.builds_graph)
         if spy.builds_graph:
             self._graphs.current.uncompiled.add(member)
-        self._learned.note_uses_under_autocast(spy.lowered, spy.used_as_is, [place.weight for place in member.places])
+        self._learned.note_uses_under_autocast(spy.lowered, spy.used_as_is)
         return output
 
     def stop_lowering_if_reused(self, member: Member) -> None:
@@ -83,3 +83,16 @@ class UnderAutocast:
     def end_recomputation(self) -> None:
         """Note that backward goes on with the nodes of what was recomputed: what runs again next is another graph."""
         self._recomputed.clear()
+
+
+def without_autocast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a forward that builds no graph cast weights for each use: the cache would keep those of all units."""
+
+    def uncached(*args: Any, **kwargs: Any) -> Any:
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(True)
+
+    return uncached

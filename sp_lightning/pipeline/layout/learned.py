@@ -26,7 +26,6 @@ class Learned:
         undivided: Modules that are not divided, because they are called several times in a forward.
         lowered: Masters that autocast lowers, by identity.
         used_as_is: Masters that are used in their own dtype, by identity.
-        assumed: Masters assumed to be lowered, because of their type of layer, until the layer has been watched.
         observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
         short_of_memory: Whether the window has to be as small as possible.
         buffers: Host memory that masters lie in, by the identities of these masters.
@@ -45,7 +44,6 @@ class Learned:
         self.undivided: list[nn.Module] = []
         self.lowered: set[int] = set()
         self.used_as_is: set[int] = set()
-        self.assumed: set[int] = set()
         self.observed: dict[tuple[int, ...], set[bool]] = {}
         self.short_of_memory = False
         self.buffers: dict[tuple[int, ...], HostBuffer] = {}
@@ -83,25 +81,17 @@ class Learned:
         """Forget all but these parameters and modules, given by identity: new objects may reuse the others' ids."""
         self.lowered &= alive
         self.used_as_is &= alive
-        self.assumed &= alive
         self.trained &= alive
         self.observed = {key: seen for key, seen in self.observed.items() if alive.issuperset(key)}
 
-    def note_uses_under_autocast(self, lowered: set[Weight], used_as_is: set[Weight], watched: list[Weight]) -> None:
+    def note_uses_under_autocast(self, lowered: set[Weight], used_as_is: set[Weight]) -> None:
         """Note how watched weights were used under autocast; some may have to be sent in another dtype from now on."""
-        self.assumed -= {id(weight.master) for weight in watched}
         self.lowered |= {id(weight.master) for weight in lowered}
         self.used_as_is |= {id(weight.master) for weight in used_as_is}
         to_lower = any(
             not (weight.lowered or weight.unit.resident or id(weight.master) in self.used_as_is) for weight in lowered
         )
         self.outdated |= to_lower or any(weight.lowered for weight in used_as_is)
-
-    def assume_lowered(self, weights: Iterable[Weight]) -> None:
-        """Assume that autocast lowers these weights, until their layers have been watched."""
-        masters = {id(weight.master) for weight in weights}
-        self.lowered |= masters
-        self.assumed |= masters
 
     def conclude(self, units: Sequence[Unit]) -> bool:
         """Draw the conclusions for the next arrangement; called between steps.

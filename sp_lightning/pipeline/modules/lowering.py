@@ -7,10 +7,9 @@ from 2.5.5 on, autocast casts for each use, and the gradients of several uses ad
 used once for a graph is sent lowered. Views are never in the cache: of several that are cast, no two may overlap, and
 one that repeats elements (`query.expand(batch, -1)`) adds up their gradients, in fp32 as well.
 
-Layers of torch whose forward is nothing but such an operation are known from the start. Other weights are watched in
-their unit's first forward under autocast. A weight that is also used as it is (a tied embedding, a norm, a layer in a
-region where autocast is off) is sent as it is, and so is one that is cast where no graph is built, because a custom
-`autograd.Function` may use it as it is in its backward.
+How a weight is used is seen in its unit's first forward under autocast. A weight that is also used as it is (a tied
+embedding, a norm, a layer in a region where autocast is off) is sent as it is, and so is one that is cast where no
+graph is built, because a custom `autograd.Function` may use it as it is in its backward.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline._private import decompose_under_mode, is_undecomposed, run_as_without_mode, storage_key
@@ -68,7 +67,6 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         twins: Twins by the identity of their memory.
-        assumed: Masters, by identity, that were assumed to be lowered without having been watched yet.
         device_type: The type of device whose autocast is watched.
         on_use_as_is: Called with a layer that is about to use its weights as they are: autocast is off, or it casts
             them anew for each use and this is not the first.
@@ -79,18 +77,15 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         twins: dict[int, Twin],
-        assumed: set[int],
         device_type: str,
         on_use_as_is: Callable[[nn.Module], None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._twins = twins
-        self._assumed = assumed
         self._device_type = device_type
         self._on_use_as_is = on_use_as_is
         self._dtype = torch.get_autocast_dtype(device_type)
         self.builds_graph = torch.is_grad_enabled()
-        self._inside_lowered_layer = 0
         self.lowered: set[Weight] = set()
         self.used_as_is: set[Weight] = set()
         self._casts: dict[int, tuple[Weight, Tensor]] = {}
@@ -99,10 +94,7 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Any:
         """Start watching."""
-        self._hooks = [
-            register_module_forward_pre_hook(self._before_module),
-            register_module_forward_hook(self._after_module, always_call=True),
-        ]
+        self._hook = register_module_forward_pre_hook(self._before_module)
         self._warnings = warnings.catch_warnings()
         self._warnings.__enter__()
         # the wrapper that `torch.compile(module)` returns warns that global hooks see it, too, which does no harm here
@@ -113,8 +105,7 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Stop watching."""
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         self._warnings.__exit__(*exc_info)
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, _WITH_FAST_PATH) and not torch.is_autocast_enabled():
@@ -125,15 +116,10 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part in module.modules():
                 self._on_use_as_is(part)
         if is_lowered_layer(module):
-            self._inside_lowered_layer += 1
-            once_more = module in self._called and not torch.is_autocast_cache_enabled()
+            once_more = self.builds_graph and module in self._called and not torch.is_autocast_cache_enabled()
             self._called.add(module)
             if once_more or not torch.is_autocast_enabled(self._device_type):
                 self._on_use_as_is(module)
-
-    def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if is_lowered_layer(module):
-            self._inside_lowered_layer -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note casts and other uses of weights, and run the operation as it is."""
@@ -163,8 +149,6 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, weight: Weight, cast: Tensor | None) -> None:
         if weight.lowered:
-            if id(weight.master) in self._assumed and not self._inside_lowered_layer:
-                self.used_as_is.add(weight)
             return
         if (
             cast is not None
@@ -188,7 +172,8 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elements = range(operand.storage_offset(), end)
         again = any(elements.start < other.stop and other.start < elements.stop for other in earlier)
         earlier.append(elements)
-        return not again or (torch.is_autocast_cache_enabled() and not operand._is_view())
+        is_cached = torch.is_autocast_cache_enabled() and not operand._is_view()
+        return is_cached or not (again and self.builds_graph)
 
 
 def is_view(func: Any) -> bool:

@@ -146,8 +146,12 @@ class Twin:
 
     def note_written_back(self) -> None:
         """Note that the master got the change by an in-place write, which must not count a second time."""
-        self._seen_version = self.parameter._version
+        self.note_unchanged()
         self._write_backs += 1
+
+    def note_unchanged(self) -> None:
+        """Note that the changes which torch has counted so far have left the values as they were."""
+        self._seen_version = self.parameter._version
 
 
 class Weight:

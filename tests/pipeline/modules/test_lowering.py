@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.utils import parametrize
+from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -129,7 +131,7 @@ def test_uses_are_watched(name: str) -> None:
     """In a first forward under autocast: what is only ever cast is lowered, what is used as it is stays."""
     use, lowered = CASES[name]
     made = place([torch.randn(8, 8)])
-    spy_on = {"twins": made.by_memory, "assumed": set(), "device_type": "cpu"}
+    spy_on = {"twins": made.by_memory, "device_type": "cpu"}
     cast = torch.autocast("cpu", dtype=torch.bfloat16)
     with cast, LoweringSpy(**spy_on, on_use_as_is=pytest.fail) as spy:
         use(torch.randn(2, 8), made.twins[0].parameter)
@@ -141,7 +143,7 @@ def test_a_layer_where_autocast_is_off_is_told() -> None:
     """Before it computes, so that it can be served with its own dtype."""
     layer = nn.Linear(4, 4)
     told: list[nn.Module] = []
-    with torch.autocast("cpu", dtype=torch.bfloat16), LoweringSpy({}, set(), "cpu", told.append):
+    with torch.autocast("cpu", dtype=torch.bfloat16), LoweringSpy({}, "cpu", told.append):
         layer(torch.ones(1, 4))
         with torch.autocast("cpu", enabled=False):
             layer(torch.ones(1, 4))
@@ -158,7 +160,7 @@ def test_operations_of_higher_order_use_weights_as_they_are() -> None:
     made = place([torch.randn(1, 1, 2, 4)])
     twin = made.twins[0].parameter.detach()  # there is no backward on a CPU
     cast = torch.autocast("cpu", dtype=torch.bfloat16)
-    with cast, LoweringSpy(made.by_memory, set(), "cpu", pytest.fail) as spy:
+    with cast, LoweringSpy(made.by_memory, "cpu", pytest.fail) as spy:
         run_uncompiled(flex_attention, twin, twin, twin)  # it compiles itself, which it cannot under this mode
     assert spy.used_as_is == set(made.weights)
 
@@ -351,6 +353,68 @@ def test_the_first_evaluation_computes_as_the_others(
     for outputs in actual:
         assert [output.dtype for output in outputs] == [output.dtype for output in expected]
         assert all(map(torch.equal, expected, outputs))
+
+
+class Normed(nn.Module):
+    """As peft's DoRA: it reads the weight of one of its layers besides calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.magnitude = nn.Linear(8, 8, bias=False), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) * (self.magnitude / self.base.weight.float().norm(dim=1))
+
+
+class Parametrized(nn.Module):
+    """As peft's `target_parameters`: it parametrizes its layer while it computes, which sets the weight anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.delta = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.base, "weight", Plus(self.delta))
+        y = self.base(x)
+        parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+        return y
+
+
+class Plus(nn.Module):
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = (delta,)  # not a parameter of this module
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta[0]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+@pytest.mark.parametrize("kind", [Normed, Parametrized])
+def test_what_a_unit_does_with_the_weights_of_its_layers(kind: type[nn.Module], first: str, cache: bool) -> None:
+    """The first forward got a rounded weight, and a weight that was set anew with the same values was refused."""
+
+    def run(model: nn.Module) -> list[Tensor]:
+        optimizer, found = SGD(model.parameters(), 0.1), []
+        for step in range(4):
+            trains = (step % 2 == 0) == (first == "training")
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache), torch.set_grad_enabled(trains):
+                found.append(model(torch.linspace(-1, 1, 32).view(4, 8)).float())
+            if trains:
+                found[-1].square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [output.detach() for output in found]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[kind() for _ in range(3)])
+    expected = run(copy.deepcopy(model))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=kind, debug=True))
+    try:
+        assert all(map(torch.equal, run(model), expected))
+    finally:
+        pipeline.detach()
 
 
 def test_lowered_units_travel_at_half_the_bytes() -> None:
