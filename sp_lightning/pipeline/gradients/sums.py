@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import tensor_hooks, without_torch_function
-from sp_lightning.pipeline.gradients.homes import Homes, is_only_shown
+from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.stats import Stats
@@ -97,7 +97,7 @@ class Sums:
         if total is None:
             total = self._gradients.get(weight)
         if total is not None and total.dtype == weight.master.dtype:
-            if not is_only_shown(self._homes.of(weight.unit, [weight]).tensors, id(total)):
+            if not self._homes.of(weight.unit, [weight]).only_shows(id(total)):
                 self.must_settle = True
             self._totals[weight] = total
             return _Addition(total, None, arrived, onto=True)
