@@ -341,6 +341,55 @@ def test_a_gradient_that_the_user_put_there_is_added_to() -> None:
     assert_same_story(story, partial(chain, 3))
 
 
+def halve(model: nn.Module) -> None:
+    """Gradient surgery by `.data`, with memory that nobody else holds."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data = parameter.grad.data * 0.5
+
+
+def convert(model: nn.Module) -> None:
+    """torch gives weights and gradients other memory."""
+    model.double()
+    model.float()
+
+
+@pytest.mark.parametrize("repoint", [halve, convert])
+@pytest.mark.parametrize("clear", ["to none", "to none or zero in turn", "before the step"])
+@pytest.mark.parametrize("options", [{}, {"overlap_optimizer": False}, {"resident": ("blocks.1",)}], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_that_are_given_other_memory(
+    repoint: Callable[[nn.Module], None], clear: str, options: dict[str, Any], autocast: bool
+) -> None:
+    """What is added to a gradient goes to the memory that it has then, and the next one is seen in `.grad`."""
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        parameters = dict(run.model.named_parameters())
+        for step in range(6):
+            when = ("between micro-batches", "before the optimizer", "after the optimizer")[step % 3]
+            if clear == "before the step":
+                optimizer.zero_grad()
+            for micro in range(2):
+                with run.step(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    run.model(run.rows(2 * step + micro)).square().mean().backward()
+                note_gradients(run.trace, f"step {step} / micro-batch {micro}", parameters)
+                if when == "between micro-batches" and micro == 0:
+                    repoint(run.model)
+            if when == "before the optimizer":
+                repoint(run.model)
+            run.note(f"step {step} / norm", nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
+            optimizer.step()
+            if when == "after the optimizer":
+                repoint(run.model)
+            if clear != "before the step":
+                optimizer.zero_grad(set_to_none=clear == "to none" or step % 2 == 0)
+            for name, parameter in parameters.items():
+                run.note(f"step {step} / weight / {name}", parameter)
+
+    assert_same_story(story, partial(chain, 4), **options)
+
+
 def test_requires_grad_follows_the_user() -> None:
     """Freezing, thawing, freezing all but one: gradients appear and stay None as in plain PyTorch."""
 

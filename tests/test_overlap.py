@@ -590,6 +590,21 @@ def test_users_who_do_things_of_their_own(build: type[Module], precision: str) -
     assert_same_fit(build, precision=precision)
 
 
+class Converting(Module):
+    """Saves itself in another precision: torch gives weights other memory, and the gradients, too, that are left."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.double()
+        self.float()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}], ids=str)
+def test_users_who_convert_the_module_and_back(overlap: bool, precision: str, arguments: dict[str, Any]) -> None:
+    assert_same_fit(Converting, {"overlap_optimizer": overlap}, precision=precision, **arguments)
+
+
 class LookingCallback(Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         module.losses += [p.grad.detach().clone() for p in module.parameters()]

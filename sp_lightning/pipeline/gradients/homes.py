@@ -71,7 +71,7 @@ class Homes:
     def memory_of(self, unit: Unit, gradients: Sequence[Tensor]) -> Tensor | None:
         """Return the memory of a home that consists of exactly these gradients; None if there is no such home."""
         for home in (self._homes.get(unit), self._lower.get(unit)):
-            if home is not None and list(map(id, home.tensors)) == list(map(id, gradients)):
+            if home is not None and home.consists_of(gradients):
                 return home.memory
         return None
 
@@ -86,7 +86,7 @@ class Homes:
             Its memory, or None if somebody else holds a part of it.
         """
         home = self._lower.pop(unit)
-        if all(_are_free(home.tensors)):
+        if home.is_left():
             return home.buffer
         home.buffer.release()
         return None
@@ -107,9 +107,13 @@ class Homes:
 
 
 class Home:
-    """One host buffer in which the gradients of a unit's weights stay, with a tensor for each weight.
+    """One host buffer in which the gradients of a unit's weights stay.
 
     It is used again in every step, unless the user kept a gradient (PCGrad and the like do).
+
+    Attributes:
+        tensors: A tensor for each gradient. They are others in each backward pass, as users may change more about a
+            `.grad` than its values: with `p.grad.data = ...`, which `module.double()` does, it has other memory.
     """
 
     def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype], backend: Backend, pin: bool) -> None:
@@ -124,18 +128,56 @@ class Home:
         self.buffer = HostBuffer(nbytes, self._backend, self._pin)
         self.memory = self.buffer.bytes
         found = TensorsIn(self.memory)
-        self.tensors, self.norms = found.tensors(self.weights, self.dtypes), found.norms(self.weights, self.dtypes)
+        self._places, self.norms = found.tensors(self.weights, self.dtypes), found.norms(self.weights, self.dtypes)
+        self.tensors = [place.data for place in self._places]
+
+    def is_left(self) -> bool:
+        """Forget the tensors, and tell whether nobody else holds a part of the memory: no user, view or `.grad`."""
+        self.tensors = []
+        return all(map(_is_free, self._places))
 
     def vacate(self) -> None:
-        """Move to other memory if anybody else holds a part of this one."""
-        if not all(_are_free(self.tensors)):
+        """Make other tensors, in other memory if anybody else holds a part of this one."""
+        if self.is_left():
+            self.tensors = [place.data for place in self._places]
+        else:
             self.buffer.release()
             self._build()
 
     def room_for(self, weight: Weight) -> Tensor:
         """Return memory for one weight's gradient that nobody else holds."""
         index = self.weights.index(weight)
-        return self.tensors[index] if _are_free(self.tensors)[index] else torch.empty_like(weight.host)
+        place = self.tensors[index] = self._places[index]  # another tensor of this home would count as a user
+        if not _is_free(place):
+            return torch.empty_like(weight.host)
+        self.tensors[index] = place.data
+        return self.tensors[index]
+
+    def consists_of(self, gradients: Sequence[Tensor]) -> bool:
+        """Tell whether its memory is that of exactly these gradients."""
+        return len(gradients) == len(self._places) and all(map(_lies_in, gradients, self._places))
+
+    def only_shows(self, gradient: int) -> bool:
+        """Tell whether only this home and `.grad` hold a gradient, so that nobody can see when exactly it changes.
+
+        Args:
+            gradient: The `id` of a tensor for which the caller has one name.
+        """
+        for tensor, place, count in zip(self.tensors, self._places, _references(self.tensors), strict=True):
+            if id(tensor) == gradient:
+                held = count > _SHOWN_REFERENCES or users_of_tensor(tensor) > 2 or users_of_storage(place) > 2
+                return _lies_in(tensor, place) and not held
+        return False
+
+
+def _is_free(place: Tensor) -> bool:
+    return users_of_storage(place) <= 1
+
+
+def _lies_in(gradient: Tensor, place: Tensor) -> bool:
+    """Tell whether a gradient is in its place, and not in memory that somebody has given it."""
+    is_there = gradient.data_ptr() == place.data_ptr() and gradient.dtype == place.dtype
+    return is_there and gradient.shape == place.shape and gradient.stride() == place.stride()
 
 
 def _references(tensors: Sequence[Tensor]) -> list[int]:
@@ -143,38 +185,12 @@ def _references(tensors: Sequence[Tensor]) -> list[int]:
     return [sys.getrefcount(tensor) for tensor in tensors]
 
 
-# the count of a tensor that is in a list and nowhere else
-(_OWN_REFERENCES,) = _references([torch.empty(0)])
-
-
-def _are_free(tensors: Sequence[Tensor]) -> list[bool]:
-    """Tell for each gradient whether only its home holds it, and no user, view or `.grad`."""
-    references = _references(tensors)
-    return [
-        count <= _OWN_REFERENCES and users_of_tensor(tensor) <= 1 and users_of_storage(tensor) <= 1
-        for tensor, count in zip(tensors, references, strict=True)
-    ]
-
-
 def _references_of_a_shown_gradient() -> int:
     parameter, home = torch.nn.Parameter(torch.empty(0)), [torch.empty(0)]
     parameter.grad = home[0]
-    gradient = parameter.grad  # noqa: F841 - the name counts, as does the caller's of `is_only_shown`
+    gradient = parameter.grad  # noqa: F841 - the name counts, as does the caller's of `only_shows`
     return _references(home)[0]
 
 
-# the same if it is also a Parameter's `.grad` and has one name: what the former adds depends on torch's version
+# of a gradient that its home and `.grad` hold, and that has one name: what `.grad` adds depends on torch's version
 _SHOWN_REFERENCES = _references_of_a_shown_gradient()
-
-
-def is_only_shown(home: Sequence[Tensor], gradient: int) -> bool:
-    """Tell whether only its home and `.grad` hold a gradient, so that nobody can see when exactly it changes.
-
-    Args:
-        home: Gradients in the home.
-        gradient: The `id` of one of them, for which the caller has one name.
-    """
-    for tensor, count in zip(home, _references(home), strict=True):
-        if id(tensor) == gradient:
-            return count <= _SHOWN_REFERENCES and users_of_tensor(tensor) <= 2 and users_of_storage(tensor) <= 1
-    return False

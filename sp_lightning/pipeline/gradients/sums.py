@@ -1,7 +1,7 @@
 """Adding up the gradients of a weight: those that arrive in a backward pass, and the one that is there already.
 
-The thread for work on host memory adds while backward runs. Gradients that a user's hook has to see, and sparse ones,
-are added when backward has ended.
+The thread for work on host memory adds while backward runs. Gradients that a user's hook has to see, sparse ones, and
+those that are added to what the user has converted, are added when backward has ended.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import tensor_hooks, without_torch_function
-from sp_lightning.pipeline.gradients.homes import Homes, is_only_shown
+from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.stats import Stats
@@ -69,7 +69,7 @@ class Sums:
         assert shipment.slot is not None
         additions, after = [], [shipment.ticket, *self._gradients.tickets_of(shipment.weights)]
         for weight, arrived in zip(shipment.weights, shipment.arrived, strict=True):
-            if tensor_hooks(weight.master) or _is_sparse(weight.master.grad):  # users' hooks must not run in the thread
+            if tensor_hooks(weight.master) or _is_other_kind(weight):  # users' hooks must not run in the thread
                 self._held_back.setdefault(weight, []).append(torch.empty_like(weight.host))
                 additions.append(_Addition(self._held_back[weight][-1], None, arrived, onto=False))
             else:
@@ -97,7 +97,7 @@ class Sums:
         if total is None:
             total = self._gradients.get(weight)
         if total is not None and total.dtype == weight.master.dtype:
-            if not is_only_shown(self._homes.of(weight.unit, [weight]).tensors, id(total)):
+            if not self._homes.of(weight.unit, [weight]).only_shows(id(total)):
                 self.must_settle = True
             self._totals[weight] = total
             return _Addition(total, None, arrived, onto=True)
@@ -112,13 +112,15 @@ class Sums:
             self._add_now(weight, _run_hooks(weight, gradient))
         for gradient in sparse:
             self._add_sparse(weight, _run_hooks(weight, gradient))
-        if weight in self._totals:
+        if weight in self._totals and self._totals[weight] is not weight.master.grad:
             self._gradients.keep(weight, self._totals[weight])
 
     def _add_now(self, weight: Weight, gradient: Tensor) -> None:
         total = self._totals.get(weight, weight.master.grad)
-        if total is not None and _is_sparse(total):
+        if total is not None and total.layout is not torch.strided:
             self._totals[weight] = gradient + total
+        elif total is not None and _is_other_kind(weight):
+            total.add_(gradient.to(total.device))  # as autograd does: rounded once, to the dtype of the sum
         else:
             self._addition(weight, gradient).run()
 
@@ -165,8 +167,12 @@ class _Addition(NamedTuple):
             self.target.copy_(self.arrived)
 
 
-def _is_sparse(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is not torch.strided
+def _is_other_kind(weight: Weight) -> bool:
+    """Tell whether `.grad` is sparse, or the user has given it another dtype, device or order than the master's."""
+    gradient, like = weight.master.grad, weight.host
+    if gradient is None or gradient.layout is not torch.strided:
+        return gradient is not None
+    return (gradient.dtype, gradient.device, gradient.stride()) != (like.dtype, like.device, like.stride())
 
 
 def _run_hooks(weight: Weight, gradient: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.gradients.homes import Home, Homes, is_only_shown
+from sp_lightning.pipeline.gradients.homes import Home, Homes
 from sp_lightning.pipeline.weights.weight import Weight
 
 from ..parts import RecordingBackend, place
@@ -73,11 +73,78 @@ def test_what_somebody_holds_stays_theirs(hold: Callable[[Tensor], Any], which: 
 
 def test_what_nobody_holds_is_used_again() -> None:
     home = home_of(torch.ones(4), torch.ones(6))
-    before, tensors = home.memory.data_ptr(), list(map(id, home.tensors))
+    before = home.memory.data_ptr(), [tensor.data_ptr() for tensor in home.tensors]
     parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])
     parameter.grad = None
     home.vacate()
-    assert (home.memory.data_ptr(), list(map(id, home.tensors))) == (before, tensors)
+    assert (home.memory.data_ptr(), [tensor.data_ptr() for tensor in home.tensors]) == before
+
+
+POINT_ELSEWHERE: dict[str, Callable[[Tensor], Any]] = {
+    "other memory": lambda gradient: torch.zeros_like(gradient),
+    "another dtype": lambda gradient: gradient.double(),
+    "the same bytes as another dtype": lambda gradient: gradient.view(torch.int32),
+    "a part": lambda gradient: gradient[:2],
+    "another order": lambda gradient: gradient.t(),
+}
+
+
+def point(gradient: Tensor, elsewhere: Callable[[Tensor], Tensor]) -> None:
+    gradient.data = elsewhere(gradient.data)
+
+
+@pytest.mark.parametrize("elsewhere", POINT_ELSEWHERE.values(), ids=POINT_ELSEWHERE)
+def test_a_gradient_that_was_given_other_memory_comes_home_the_next_time(elsewhere: Callable[[Tensor], Tensor]) -> None:
+    """`p.grad.data = ...` changes a tensor of the home; the memory of the home is used again."""
+    home = home_of(torch.ones(4, 4), torch.ones(6))
+    parameter = shown(nn.Parameter(torch.ones(4, 4)), home.tensors[0])
+    before = home.memory.data_ptr()
+    assert home.consists_of([parameter.grad, home.tensors[1]])
+    point(parameter.grad, elsewhere)
+    total = parameter.grad
+    assert not home.consists_of([total, home.tensors[1]])
+    assert not home.only_shows(id(total)), "who gave it its memory may hold that"
+    del total
+    parameter.grad = None
+    home.vacate()
+    assert home.memory.data_ptr() == before
+    home.memory.copy_(torch.arange(home.memory.nbytes) // 256)
+    assert [tensor.view(torch.uint8).unique().tolist() for tensor in home.tensors] == [[0], [1]]
+    assert (home.tensors[0].shape, home.tensors[0].stride(), home.tensors[0].dtype) == ((4, 4), (4, 1), FLOAT)
+
+
+def test_what_a_user_sets_on_a_gradient_is_gone_with_it() -> None:
+    home = home_of(torch.ones(4), torch.ones(6))
+    home.tensors[0].requires_grad_().label = "mine"
+    home.vacate()
+    assert not home.tensors[0].requires_grad
+    assert not hasattr(home.tensors[0], "label")
+
+
+@pytest.mark.parametrize("way", ["vacate", "room_for"])
+def test_memory_that_the_user_took_from_a_gradient_is_theirs(way: str) -> None:
+    """They keep what it had before they gave it other memory."""
+    home = home_of(torch.ones(4), torch.ones(6))
+    before = home.memory.data_ptr()
+    home.tensors[0].fill_(3)
+    kept = home.tensors[0].data
+    home.tensors[0].data = torch.zeros(4)
+    if way == "vacate":
+        home.vacate()
+        assert home.memory.data_ptr() != before
+        home.memory.zero_()
+    else:
+        home.room_for(home.weights[0]).zero_()
+    assert kept.tolist() == [3] * 4
+
+
+def test_room_where_a_gradient_was_given_other_memory() -> None:
+    home = home_of(torch.ones(4), torch.ones(6))
+    where = home.tensors[1].data_ptr()
+    home.tensors[1].data = torch.zeros(6)
+    room = home.room_for(home.weights[1])
+    assert room.data_ptr() == where
+    assert home.only_shows(id(room))
 
 
 def test_room_for_one_gradient() -> None:
@@ -97,7 +164,7 @@ def test_a_gradient_that_is_only_shown() -> None:
     home = home_of(torch.ones(4), torch.ones(6))
     parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])
     total = parameter.grad  # as the engine holds it while it asks
-    assert is_only_shown(home.tensors, id(total))
+    assert home.only_shows(id(total))
 
 
 def test_nothing_is_taken_for_held_when_dynamo_has_failed() -> None:
@@ -118,16 +185,16 @@ def test_a_gradient_that_somebody_holds_is_not_only_shown(way: str) -> None:
     parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])
     total = parameter.grad
     held = HOLD[way](total)
-    assert not is_only_shown(home.tensors, id(total))
+    assert not home.only_shows(id(total))
     del held
-    assert is_only_shown(home.tensors, id(total))
+    assert home.only_shows(id(total))
 
 
 def test_a_users_own_gradient_is_not_only_shown() -> None:
     """It is nobody's home: who made it may hold it."""
     home = home_of(torch.ones(4))
     total = torch.ones(4)
-    assert not is_only_shown(home.tensors, id(total))
+    assert not home.only_shows(id(total))
 
 
 # ------------------------------------------------------------------------------------------------------- homes of units

@@ -410,6 +410,55 @@ def test_a_users_own_gradient_is_added_to_in_time() -> None:
         assert s.masters[0].grad is own
 
 
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("lowered", [None, BF16])
+def test_a_gradient_that_was_given_other_memory_is_added_to_there(lowered: torch.dtype | None, held: bool) -> None:
+    """`p.grad.data = ...`, with memory that the user may hold, and then looks at when backward ends."""
+    with gradient_scene((4,), (3,), lowered=lowered, delay=0.01) as s:
+        s.backward(1, 2)
+        s.returns.gradients.show_all()
+        other: Tensor | None = torch.full((4,), 5.0)
+        s.masters[0].grad.data = other
+        if not held:
+            other = None
+        s.backward(10, 20)
+        if other is not None:
+            assert other.tolist() == [15] * 4
+        assert s.gradients() == [[15], [22]]
+        s.clear()
+        s.backward(7, 8)
+        assert s.gradients() == [[7], [8]]
+        assert other is None or other.tolist() == [15] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("lowered", [None, BF16])
+def test_a_gradient_that_was_given_another_dtype_keeps_it(lowered: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Autograd adds to it in the precision of both, and rounds to its dtype; and so until it is cleared."""
+    with gradient_scene(*SHAPES, lowered=lowered, delay=0.004) as s:
+        s.returns.measures_norms = True
+        expected = []
+        s.backward(*random_gradients(s))
+        s.returns.gradients.show_all()
+        for master in s.masters:
+            master.grad.data = master.grad.data.to(dtype)
+            expected.append(master.grad.clone())
+        for _ in range(2):
+            gradients = random_gradients(s)
+            s.backward(*gradients)
+            for total, gradient in zip(expected, gradients, strict=True):
+                total += gradient.float()
+            assert s.returns.gradients.norms_of(s.weights) is None
+        s.returns.gradients.show_all()
+        assert [master.grad.dtype for master in s.masters] == [dtype] * len(SHAPES)
+        assert all(map(torch.equal, [master.grad for master in s.masters], expected))
+        s.clear()
+        gradients = random_gradients(s)
+        s.backward(*gradients)
+        s.returns.gradients.show_all()
+        assert all(map(torch.equal, [master.grad for master in s.masters], [g.float() for g in gradients]))
+
+
 @pytest.mark.parametrize("lowered", [None, BF16])
 def test_a_hook_after_accumulation_sees_a_finished_gradient(lowered: torch.dtype | None) -> None:
     """It is called before backward returns, with `.grad` as plain training would have it."""
@@ -496,6 +545,21 @@ def test_what_is_not_the_whole_gradient_is_not_given_to_the_stepper(why: str) ->
         s.backward(1, None if why == "incomplete" else 1)
         assert s.stepper.shipments == []
         assert s.gradients() == {"incomplete": [[1], None], "a hook": [[1], [1]]}[why]
+
+
+@pytest.mark.parametrize("elsewhere", [Tensor.double, lambda gradient: torch.full((3, 2), 1.0).t()])
+def test_what_is_added_to_another_kind_of_gradient_is_not_given_to_the_stepper(
+    elsewhere: Callable[[Tensor], Tensor],
+) -> None:
+    """Only the optimizer's own code knows what to do with it."""
+    with gradient_scene((2, 3), (3,)) as s:
+        s.backward(1, 1)
+        s.returns.gradients.show_all()
+        s.masters[0].grad.data = elsewhere(s.masters[0].grad.data)
+        s.stepper.wanted.add(s.placed.unit)
+        s.backward(1, 1)
+        assert s.stepper.shipments == []
+        assert s.gradients() == [[2], [2]]
 
 
 @pytest.mark.parametrize("lowered", [None, BF16])

@@ -97,6 +97,14 @@ def test_gradients_that_somebody_has_set() -> None:
         assert uploads(s) == 2
 
 
+def test_gradients_that_somebody_has_given_other_memory() -> None:
+    """The home still has what was there before."""
+    with summed(2, 3) as (s, sums, _):
+        s.masters[0].grad.data = torch.full((2, 3), 5.0)
+        sums.fetch(s.placed.unit)
+        assert [tensor.unique().tolist() for tensor in sums.take(s.weights).values()] == [[5], [3]]
+
+
 def test_nothing_is_fetched_before_the_last_micro_batch() -> None:
     with summed(2, 3) as (s, sums, replicas):
         replicas.accumulates = True
