@@ -390,6 +390,37 @@ def test_gradients_that_are_given_other_memory(
     assert_same_story(story, partial(chain, 4), **options)
 
 
+def transpose(model: nn.Module) -> None:
+    """Gradients in another order in memory, as those of a transposed product are."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.grad.data = parameter.grad.data.t().contiguous().t()
+
+
+def widen(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.data = parameter.grad.data.double()
+
+
+@pytest.mark.parametrize("change", [transpose, widen])
+@pytest.mark.parametrize("overlap", ["auto", False])
+def test_gradients_of_another_kind_are_stepped_as_torch_does(change: Callable[[nn.Module], None], overlap: Any) -> None:
+    """They raised an error, or were cast to the weight's dtype first."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        for step in range(3):
+            with run.step():
+                run.model(run.rows(step)).square().mean().backward()
+            change(run.model.blocks[1])
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, parameter in run.model.named_parameters():
+                run.note(f"step {step} / weight / {name}", parameter)
+
+    assert_same_story(story, partial(chain, 3), overlap_optimizer=overlap)
+
+
 def test_requires_grad_follows_the_user() -> None:
     """Freezing, thawing, freezing all but one: gradients appear and stay None as in plain PyTorch."""
 

@@ -164,8 +164,11 @@ class Overlap:
 
     def _may_step(self, weight: Weight) -> bool:
         weight.readopt()
-        gradient = self._gradients.get(weight)
-        return gradient is not None and gradient.layout is torch.strided
+        gradient, master = self._gradients.get(weight), weight.master
+        if gradient is None or gradient.layout is not torch.strided:
+            return False
+        # users may give `.grad` another dtype or layout, which the optimizer's own code knows what to do with
+        return gradient is not master.grad or (gradient.dtype, gradient.stride()) == (master.dtype, master.stride())
 
     def why_not(self, optimizer: Optimizer) -> str | None:
         """Return why an optimizer cannot step weights unit by unit; None if it can."""
