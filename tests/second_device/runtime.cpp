@@ -4,7 +4,8 @@
 // once, in the thread that launches them, but what they do only counts as done when the stream comes to it. Of all that
 // reads or writes memory it is known what it comes after (a vector clock for each stream). Two of them that touch the
 // same memory, one writing, with no order between them are a race, which ends the process: whether or not the numbers
-// came out right this time. What the host does with memory that a copy is still to read or write shows in the numbers.
+// came out right this time. What the host does with memory that a copy is still to read or write shows in the numbers,
+// but for copies that a kernel has come after: these are done. (LaggingBackend in tests/pipeline/weights sees to those.)
 
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
