@@ -770,6 +770,28 @@ def test_an_exception_in_the_second_forward(error: type[BaseException]) -> None:
     assert_same_story(story, lambda: Chain([Block(), Bomb(), Block()]), activations="recompute")
 
 
+class SparseValues(Block):
+    """As peft's FRoD: autograd saves a sparse tensor whose values are a weight's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        diagonal = torch.arange(WIDTH).expand(2, -1)
+        matrix = torch.sparse_coo_tensor(diagonal, self.values, (WIDTH, WIDTH), check_invariants=False)
+        return torch.sparse.mm(matrix, super().forward(x).t()).t()
+
+
+def test_a_sparse_tensor_over_a_weight_is_not_looked_into() -> None:
+    """`debug=True` compared checksums of what is saved, of weights that were not on the device, too."""
+
+    def story(run: Run) -> None:
+        run.normal_step("a step", SGD(run.model.parameters(), lr=0.1))
+
+    assert_same_story(story, lambda: Chain(SparseValues() for _ in range(4)), activations="recompute")
+
+
 class Wrapping(Block):
     """As einx: it makes an exception of its own of any that comes from within."""
 

@@ -421,6 +421,26 @@ def test_gradients_of_another_kind_are_stepped_as_torch_does(change: Callable[[n
     assert_same_story(story, partial(chain, 3), overlap_optimizer=overlap)
 
 
+def test_gradients_that_are_held_and_changed_after_the_step() -> None:
+    """The thread was still stepping with them."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        for step in range(4):
+            with run.step():
+                run.model(run.rows(step)).square().mean().backward()
+            gradients = [parameter.grad for parameter in run.model.parameters()]
+            optimizer.step()
+            if step % 2:
+                torch._foreach_zero_(gradients)
+            else:
+                optimizer.zero_grad()
+            for name, parameter in run.model.named_parameters():
+                run.note(f"step {step} / weight / {name}", parameter)
+
+    assert_same_story(story, partial(chain, 4))
+
+
 def test_requires_grad_follows_the_user() -> None:
     """Freezing, thawing, freezing all but one: gradients appear and stay None as in plain PyTorch."""
 

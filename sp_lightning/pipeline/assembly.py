@@ -73,7 +73,7 @@ class Assembly:
         self.window = Window(
             arrangement.groups, groups, self.schedule, backend, stats, lambda group: self.backward.evict(group)
         )
-        self.steps = HostSteps(self.window, backend, lasting.known_optimizers, self.settle)
+        self.steps = HostSteps(self.window, backend, lasting.known_optimizers, lasting.settle)
         self.overlap = Overlap(
             arrangement.weights_by_master,
             self.steps,

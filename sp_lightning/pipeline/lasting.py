@@ -36,6 +36,7 @@ class Lasting:
         replicas: The other processes that train the same model; None if there are none.
         require: Called with a twin before backward reads it.
         close: Called after work for an optimizer between steps.
+        settle: Finishes all steps, of whatever arrangement there is by then.
 
     Attributes:
         module: The module.
@@ -53,6 +54,7 @@ class Lasting:
         saved: The saved-tensor hooks.
         activations: Applies the policy for activations to each call.
         optimizers: Notices optimizer steps.
+        settle: Finishes all steps, of whatever arrangement there is by then.
         known_optimizers: For each optimizer, how it steps unit by unit.
         spent: Identities of masters whose gradients were used as they arrived, and not kept.
     """
@@ -67,6 +69,7 @@ class Lasting:
         *,
         require: Callable[[Twin], None],
         close: Callable[[], None],
+        settle: Callable[[], None],
     ) -> None:
         self.module = module
         self.device = device
@@ -83,5 +86,6 @@ class Lasting:
         self.saved = SavedTensors(require, self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, device, self.stats, checks=options.debug)
         self.optimizers = Optimizers(self.stats, self.at_work, close, must_overlap=options.overlap_optimizer is True)
+        self.settle = settle
         self.known_optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
         self.spent: set[int] = set()

@@ -121,6 +121,7 @@ class Pipeline:
             replicas,
             require=lambda twin: self._assembly.backward.bring_for_backward(twin),
             close=lambda: self._assembly.close(),
+            settle=self.settle,
         )
         self.stats, self.optimizers = lasting.stats, lasting.optimizers
         self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved

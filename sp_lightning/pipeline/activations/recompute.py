@@ -347,8 +347,8 @@ class _Input:
 def _checksum(tensor: Tensor) -> int:
     if tensor.dtype is torch.uint8:  # a kernel's workspace (LSTM), parts of which are uninitialized
         return 0
-    if tensor.layout is not torch.strided:
-        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    if tensor.layout is not torch.strided:  # its values may be a weight, which is on the device no longer
+        return tensor._nnz()
     return int(tensor.detach().contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64))
 
 

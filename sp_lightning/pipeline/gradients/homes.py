@@ -75,6 +75,11 @@ class Homes:
                 return home.memory
         return None
 
+    def only_show(self, unit: Unit, gradient: int) -> bool:
+        """Tell whether nobody but a home of this unit and `.grad` holds a gradient (see `Home.only_shows`)."""
+        home = self._homes.get(unit)
+        return home is not None and home.only_shows(gradient)
+
     def has_lower(self, unit: Unit) -> bool:
         """Tell whether a unit has a home for gradients in a lower dtype."""
         return unit in self._lower

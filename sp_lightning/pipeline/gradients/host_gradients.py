@@ -116,6 +116,10 @@ class HostGradients:
             self._scaling.pop(weight, None)
         return gradient, scaling
 
+    def is_only_shown(self, weight: Weight, gradient: int) -> bool:
+        """Tell whether nobody but its home and `.grad` holds a gradient (see `Home.only_shows`)."""
+        return self._homes.only_show(weight.unit, gradient)
+
     def tickets_of(self, weights: Iterable[Weight]) -> list[Ticket]:
         """Return the tickets to wait for before the gradients of these weights may be read."""
         return list(dict.fromkeys(self._under_way[weight] for weight in weights if weight in self._under_way))

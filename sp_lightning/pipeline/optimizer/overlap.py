@@ -76,6 +76,7 @@ class Overlap:
         self._checked: set[int] = set()
         self._taken_out: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._to_step: dict[Group, list[Share]] = {}
+        self._held: set[Group] = set()  # with gradients that users hold, and may change when `step()` has returned
         self._had_state: set[int] = set()
         self.in_backward = InBackward(steps, returns.take_back, stats, spent, is_nested)
         returns.stepper = self.in_backward
@@ -86,6 +87,7 @@ class Overlap:
         """Take the weights that will be stepped unit by unit out of an optimizer that is about to step."""
         self.restore_param_groups()
         self._to_step.clear()  # left by a step that ended with an exception
+        self._held.clear()
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         known = [self._weights[id(p)] for p in parameters if id(p) in self._weights]
         if not known:
@@ -128,7 +130,8 @@ class Overlap:
                 # state made in a first step depends on settings of the process (torch's default dtype): wait for it
                 is_first_step = not self._steps.has_stepped_before(share.optimizer, share.gradients)
                 self._steps.note_stepped(share.optimizer, share.gradients)
-                if is_first_step or not self._overlaps or any(map(is_aliased, share.gradients)):
+                is_held = group in self._held or any(map(is_aliased, share.gradients))
+                if is_first_step or not self._overlaps or is_held:
                     self._steps.finish_step(group)
                 if is_first_step:
                     begun.add(share.optimizer)
@@ -193,6 +196,8 @@ class Overlap:
         shares: dict[tuple[Group, int], Share] = {}
         for weight in weights:
             gradient, scaling = self._gradients.take(weight)
+            if gradient is weight.master.grad and not self._gradients.is_only_shown(weight, id(gradient)):
+                self._held.add(weight.unit.group)
             key = (weight.unit.group, id(scaling))
             if key not in shares:
                 shares[key] = Share(optimizer, settings, scaling, {})
