@@ -165,15 +165,17 @@ class Window:
 
     def finish_copies(self, group: Group) -> None:
         """Wait until no copy that computing uses reads the group's masters: somebody may write to them."""
-        copies = [ticket for reader in _readers(group) for ticket in reader.used_copies if not ticket.done]
-        self._stats.host_syncs += bool(copies)
-        for ticket in copies:
-            self._backend.synchronize(ticket)
+        self._finish_used_copies(_readers(group))
 
     def settle(self) -> None:
         """Wait until no copy that computing uses reads any masters."""
-        for group in self.groups:
-            self.finish_copies(group)
+        self._finish_used_copies(self.groups)
+
+    def _finish_used_copies(self, groups: Iterable[Group]) -> None:
+        copies = [ticket for group in groups for ticket in group.used_copies if not ticket.done]
+        self._stats.host_syncs += bool(copies)
+        for ticket in copies:
+            self._backend.synchronize(ticket)
 
     @property
     def settled(self) -> bool:
