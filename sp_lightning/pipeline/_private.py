@@ -196,14 +196,18 @@ def decompose_under_mode(func: OpOverload, args: Any, kwargs: Any, mode: TorchDi
             TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
 
 
+_CALLER = {torch.ops.aten._euclidean_dist.default: torch.ops.aten.cdist.default}  # a mode gets the former alone
+
+
 def run_as_without_mode(func: Any, args: Any, kwargs: Any, device_type: str) -> Any:
     """Run an operation that a `TorchDispatchMode` got, with the same results as without the mode.
 
     Torch disables autocast while a mode handles an operation. An operation that autocast has no rule for may consist of
-    others that it does cast: `_transformer_encoder_layer_fwd` on the CPU, `einsum` in inference mode.
+    others that it does cast: `_transformer_encoder_layer_fwd` on the CPU, `einsum` in inference mode. But `cdist` has a
+    rule, so what multiplies in it is left alone.
     """
     name = _autocast_key(device_type)
-    if not isinstance(func, OpOverload) or _has_kernel(func, name):
+    if not isinstance(func, OpOverload) or _has_kernel(_CALLER.get(func, func), name):
         return func(*args, **kwargs)
     key = torch._C._dispatch_key_parse(name)
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]

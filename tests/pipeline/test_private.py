@@ -592,7 +592,11 @@ class Whole(TorchDispatchMode):
         return run_as_without_mode(func, args, kwargs or {}, "cpu")
 
 
-WHOLE = {**OPERATIONS, "encoder layer": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()}
+WHOLE = {
+    **OPERATIONS,
+    "encoder layer": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(),
+    "distances": lambda x: torch.cdist(x.repeat(4, 1), x.repeat(4, 1) + 1),  # so many that they are multiplied
+}
 
 
 @pytest.mark.parametrize("name", WHOLE)
