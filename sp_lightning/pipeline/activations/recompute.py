@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -174,7 +174,7 @@ class UnitCall:
         self.footprint = self._measure_footprint(tensors, repeatable)
         if repeatable:
             if self._checks:
-                self._sums = {index: _checksum(kept.get()) for index, kept in self._alive()}
+                self._sums = {index: _checksum(kept.get(), self._saved.twins) for index, kept in self._alive()}
             self.drop()
             return None
         del self._inputs, self._surroundings, self._effects
@@ -257,7 +257,7 @@ class UnitCall:
                 place.parameters[place.key] = parameter
 
     def _differs(self) -> bool:
-        return any(_checksum(kept.get()) != self._sums[index] for index, kept in self._alive())
+        return any(_checksum(kept.get(), self._saved.twins) != self._sums[index] for index, kept in self._alive())
 
 
 class _NothingMissing(Exception):
@@ -344,11 +344,13 @@ class _Input:
         return self._saved.unpack(self._packed).detach().requires_grad_(self._requires_grad)
 
 
-def _checksum(tensor: Tensor) -> int:
+def _checksum(tensor: Tensor, twins: Container[int]) -> int:
     if tensor.dtype is torch.uint8:  # a kernel's workspace (LSTM), parts of which are uninitialized
         return 0
-    if tensor.layout is not torch.strided:  # its values may be a weight, which is on the device no longer
-        return tensor._nnz()
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    if storage_key(tensor) in twins:  # a weight, which may have left the device
+        return 0
     return int(tensor.detach().contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64))
 
 
