@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sp_lightning.pipeline._private import in_backward, storage_key
+from sp_lightning.pipeline._private import in_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY, Bundle
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
@@ -164,17 +164,13 @@ class Calls:
             is_backward = in_backward()
             if not self._inside and not is_backward:
                 self._backend.trace.end()
-            for place in member.places:
-                twin = place.weight.twin
-                replaced = twin.is_replaced
-                if replaced and twin.undo_conversion():
-                    replaced = False
-                    self._outside.keep_as_is(place.weight)
-                    self._stats.host_syncs += 1
-                elif replaced:
+            with without_torch_function():
+                twins = [place.weight.twin for place in member.places]
+                touched = [twin for twin in twins if twin.is_replaced or twin.changed_in_place]
+            for twin in touched:
+                if twin.is_replaced:
                     twin.adopt_replacement()
-                if replaced or twin.changed_in_place:
-                    self._write_back(place.weight)
+                self._write_back(twin.weight)
             if not member.running and not self._backward.has_reached(member.unit):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:

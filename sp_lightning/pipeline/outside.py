@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import in_backward
+from sp_lightning.pipeline._private import in_backward, without_torch_function
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.guard import Guard
 from sp_lightning.pipeline.modules.hooks import hold_while_needed
+from sp_lightning.pipeline.modules.lowered import guard_lowered
 from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.units import Member
@@ -67,6 +68,9 @@ class OutsideUse:
         self._backward = backward
         self._settle = settle
         self.guard = Guard(self, arrangement.weights)
+        for weight in arrangement.weights:
+            if weight.lowered:
+                guard_lowered(weight, self, compiled=arrangement.compiled)
 
     # -------------------------------------------------------------------------------------------- what the guard asks
 
@@ -100,9 +104,10 @@ class OutsideUse:
         if not torch.is_grad_enabled() or in_backward():
             return
         graph = self._graphs.watch_current()
-        for weight in weights:
-            if weight.twin.parameter.requires_grad:
-                hold_while_needed(weight.twin.parameter, graph, self._reach_leaf)
+        with without_torch_function():
+            for weight in weights:
+                if weight.twin.parameter.requires_grad:
+                    hold_while_needed(weight.twin.parameter, graph, self._reach_leaf)
 
     def _reach_leaf(self, graph: Graph) -> None:
         """Note that backward has reached a weight of a graph that used it outside of unit calls."""

@@ -16,6 +16,7 @@ from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
+from sp_lightning.pipeline.modules.lowered import begin_call
 from sp_lightning.pipeline.modules.lowering import LoweringSpy
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.weights.units import Member
@@ -65,7 +66,12 @@ class UnderAutocast:
 
     def stop_lowering_if_reused(self, member: Member) -> None:
         """Send a weight in its own dtype if one graph uses it twice: without its cache, autocast casts for each use."""
-        if self._arrangement.autocast is None or torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
+        if self._arrangement.autocast is None or not torch.is_grad_enabled():
+            return
+        for twin in [place.weight.twin for place in member.places]:
+            if not twin.group.users:
+                begin_call(twin)
+        if torch.is_autocast_cache_enabled():
             return
         outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
         if in_backward():

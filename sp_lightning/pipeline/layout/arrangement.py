@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline._private import storage_key, without_torch_function
 from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.layout.device_layout import choose_device_layout, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.layout.host_share import HostShare
 from sp_lightning.pipeline.layout.learned import Learned
+from sp_lightning.pipeline.modules.compiled import is_compiled
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
@@ -57,6 +58,7 @@ class Arrangement:
         host_share: Its share of the host's memory.
         budget: The user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size.
         plan: The planner's choice, if it is in force.
+        compiled: Whether torch compiles the module or parts of it.
         k: Units on the device at once, not counting kept ones.
         k_prime: Units that travel together.
         unused_in_step: Whether nothing of it has been used yet in this step.
@@ -76,6 +78,7 @@ class Arrangement:
         replicas: Replicas | None = None,
     ) -> None:
         self.autocast = autocast
+        self.compiled = options.compile or is_compiled(module)
         self.unused_in_step = True
         self._backend = backend
         device_bytes = backend.total_memory()
@@ -148,7 +151,7 @@ class Arrangement:
         self.arena = self._backend.allocate(0)
         for group in self.groups:
             group.place = self.arena
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), without_torch_function():
             for twin in self.twins.values():
                 twin.data = twin.parameter.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
         self.twins.clear()  # twins are known by their memory, which others may get now

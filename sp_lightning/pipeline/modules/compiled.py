@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline._private import call_before_compiling, hide_from_dynamo, without_compile
+from sp_lightning.pipeline.modules import lowered
 from sp_lightning.pipeline.transfer.backend import Backend
 
 _ENGINE = "sp_lightning.pipeline."
@@ -47,11 +48,21 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     return types.MethodType(_by_kind[kind], module)
 
 
+def is_compiled(root: nn.Module) -> bool:
+    """Tell whether the user has had torch compile a module, or some of its parts."""
+    return any(
+        without_compile(module) is not module
+        or module._compiled_call_impl is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in root.modules()
+    )
+
+
 @functools.cache
 def keep_out_of_graphs() -> None:
-    """Have `torch.compile` leave the engine's code alone, except for `_call` below, which is compiled."""
-    own = (__name__, __package__)  # hiding a package would hide all modules in it
-    hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in own)
+    """Have `torch.compile` leave the engine's code alone, except for what lies in the graphs of units."""
+    visible = (__name__, lowered.__name__, __package__)  # hiding a package would hide all modules in it
+    hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
 
 
 def finish_before_compiling(backend: Backend) -> None:

@@ -36,9 +36,9 @@ _RUN_ON_MASTER = {
 }  # fmt: skip
 
 
-_ACCESSORS = ("__get__", "__set__", "__delete__")
+ACCESSORS = ("__get__", "__set__", "__delete__")
 _GRADIENT: Any = torch.Tensor.grad
-_METADATA = {
+METADATA = {
     "shape", "dtype", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "names", "is_sparse", "is_meta",
     "is_quantized", "is_nested", "is_mkldnn", "nbytes", "itemsize", "output_nr", "retains_grad", "_base",
     "_backward_hooks", "_post_accumulate_grad_hooks", "size", "dim", "ndimension", "numel", "nelement", "stride",
@@ -133,8 +133,9 @@ class Guard:
             return self._on_the_host(func, args, kwargs, writes)
         substitute = self.owner.leaf_of if func is torch.autograd.grad else self.owner.serve
         with without_torch_function():
-            new_args = _replace(args, substitute)
-            new_kwargs = {key: _replace(value, substitute) for key, value in kwargs.items()}
+            new_args, new_kwargs = replace_instances(
+                (args, kwargs), HostParameter, lambda master: substitute(_weight_of(master))
+            )
         result = func(*new_args, **new_kwargs)
         self.owner.used([_weight_of(master) for master in _masters_in((args, kwargs))])
         return result
@@ -166,10 +167,10 @@ class Guard:
 
     def _on_the_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool) -> Any:
         name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in _ACCESSORS else ""
-        for master in args[:1] if name in _ACCESSORS else _masters_in((args, kwargs)):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ACCESSORS else ""
+        for master in args[:1] if name in ACCESSORS else _masters_in((args, kwargs)):
             weight = _weight_of(master)
-            if (attribute or name) not in _METADATA:
+            if (attribute or name) not in METADATA:
                 self.owner.before_access(weight)
             if writes:
                 self.owner.note_write(weight)
@@ -182,7 +183,7 @@ class Guard:
             return False
         return any(
             not isinstance(value, HostParameter) and value.device.type == "cpu" and value.dim()
-            for value in _instances_in((args, kwargs), Tensor)
+            for value in instances_in((args, kwargs), Tensor)
         )
 
 
@@ -244,28 +245,30 @@ def _weight_of(master: HostParameter) -> Weight:
 
 
 def _masters_in(value: Any) -> Iterator[Any]:
-    return _instances_in(value, HostParameter)
+    return instances_in(value, HostParameter)
 
 
-def _instances_in(value: Any, kind: type) -> Iterator[Any]:
+def instances_in(value: Any, kind: type) -> Iterator[Any]:
+    """Yield the instances of a class among an operation's arguments."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _instances_in(item, kind)
+            yield from instances_in(item, kind)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _instances_in(item, kind)
+            yield from instances_in(item, kind)
 
 
-def _replace(value: Any, substitute: Callable[[Weight], Tensor]) -> Any:
-    if isinstance(value, HostParameter):
-        return substitute(_weight_of(value))
+def replace_instances(value: Any, kind: type, substitute: Callable[[Any], Any]) -> Any:
+    """Return an operation's arguments with the instances of a class replaced."""
+    if isinstance(value, kind):
+        return substitute(value)
     if isinstance(value, list | tuple):
-        items = [_replace(item, substitute) for item in value]
+        items = [replace_instances(item, kind, substitute) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _replace(item, substitute) for key, item in value.items()}
+        return {key: replace_instances(item, kind, substitute) for key, item in value.items()}
     return value
 
 

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline._private import decompose_under_mode, is_undecomposed, run_as_without_mode, storage_key
 from sp_lightning.pipeline.division.tree import forward_of_class
+from sp_lightning.pipeline.modules.lowered import is_first_cast
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -89,7 +90,7 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.lowered: set[Weight] = set()
         self.used_as_is: set[Weight] = set()
         self._casts: dict[int, tuple[Weight, Tensor]] = {}
-        self._cast_ranges: dict[Weight, list[range]] = {}  # of elements
+        self._casts_of: dict[Weight, list[range]] = {}
         self._called: set[nn.Module] = set()
 
     def __enter__(self) -> Any:
@@ -162,18 +163,9 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.used_as_is.add(weight)
 
     def _note_cast(self, weight: Weight, operand: Tensor) -> bool:
-        """Note a cast; tell whether none of its elements has been cast before, or is cast several times now."""
-        end = operand.storage_offset() + 1
-        for stride, size in sorted(zip(operand.stride(), operand.shape, strict=True)):
-            if size > 1 and stride < end - operand.storage_offset():
-                return False
-            end += (size - 1) * stride
-        earlier = self._cast_ranges.setdefault(weight, [])
-        elements = range(operand.storage_offset(), end)
-        again = any(elements.start < other.stop and other.start < elements.stop for other in earlier)
-        earlier.append(elements)
-        is_cached = torch.is_autocast_cache_enabled() and not operand._is_view()
-        return is_cached or not (again and self.builds_graph)
+        """Note a cast; tell whether gradients may leave it in the lower dtype."""
+        is_first = is_first_cast(operand, self._casts_of.setdefault(weight, []))
+        return is_first or not (operand.requires_grad and self.builds_graph)
 
 
 def is_view(func: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline._private import storage_key, without_torch_function
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin
 
@@ -16,13 +16,14 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
         member: The member that is about to compute, as a whole or in parts.
         prepare: Called with each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
     """
-    for place in member.places:
-        weight = place.weight
-        twin = weight.twin
-        if twin.parameter.requires_grad != weight.master.requires_grad:
-            prepare(twin)
-        if place.parameters.get(place.key) is weight.master:  # else functional_call has put something there
-            place.parameters[place.key] = twin.parameter
+    with without_torch_function():
+        for place in member.places:
+            weight = place.weight
+            twin = weight.twin
+            if twin.parameter.requires_grad != weight.master.requires_grad:
+                prepare(twin)
+            if place.parameters.get(place.key) is weight.master:  # else functional_call has put something there
+                place.parameters[place.key] = twin.parameter
     for module, weights in member.recurrent:
         current = {id(place.weight): place.parameters.get(place.key) for place in member.places}
         module._flat_weights = [current[id(weight)] for weight in weights]

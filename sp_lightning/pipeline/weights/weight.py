@@ -7,7 +7,6 @@ twins take the masters' places in the module tree, so the graph is built on the 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from copy import copy
 from typing import TYPE_CHECKING
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from sp_lightning.pipeline.weights.units import Unit
 
 
-CAN_REPORT_OTHER_DTYPE = torch.__version__ >= "2.11"  # compared as versions
-"""Whether torch compiles units with a `LoweredParameter` like others; 2.6 made three times as many graphs of them."""
-
 _OWN_USERS = 2  # of a twin's memory: its data and its parameter
 
 
@@ -36,21 +32,6 @@ def outdated_graph_error(name: str) -> RuntimeError:
         f"backward needs weight {name!r} of a graph that was built before superpipeline arranged its memory anew "
         "(after a first step, in `rebuild()` or in `detach()`). Call backward in the step of its forward."
     )
-
-
-class LoweredParameter(nn.Parameter):
-    """A weight that was lowered on the host, as autocast would lower it for its one use, and hides it from models.
-
-    Models ask for the dtype before that use: `x.to(self.weight.dtype)`, and then dropout. torch's own code gets the
-    true dtype: a checkpoint compares what was saved with a copy that is no Parameter.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The master's dtype for models, the true one for torch."""
-        if not torch.compiler.is_compiling() and sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
-            return super().dtype
-        return torch.float32
 
 
 class Twin:
@@ -68,8 +49,7 @@ class Twin:
         self.group = group
         self.data = data
         with torch.inference_mode(False):
-            kind = LoweredParameter if weight.lowered and CAN_REPORT_OTHER_DTYPE else nn.Parameter
-            self.parameter = kind(data, requires_grad=False)
+            self.parameter = nn.Parameter(data, requires_grad=False)
         self.parameter.__dict__["twin_of"] = weight.name  # the parameter may outlive this object
         self.key = storage_key(data)
         self.gradient_hook: RemovableHandle | None = None

@@ -29,7 +29,6 @@ from sp_lightning.pipeline.modules.lowering import (
     known_to_be_lowered,
     tensors_among,
 )
-from sp_lightning.pipeline.weights.weight import CAN_REPORT_OTHER_DTYPE
 
 from ..parts import place
 
@@ -251,7 +250,6 @@ class Checkpoints(AsksForTheDtype):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-@pytest.mark.skipif(not CAN_REPORT_OTHER_DTYPE, reason="this torch would compile more graphs for such weights")
 @pytest.mark.parametrize("layer", [AsksForTheDtype, Checkpoints])
 @pytest.mark.parametrize("cache", [True, False])
 def test_a_lowered_weight_says_the_dtype_of_its_master(cache: bool, layer: type[nn.Linear]) -> None:

@@ -1,0 +1,303 @@
+"""Lowered weights on the device: autocast's operations compute with them, all others with the weight as it is.
+
+How autocast treats a weight is seen in a first forward (lowering.py), and may change: a module begins to read the norm
+of a weight after a warm-up, or in evaluation only, or calls a layer twice. So the leaves of lowered weights get a class
+with `__torch_function__`, as masters do (guard.py). It lets through what autocast casts, marks views of weights in the
+same way, and has everything else served with the weight in its own dtype.
+
+Code that torch compiles is not served: it computes with the leaf as with any Parameter. So that it can, this is one of
+the files that `torch.compile` may look into.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+from sp_lightning.pipeline._private import in_backward, storage_key, without_torch_function
+from sp_lightning.pipeline.modules.guard import (
+    ACCESSORS,
+    METADATA,
+    HostParameter,
+    Owner,
+    instances_in,
+    replace_instances,
+)
+from sp_lightning.pipeline.weights.weight import Twin, Weight
+
+CAN_COMPILE_SUBCLASSES = torch.__version__ >= "2.11"  # compared as versions
+"""Whether torch compiles units with such leaves like others; 2.6 made three times as many graphs of them."""
+
+# What autocast casts on every device, whatever the other operands are
+_CAST = {
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv1d", "conv2d",
+    "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm", "gru", "rnn_tanh", "rnn_relu",
+    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "multi_head_attention_forward",
+}  # fmt: skip
+_VIEWS = {
+    "__getitem__", "t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "view",
+    "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "narrow", "select", "chunk",
+    "split", "tensor_split", "unbind", "contiguous", "detach",
+}  # fmt: skip
+_CONVERSIONS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_THE_LEAF = METADATA | {"grad", "_version", "untyped_storage"}
+
+
+def guard_lowered(weight: Weight, owner: Owner, compiled: bool) -> None:
+    """Give the leaf of a lowered weight a class that hides its dtype, and has it served where it must not be lowered.
+
+    Args:
+        weight: The weight.
+        owner: Serves it.
+        compiled: Whether the model is compiled, and so the class must not do more than dynamo can follow.
+    """
+    leaf = weight.twin.parameter
+    if not compiled:
+        leaf.__dict__["lowering"] = _Lowering(weight, owner)
+        leaf.__class__ = LoweredParameter
+    elif CAN_COMPILE_SUBCLASSES:
+        leaf.__class__ = LoweredInGraphs
+
+
+def begin_call(twin: Twin) -> None:
+    """Note that a call of a weight's unit begins."""
+    if (lowering := twin.parameter.__dict__.get("lowering")) is not None:
+        lowering.begin_call()
+
+
+class _Lowering:
+    """What is known of a lowered leaf, and of views of it. The leaf may outlive the weight and its owner."""
+
+    def __init__(self, weight: Weight, owner: Owner) -> None:
+        leaf = weight.twin.parameter
+        self.weight = weakref.ref(weight)
+        self.owner = weakref.ref(owner)
+        self.original = torch.empty(0, dtype=weight.master.dtype, device=leaf.device)
+        self.dtype = weight.compute_dtype
+        self._device_type = leaf.device.type
+        self._elements = range(leaf.storage_offset(), leaf.storage_offset() + leaf.numel())
+        self._casts: list[range] = []
+        self._is_cached = False
+
+    def begin_call(self) -> None:
+        """Begin a call of its unit: forget what was cast in calls before."""
+        self._casts.clear()
+        self._is_cached = False
+
+    def is_right_for(self, operand: Tensor, casts_views: bool) -> bool:
+        """Tell whether autocast, which is about to cast an operand, would do with the weight what was done to it.
+
+        Args:
+            operand: The leaf or a view of it.
+            casts_views: Whether the operation makes views, which are cast then; autocast's cache holds none.
+        """
+        is_on = torch.is_autocast_enabled(self._device_type)
+        if not is_on or torch.get_autocast_dtype(self._device_type) is not self.dtype:
+            return False
+        if torch.is_autocast_cache_enabled() and isinstance(operand, LoweredParameter) and not casts_views:
+            if self._is_cached:
+                return True
+            self._is_cached = True
+        return self.is_first_cast_of(operand)
+
+    def is_first_cast_of(self, operand: Tensor) -> bool:
+        """Note a cast; tell whether gradients may leave it in the lower dtype, as no others are added to them."""
+        weight = self._parts()[1]
+        if not weight.lowered:  # it was served, and may have been changed since; what runs again computes as before
+            return in_backward()
+        if not (operand.requires_grad and torch.is_grad_enabled()):
+            return True
+        if not weight.twin.group.users:  # a checkpoint within the unit runs again in backward
+            return True
+        if isinstance(operand, LoweredParameter) and not self._casts:
+            self._casts.append(self._elements)
+            return True
+        return is_first_cast(operand, self._casts)
+
+    def serve(self, operand: Tensor) -> Tensor:
+        """Return the weight, or the same view of it, in its own dtype."""
+        owner, weight = self._parts()
+        served = owner.serve(weight)
+        if isinstance(operand, LoweredParameter):
+            return served
+        values = served if operand.requires_grad else served.detach()
+        offset = operand.storage_offset() - self._elements.start + served.storage_offset()
+        return values.as_strided(operand.size(), operand.stride(), offset)
+
+    def note_use(self) -> None:
+        """Note that an operation has used the weight as it is."""
+        owner, weight = self._parts()
+        owner.used([weight])
+
+    def _parts(self) -> tuple[Owner, Weight]:
+        owner, weight = self.owner(), self.weight()
+        assert owner is not None
+        assert weight is not None  # it lives as long as its owner
+        return owner, weight
+
+
+def is_first_cast(operand: Tensor, earlier: list[range]) -> bool:
+    """Tell whether no element of an operand is cast twice, here or in the earlier ranges of elements; add to these."""
+    end = operand.storage_offset() + 1
+    for stride, size in sorted(zip(operand.stride(), operand.shape, strict=True)):
+        if size > 1 and stride < end - operand.storage_offset():
+            return False  # it repeats elements
+        end += (size - 1) * stride
+    elements = range(operand.storage_offset(), end)
+    again = any(elements.start < other.stop and other.start < elements.stop for other in earlier)
+    earlier.append(elements)
+    return not again
+
+
+class _HidesDtype:
+    """Models ask for the dtype before the cast: `x.to(self.weight.dtype)`, and then dropout.
+
+    torch's own code gets the true dtype: a checkpoint compares what was saved with a copy that is no Parameter.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The master's dtype for models, the true one for torch."""
+        if not torch.compiler.is_compiling() and sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            return cast("torch.dtype", super().dtype)  # type: ignore[misc]
+        return torch.float32
+
+
+class LoweredInGraphs(_HidesDtype, nn.Parameter):  # type: ignore[override]
+    """The leaf of a lowered weight in a model that is compiled."""
+
+
+class _Served(_HidesDtype):
+    lowering: _Lowering
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation with the lowered values if that is right, else with the weight as it is."""
+        if torch.compiler.is_compiling():
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+        if HostParameter in types:
+            return NotImplemented  # its guard calls the operation again, with what takes its place
+        return _run(func, args, kwargs or {}, among_others=any(not issubclass(kind, _Served) for kind in types))
+
+
+class LoweredParameter(_Served, nn.Parameter):  # type: ignore[override]
+    """The leaf of a lowered weight."""
+
+
+class LoweredView(_Served, Tensor):  # type: ignore[override]
+    """A view of a lowered weight."""
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], among_others: bool) -> Any:
+    name = getattr(func, "__name__", "")
+    if name in ACCESSORS:
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    with without_torch_function():
+        operands = list(instances_in((args, kwargs), _Served))
+        if _asks_the_leaf(func, name) or not all(map(_has_owner, operands)):
+            return func(*args, **kwargs)
+        if func == _SET_DATA and args[0] is args[1]:
+            return None  # as `module.float()` does, when there is nothing to convert
+        if name in _VIEWS and _mark(result := func(*args, **kwargs), operands[0]):
+            return result
+        if name in _CONVERSIONS and operands[0] is args[0] and (result := _convert(func, args, kwargs)) is not None:
+            return result
+        substitute = _choose_substitute(name, args, operands)
+        if substitute is _plain and not among_others:
+            return func(*args, **kwargs)
+        new_args, new_kwargs = replace_instances((args, kwargs), _Served, substitute)
+    result = func(*new_args, **new_kwargs)
+    if substitute is _served:
+        for operand in operands:
+            operand.lowering.note_use()
+    return result
+
+
+def _asks_the_leaf(func: Callable[..., Any], name: str) -> bool:
+    if isinstance(func, OpOverload) and in_backward():  # a dispatch mode hands on what backward does with saved weights
+        return True
+    return name in _OF_THE_LEAF or name.startswith("is_") or func is torch.autograd.grad
+
+
+def _has_owner(operand: _Served) -> bool:
+    lowering = operand.__dict__.get("lowering")  # a copy of a leaf has none
+    return lowering is not None and lowering.owner() is not None
+
+
+def _mark(views: Any, source: Any) -> bool:
+    """Mark views of a lowered weight; return False, changing nothing, if they are something else."""
+    tensors = views if isinstance(views, tuple | list) else [views]
+    if not all(isinstance(tensor, Tensor) and storage_key(tensor) == storage_key(source) for tensor in tensors):
+        return False
+    for tensor in tensors:
+        if tensor is not source:
+            tensor.__dict__["lowering"] = source.lowering
+            tensor.__class__ = LoweredView
+    return True
+
+
+def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Convert a weight from the dtype that it would have in plain training; return None if that takes its values."""
+    operand, *others = args
+    lowering = operand.lowering
+    as_in_plain = func(lowering.original, *others, **kwargs)
+    if as_in_plain is lowering.original:
+        return operand
+    if not isinstance(as_in_plain, Tensor):
+        return as_in_plain  # `weight.type()` is a name
+    is_cast = as_in_plain.dtype is lowering.dtype and as_in_plain.device == operand.device
+    if not (is_cast and lowering.is_first_cast_of(operand)):
+        return None
+    result = func(*args, **kwargs)
+    return _plain(operand) if result is operand else result
+
+
+def _choose_substitute(name: str, args: tuple[Any, ...], operands: list[Any]) -> Callable[[Any], Tensor]:
+    is_einsum = name == "einsum" and _multiplies_matrices(*args)
+    is_cast = name in _CAST or is_einsum
+    if is_cast and all(operand.lowering.is_right_for(operand, casts_views=is_einsum) for operand in operands):
+        return _plain
+    if name in _CONVERSIONS and operands[0] is not args[0]:  # `x.to(weight)` asks for its dtype and device
+        return _original
+    return _served
+
+
+def _multiplies_matrices(equation: Any, *operands: Any) -> bool:
+    """Tell whether `einsum` gives its operands to `bmm`, and does not multiply or sum their elements itself."""
+    if len(operands) == 1 and isinstance(operands[0], tuple | list):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) != 2:
+        return False
+    inputs, output = equation.replace(" ", "").split("->")
+    summed = []
+    for letters, operand in zip(inputs.split(","), operands, strict=False):
+        if len(set(letters)) < len(letters):
+            return False
+        sizes = zip(letters, operand.shape, strict=False)
+        summed.append({letter: size for letter, size in sizes if letter not in output})
+    return summed[0] == summed[-1] and any(size > 1 for size in summed[0].values())
+
+
+def _plain(operand: Any) -> Tensor:
+    return cast("Tensor", operand.view_as(operand))
+
+
+def _original(operand: Any) -> Tensor:
+    return cast("Tensor", operand.lowering.original)
+
+
+def _served(operand: Any) -> Tensor:
+    return cast("Tensor", operand.lowering.serve(operand))

@@ -1,0 +1,190 @@
+"""Lowered weights that are used in a new way: in that step and from then on, numbers are those of plain autocast."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.flop_counter import FlopCounterMode
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.activations.choice import Policy
+from sp_lightning.pipeline.modules.compiled import is_compiled
+from sp_lightning.pipeline.modules.lowered import is_first_cast
+
+Use = Callable[["Block", Tensor, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """Calls its layer, and at some point begins to use the layer's weight in another way, too."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.layer, self.use, self.also = nn.Linear(8, 8), use, False
+
+    @property
+    def w(self) -> Tensor:
+        return self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.layer.bias is None else self.layer(x)
+        return self.use(self, x, y).tanh() if self.also else y * 0.9
+
+
+def where_autocast_is_off(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return block.layer(y.float())
+
+
+def without_a_graph(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = block.w.norm()
+    return y / scale
+
+
+def changed_in_place(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        block.w.clamp_(-0.1, 0.1)
+    return block.layer(x)
+
+
+AS_IT_IS: dict[str, Use] = {
+    "norm": lambda block, x, y: y / block.w.norm(dim=1),
+    "several": lambda block, x, y: y * block.w.float().norm(dim=1) * block.w.mean() * block.w[3:].t().std(),
+    "a view of a view": lambda block, x, y: y * block.w.t()[2:].detach().norm() * block.w.t()[2:].abs().sum(),
+    "a copy of some rows": lambda block, x, y: y * block.w[torch.tensor([1, 3])].sum(),
+    "rows": lambda block, x, y: y * sum(row.sum() for row in block.w),
+    "repeated": lambda block, x, y: y + x @ block.w[:1].expand(8, 8),
+    "a number": lambda block, x, y: y * block.w.abs().max().item(),
+    "data": lambda block, x, y: y * block.w.data.norm(),
+    "in a list": lambda block, x, y: y * torch.stack([block.w, block.w]).sum(),
+    "a tensor like it": lambda block, x, y: y + torch.full_like(block.w[0], 1.001),
+    "in double": lambda block, x, y: y * block.w.double().sum().float(),
+    "a Python function of torch": lambda block, x, y: y * F.normalize(block.w)[0],
+    "einsum that sums": lambda block, x, y: y * torch.einsum("bi,oi->o", x, block.w),
+    "einsum that multiplies": lambda block, x, y: y * torch.einsum("bo,oi->bo", x, block.w),
+    "autocast is off": where_autocast_is_off,
+    "without a graph": without_a_graph,
+}
+SEVERAL_GRADIENTS: dict[str, Use] = {  # which add up in fp32
+    "the layer twice": lambda block, x, y: block.layer(y),
+    "a part twice": lambda block, x, y: y + F.linear(x, block.w[:4], block.layer.bias[:4]).repeat(1, 2),
+    "a cast besides": lambda block, x, y: y + F.linear(x.bfloat16(), block.w.bfloat16()),
+}
+STILL_LOWERED: dict[str, Use] = {
+    "its dtype": lambda block, x, y: torch.sin(x.to(block.w.dtype)) + y,
+    "its dtype and device": lambda block, x, y: torch.sin(x.bfloat16().to(block.w)) + y,
+    "the name of its type": lambda block, x, y: torch.sin(x.bfloat16().type(block.w.type())) + y,
+    "its shape": lambda block, x, y: y.view(-1, block.w.T.shape[0]) * len(block.w) / block.w.numel(),
+}
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("when", ["later", "in evaluation"])
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("name", [*AS_IT_IS, *SEVERAL_GRADIENTS, *STILL_LOWERED])
+def test_a_new_use(name: str, policy: Policy, when: str, cache: bool) -> None:
+    """What autocast would not have cast gets the weight as it is, at once; it was rounded to bf16."""
+    use = {**AS_IT_IS, **SEVERAL_GRADIENTS, **STILL_LOWERED}[name]
+    lowered = assert_equal_to_plain(use, when, cache, policy)
+    has_one_gradient = when == "in evaluation" or (name == "the layer twice" and cache)
+    assert (lowered == 6) is (name in STILL_LOWERED or (name in SEVERAL_GRADIENTS and has_one_gradient))
+
+
+def test_a_change_in_place() -> None:
+    """Of a weight that is lowered until then."""
+    assert_equal_to_plain(changed_in_place, "later", cache=False)
+
+
+MATRIX_PRODUCTS: dict[str, Use] = {
+    "einsum": lambda block, x, y: torch.einsum("bi,oi->bo", x, block.w),
+    "matmul": lambda block, x, y: x @ block.w.mT,
+    "views": lambda block, x, y: torch.cat([F.linear(x, part) for part in block.w.chunk(2)], 1),
+    "converted": lambda block, x, y: F.linear(x, block.w.to(x.dtype).float()),
+    "cast": lambda block, x, y: F.linear(x.bfloat16(), block.w.bfloat16()),
+    "among tensors of another class": lambda block, x, y: F.linear(x.as_subclass(Picture), block.w).as_subclass(Tensor),
+}
+
+
+class Picture(Tensor):
+    """As torchvision's: it leaves operations to others that have classes it does not know."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("name", MATRIX_PRODUCTS)
+def test_other_matrix_products(name: str, cache: bool) -> None:
+    """They stay lowered, from the first step on."""
+    assert assert_equal_to_plain(MATRIX_PRODUCTS[name], "always", cache) == 3
+
+
+def test_a_dispatch_mode_around_everything() -> None:
+    """In backward it hands on operations with the leaf, which is not a new use of it."""
+    with FlopCounterMode(display=False):
+        assert assert_equal_to_plain(lambda block, x, y: y, "later", cache=False) == 6
+
+
+def assert_equal_to_plain(use: Use, when: str, cache: bool, policy: Policy = "keep") -> int:
+    """Tell a story plain and streamed; return how many weights are lowered in the end."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block(use) for _ in range(3)])
+    if when == "always":
+        for block in plain:
+            block.layer.bias = None
+    model = copy.deepcopy(plain)
+    expected = story(plain, when, cache)
+    options = PipelineOptions(k=1, k_prime=1, units=Block, activations=policy)
+    pipeline = Pipeline(model, "cpu", options=options)
+    try:
+        actual = story(model, when, cache)
+        assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
+        assert [index for index, pair in enumerate(zip(actual, expected, strict=True)) if not torch.equal(*pair)] == []
+        return pipeline.summary().lowered
+    finally:
+        pipeline.detach()
+
+
+def story(model: nn.Sequential, when: str, cache: bool) -> list[Tensor]:
+    """Train and evaluate in turns; from the second one on, blocks use their weight in another way."""
+    optimizer, found = SGD(model.parameters(), 0.01), []
+    for turn in range(3):
+        for training in (True, False):
+            for block in model:
+                block.also = when == "always" or (turn > 0 and training is (when == "later"))
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache), torch.set_grad_enabled(training):
+                output = model(torch.linspace(-1, 1, 32).view(4, 8))
+            found.append(output.detach())
+            if training:
+                output.float().square().mean().backward()
+                found += [parameter.grad.clone() for parameter in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def test_ranges_of_elements() -> None:
+    """Each may be cast once."""
+    weight, earlier = torch.ones(4, 4), []
+    assert is_first_cast(weight[:2], earlier)
+    assert is_first_cast(weight[2:].t(), earlier)
+    assert not is_first_cast(weight[1:3], earlier)
+    assert not is_first_cast(torch.ones(2, 1).expand(2, 2), [])
+
+
+def test_compiled_models_are_known() -> None:
+    """Wherever the user has had something compiled."""
+    wrapped = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2)))
+    in_place, by_function, plain = (nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+    in_place[0].compile()
+    by_function[0].forward = torch.compile(by_function[0].forward)
+    assert [is_compiled(model) for model in (wrapped, in_place, by_function, plain)] == [True, True, True, False]
