@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 # Before torch is imported: two shared cores are slower with more threads, and sums in parallel have no fixed order.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -47,10 +48,21 @@ ALLOWED_VARIABLES = {
 }
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Of several processes none is given all the long tests, which come first: xdist hands out an eighth at once."""
-    if getattr(config.option, "maxschedchunk", 0) is None:
-        config.option.maxschedchunk = 2
+# Their tests share something that takes long to make.
+FOR_ONE_PROCESS = ("test_benchmarks.py", "test_second_device.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several processes each gets one test after the other, but for files whose tests belong together."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneAfterTheOther(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file.endswith(FOR_ONE_PROCESS) else nodeid
+
+    return OneAfterTheOther(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)
