@@ -21,7 +21,7 @@ from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients.gradient_return import slots_in_ring
 from sp_lightning.pipeline.gradients.landing import gradient_bytes
 from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes, sent_bytes
-from sp_lightning.pipeline.modules.lowering import known_to_be_lowered
+from sp_lightning.pipeline.modules.lowering import is_lowered_layer
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.weights.sections import count_sections
@@ -159,7 +159,7 @@ def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
     module = shapes_of(module, None if autocast else dtype)
     division = find_units(module, given.units, given.resident, largest_unit_bytes(given.device_bytes), on_meta=True)
     if autocast is not None:
-        for weight in known_to_be_lowered(module, division.units):
+        for weight in _lowered_weights(module, division.units):
             weight.compute_dtype = autocast
     run = _look(module, division, inputs, autocast, given)
     seen, outside = run.units, run.outside
@@ -199,6 +199,18 @@ def _look(
         return sum(master.numel() for master in masters if master.dim() > 1 and id(master) not in looked_up)
 
     return DryRun([Seen(flops=2 * given.tokens * multiplied(unit)) for unit in division.units])
+
+
+def _lowered_weights(root: nn.Module, units: Sequence[Unit]) -> list[Weight]:
+    """Return the fp32 weights that only layers with a lowered operation own; the engine looks at how they are used."""
+    owned: set[int] = set()
+    elsewhere: set[int] = set()
+    for module in root.modules():
+        found = owned if is_lowered_layer(module) else elsewhere
+        found.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
+    lowered = owned - elsewhere
+    weights = [weight for unit in units for weight in unit.weights]
+    return [weight for weight in weights if weight.master.dtype is torch.float32 and id(weight.master) in lowered]
 
 
 def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:

@@ -19,7 +19,7 @@ from sp_lightning.pipeline.gradients import landing
 from sp_lightning.planning import Choice, predict
 from sp_lightning.planning.cost import activation_bytes, gradient_bytes, weight_bytes
 from sp_lightning.planning.dry_run import CannotFollow, dry_run, shapes_of
-from sp_lightning.planning.estimate import STATE, _state_bytes, estimate
+from sp_lightning.planning.estimate import STATE, _lowered_weights, _state_bytes, estimate
 
 GIB = 2**30
 
@@ -221,6 +221,17 @@ def test_frozen_weights_have_no_gradients():
     assert frozen.host_bytes * 4 == pytest.approx(trained.host_bytes, rel=0.01)  # its weight alone
     model.requires_grad_(False)
     assert plan(model, torch.empty(8, 256), given).rows[0].prediction.bytes_to_host == 0
+
+
+def test_weights_that_autocast_lowers():
+    """As far as modules tell: not those that are tied to an embedding, nor those that autocast leaves alone."""
+    tied, double, plain = nn.Linear(4, 4, bias=False), nn.Linear(4, 4).double(), nn.Linear(4, 4)
+    embedding = nn.Embedding(4, 4)
+    embedding.weight = tied.weight
+    model = nn.Sequential(embedding, nn.Linear(4, 4), nn.LayerNorm(4), double, plain, tied)
+    plan = find_units(model, lambda name, module: not any(module.children()))
+    known = {weight.name for weight in _lowered_weights(model, plan.units)}
+    assert known == {"1.weight", "1.bias", "4.weight", "4.bias"}
 
 
 @pytest.mark.parametrize("name", [*STATE, "Adafactor"])

@@ -15,7 +15,7 @@ graph is built, because a custom `autograd.Function` may use it as it is in its 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sp_lightning.pipeline._private import decompose_under_mode, is_undecomposed, run_as_without_mode, storage_key
 from sp_lightning.pipeline.division.tree import forward_of_class
 from sp_lightning.pipeline.modules.lowered import is_first_cast
-from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 _LOWERED_LAYERS = (
@@ -49,18 +48,6 @@ def is_lowered_layer(module: nn.Module) -> bool:
     if isinstance(module, NonDynamicallyQuantizableLinear):  # nn.MultiheadAttention reads its weights, never calls it
         return False
     return forward_of_class(module) in _LOWERED_FORWARDS and "forward" not in vars(module)
-
-
-def known_to_be_lowered(root: nn.Module, units: Iterable[Unit]) -> list[Weight]:
-    """Return the fp32 weights that only layers with a lowered operation own."""
-    owned: set[int] = set()
-    elsewhere: set[int] = set()
-    for module in root.modules():
-        found = owned if is_lowered_layer(module) else elsewhere
-        found.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
-    lowered = owned - elsewhere
-    weights = [weight for unit in units for weight in unit.weights]
-    return [weight for weight in weights if weight.master.dtype is torch.float32 and id(weight.master) in lowered]
 
 
 class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]

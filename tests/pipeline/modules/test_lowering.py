@@ -20,13 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.activations.choice import Policy
-from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.lowering import (
     LoweringSpy,
     is_lowered_layer,
     is_view,
-    known_to_be_lowered,
     tensors_among,
 )
 
@@ -79,17 +77,6 @@ def patched() -> nn.Module:
 def test_known_layers(layer: nn.Module, lowered: bool) -> None:
     """Only layers whose forward is the very operation; nn.MultiheadAttention reads `out_proj`, never calls it."""
     assert is_lowered_layer(layer) is lowered
-
-
-def test_known_weights() -> None:
-    """Not those that are tied to an embedding, nor those that autocast leaves alone."""
-    tied, double, plain = nn.Linear(4, 4, bias=False), nn.Linear(4, 4).double(), nn.Linear(4, 4)
-    embedding = nn.Embedding(4, 4)
-    embedding.weight = tied.weight
-    model = nn.Sequential(embedding, nn.Linear(4, 4), nn.LayerNorm(4), double, plain, tied)
-    plan = find_units(model, lambda name, module: not any(module.children()))
-    known = {weight.name for weight in known_to_be_lowered(model, plan.units)}
-    assert known == {"1.weight", "1.bias", "4.weight", "4.bias"}
 
 
 class Product(torch.autograd.Function):
