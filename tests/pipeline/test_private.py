@@ -37,6 +37,7 @@ from sp_lightning.pipeline._private import (
     has_foreign_step_hooks,
     hide_from_dynamo,
     in_backward,
+    is_compiled,
     is_tracing,
     is_undecomposed,
     pop_saved_tensor_hooks,
@@ -530,6 +531,15 @@ def test_a_graph_break_is_explained() -> None:
 def test_compiled_modules_are_looked_through() -> None:
     module = nn.Linear(2, 2)
     assert without_compile(torch.compile(module)) is without_compile(module) is module
+
+
+def test_compiled_modules_are_known() -> None:
+    """However the user has had them compiled."""
+    plain, in_place, forward = (nn.Linear(2, 2) for _ in range(3))
+    in_place.compile()
+    forward.forward = torch.compile(forward.forward)
+    modules = (plain, torch.compile(plain), in_place, forward)
+    assert [is_compiled(module) for module in modules] == [False, True, True, True]
 
 
 def test_tensors_without_values():

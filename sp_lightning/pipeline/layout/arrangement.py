@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import storage_key, without_torch_function
+from sp_lightning.pipeline._private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.layout.device_layout import choose_device_layout, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.layout.host_share import HostShare
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.modules.compiled import is_compiled
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
@@ -78,7 +77,7 @@ class Arrangement:
         replicas: Replicas | None = None,
     ) -> None:
         self.autocast = autocast
-        self.compiled = options.compile or is_compiled(module)
+        self.compiled = options.compile or any(map(is_compiled, module.modules()))
         self.unused_in_step = True
         self._backend = backend
         device_bytes = backend.total_memory()

@@ -48,16 +48,6 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     return types.MethodType(_by_kind[kind], module)
 
 
-def is_compiled(root: nn.Module) -> bool:
-    """Tell whether the user has had torch compile a module, or some of its parts."""
-    return any(
-        without_compile(module) is not module
-        or module._compiled_call_impl is not None
-        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-        for module in root.modules()
-    )
-
-
 @functools.cache
 def keep_out_of_graphs() -> None:
     """Have `torch.compile` leave the engine's code alone, except for what lies in the graphs of units."""

@@ -1,4 +1,4 @@
-"""Custom autograd functions applied to masters: torch does not consult `__torch_function__` there."""
+"""Custom autograd functions applied to guarded weights: torch does not consult `__torch_function__` there."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 
 from sp_lightning.pipeline._private import sees_torch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
+from sp_lightning.pipeline.modules.lowered import Served
 
 _users: weakref.WeakSet[Any] = weakref.WeakSet()
 _original_apply: Any = torch.autograd.Function.__dict__["apply"]
 
 
 def watch_functions(user: object) -> None:
-    """Redirect masters that a `torch.autograd.Function` is applied to.
+    """Redirect guarded weights that a `torch.autograd.Function` is applied to.
 
     Args:
         user: The object that asks for it, until it calls `stop_watching_functions`.
@@ -33,10 +34,11 @@ def stop_watching_functions(user: object) -> None:
 
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    apply = _original_apply.__get__(None, cls)
-    if sees_torch_functions() and any(isinstance(value, HostParameter) for value in args):
-        return HostParameter.__torch_function__(apply, (HostParameter,), args, kwargs)
-    return apply(*args, **kwargs)
+    if sees_torch_functions():
+        for value in args:
+            if isinstance(value, HostParameter | Served):  # it calls this again, with what takes its place
+                return value.__torch_function__(cls.apply, (type(value),), args, kwargs)
+    return _original_apply.__get__(None, cls)(*args, **kwargs)
 
 
 _apply.__name__ = "apply"  # torch.compile knows it by this name

@@ -47,7 +47,7 @@ _VIEWS = {
 }  # fmt: skip
 _CONVERSIONS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-_OF_THE_LEAF = METADATA | {"grad", "_version", "untyped_storage"}
+_OF_THE_LEAF = METADATA - {"element_size", "itemsize", "nbytes"} | {"grad", "_version", "untyped_storage"}
 
 
 def guard_lowered(weight: Weight, owner: Owner, compiled: bool) -> None:
@@ -174,7 +174,9 @@ class LoweredInGraphs(_HidesDtype, nn.Parameter):  # type: ignore[override]
     """The leaf of a lowered weight in a model that is compiled."""
 
 
-class _Served(_HidesDtype):
+class Served(_HidesDtype):
+    """What leaves of lowered weights and views of them have in common."""
+
     lowering: _Lowering
 
     @classmethod
@@ -190,14 +192,14 @@ class _Served(_HidesDtype):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
         if HostParameter in types:
             return NotImplemented  # its guard calls the operation again, with what takes its place
-        return _run(func, args, kwargs or {}, among_others=any(not issubclass(kind, _Served) for kind in types))
+        return _run(func, args, kwargs or {}, among_others=any(not issubclass(kind, Served) for kind in types))
 
 
-class LoweredParameter(_Served, nn.Parameter):  # type: ignore[override]
+class LoweredParameter(Served, nn.Parameter):  # type: ignore[override]
     """The leaf of a lowered weight."""
 
 
-class LoweredView(_Served, Tensor):  # type: ignore[override]
+class LoweredView(Served, Tensor):  # type: ignore[override]
     """A view of a lowered weight."""
 
 
@@ -206,19 +208,20 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if name in ACCESSORS:
         name = getattr(getattr(func, "__self__", None), "__name__", "")
     with without_torch_function():
-        operands = list(instances_in((args, kwargs), _Served))
+        operands = list(instances_in((args, kwargs), Served))
         if _asks_the_leaf(func, name) or not all(map(_has_owner, operands)):
             return func(*args, **kwargs)
         if func == _SET_DATA and args[0] is args[1]:
             return None  # as `module.float()` does, when there is nothing to convert
-        if name in _VIEWS and _mark(result := func(*args, **kwargs), operands[0]):
+        is_view = name in _VIEWS and not any(instances_in((args, kwargs), torch.dtype))  # `view` may change the dtype
+        if is_view and _mark(result := func(*args, **kwargs), operands[0]):
             return result
         if name in _CONVERSIONS and operands[0] is args[0] and (result := _convert(func, args, kwargs)) is not None:
             return result
         substitute = _choose_substitute(name, args, operands)
         if substitute is _plain and not among_others:
             return func(*args, **kwargs)
-        new_args, new_kwargs = replace_instances((args, kwargs), _Served, substitute)
+        new_args, new_kwargs = replace_instances((args, kwargs), Served, substitute)
     result = func(*new_args, **new_kwargs)
     if substitute is _served:
         for operand in operands:
@@ -229,10 +232,10 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _asks_the_leaf(func: Callable[..., Any], name: str) -> bool:
     if isinstance(func, OpOverload) and in_backward():  # a dispatch mode hands on what backward does with saved weights
         return True
-    return name in _OF_THE_LEAF or name.startswith("is_") or func is torch.autograd.grad
+    return name in _OF_THE_LEAF or name.startswith("is_")  # `torch.autograd.grad` has the name of the attribute
 
 
-def _has_owner(operand: _Served) -> bool:
+def _has_owner(operand: Served) -> bool:
     lowering = operand.__dict__.get("lowering")  # a copy of a leaf has none
     return lowering is not None and lowering.owner() is not None
 
@@ -240,7 +243,8 @@ def _has_owner(operand: _Served) -> bool:
 def _mark(views: Any, source: Any) -> bool:
     """Mark views of a lowered weight; return False, changing nothing, if they are something else."""
     tensors = views if isinstance(views, tuple | list) else [views]
-    if not all(isinstance(tensor, Tensor) and storage_key(tensor) == storage_key(source) for tensor in tensors):
+    key = storage_key(source)
+    if any(storage_key(tensor) != key for tensor in tensors):
         return False
     for tensor in tensors:
         if tensor is not source:

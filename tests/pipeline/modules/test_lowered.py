@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations.choice import Policy
-from sp_lightning.pipeline.modules.compiled import is_compiled
 from sp_lightning.pipeline.modules.lowered import is_first_cast
 
 Use = Callable[["Block", Tensor, Tensor], Tensor]
@@ -53,11 +53,27 @@ def changed_in_place(block: Block, x: Tensor, y: Tensor) -> Tensor:
     return block.layer(x)
 
 
+class Product(torch.autograd.Function):
+    """Autocast lowers what its forward does with a weight; its backward uses the weight as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return (gradient.float() @ w.float().t()).to(x.dtype), x.float().t() @ gradient.float()
+
+
 AS_IT_IS: dict[str, Use] = {
     "norm": lambda block, x, y: y / block.w.norm(dim=1),
     "several": lambda block, x, y: y * block.w.float().norm(dim=1) * block.w.mean() * block.w[3:].t().std(),
     "a view of a view": lambda block, x, y: y * block.w.t()[2:].detach().norm() * block.w.t()[2:].abs().sum(),
     "a copy of some rows": lambda block, x, y: y * block.w[torch.tensor([1, 3])].sum(),
+    "its bits": lambda block, x, y: y + (block.w.view(torch.int32)[0] & 1),
+    "its size": lambda block, x, y: y / block.w.element_size(),
     "rows": lambda block, x, y: y * sum(row.sum() for row in block.w),
     "repeated": lambda block, x, y: y + x @ block.w[:1].expand(8, 8),
     "a number": lambda block, x, y: y * block.w.abs().max().item(),
@@ -70,6 +86,8 @@ AS_IT_IS: dict[str, Use] = {
     "einsum that multiplies": lambda block, x, y: y * torch.einsum("bo,oi->bo", x, block.w),
     "autocast is off": where_autocast_is_off,
     "without a graph": without_a_graph,
+    "a custom function": lambda block, x, y: y + Product.apply(x, block.w),
+    "a custom function of a view": lambda block, x, y: y + Product.apply(x, block.w.t()),
 }
 SEVERAL_GRADIENTS: dict[str, Use] = {  # which add up in fp32
     "the layer twice": lambda block, x, y: block.layer(y),
@@ -84,9 +102,8 @@ STILL_LOWERED: dict[str, Use] = {
 }
 
 
-@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(("policy", "cache"), [("keep", True), ("keep", False), ("recompute", False)])
 @pytest.mark.parametrize("when", ["later", "in evaluation"])
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize("name", [*AS_IT_IS, *SEVERAL_GRADIENTS, *STILL_LOWERED])
 def test_a_new_use(name: str, policy: Policy, when: str, cache: bool) -> None:
     """What autocast would not have cast gets the weight as it is, at once; it was rounded to bf16."""
@@ -179,12 +196,3 @@ def test_ranges_of_elements() -> None:
     assert is_first_cast(weight[2:].t(), earlier)
     assert not is_first_cast(weight[1:3], earlier)
     assert not is_first_cast(torch.ones(2, 1).expand(2, 2), [])
-
-
-def test_compiled_models_are_known() -> None:
-    """Wherever the user has had something compiled."""
-    wrapped = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2)))
-    in_place, by_function, plain = (nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
-    in_place[0].compile()
-    by_function[0].forward = torch.compile(by_function[0].forward)
-    assert [is_compiled(model) for model in (wrapped, in_place, by_function, plain)] == [True, True, True, False]
