@@ -96,19 +96,6 @@ class Twin:
         """Whether a forward has given the leaf other memory (`weight.data = ...`)."""
         return self.parameter.data_ptr() != self.data.data_ptr()
 
-    def undo_conversion(self) -> bool:
-        """If a forward has only converted the leaf to the master's dtype, undo that; tell whether it has.
-
-        In plain training it has that dtype, and `module.float()` changes nothing.
-        """
-        given, dtype = self.parameter.data, self.weight.master.dtype
-        if not self.weight.lowered or given.dtype != dtype or given.shape != self.data.shape:
-            return False
-        if not torch.equal(given, self.data.to(dtype)):
-            return False
-        self.parameter.data = self.data
-        return True
-
     def adopt_replacement(self) -> None:
         """Copy the values that a forward has given the leaf to the twin's own memory.
 

@@ -118,6 +118,20 @@ def test_a_change_in_place() -> None:
     assert_equal_to_plain(changed_in_place, "later", cache=False)
 
 
+def test_a_change_in_place_in_a_compiled_model() -> None:
+    """Nothing is served there: the host would get a rounded weight."""
+    model = nn.Sequential(*[Block(changed_in_place) for _ in range(2)])
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=Block, compile=True))
+    try:
+        with (
+            torch.compiler.set_stance("default", force_backend="eager"),
+            pytest.raises(RuntimeError, match="both cast by autocast and changed in place"),
+        ):
+            story(model, "later", cache=False)
+    finally:
+        pipeline.detach()
+
+
 MATRIX_PRODUCTS: dict[str, Use] = {
     "einsum": lambda block, x, y: torch.einsum("bi,oi->bo", x, block.w),
     "matmul": lambda block, x, y: x @ block.w.mT,
