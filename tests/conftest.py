@@ -54,15 +54,19 @@ FOR_ONE_PROCESS = ("test_benchmarks.py", "test_second_device.py")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several processes each gets one test after the other, but for files whose tests belong together."""
+    """Of several processes each gets one piece of work after the other, in order."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneAfterTheOther(LoadScopeScheduling):
+    class InOrder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if file.endswith(FOR_ONE_PROCESS) else nodeid
+            if file.endswith(FOR_ONE_PROCESS):
+                return file
+            test, _, parameters = nodeid.partition("[")
+            return f"{test}[{parameters.partition('-')[0]}"  # often a model, whose plain training is not repeated
 
-    return OneAfterTheOther(config, log)
+    config.option.loadscopereorder = False
+    return InOrder(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)
