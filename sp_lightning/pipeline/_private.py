@@ -179,7 +179,9 @@ def _autocast_key(device_type: str) -> str:
 
 
 def _has_kernel(func: OpOverload, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)  # type: ignore[no-untyped-call]
+    name = str(func.name())  # type: ignore[no-untyped-call]
+    is_known = torch._C._dispatch_has_kernel(name)  # not `prim::layout` or `aten::sym_size`, of nested tensors
+    return is_known and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def decompose_under_mode(func: OpOverload, args: Any, kwargs: Any, mode: TorchDispatchMode) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sp_lightning.pipeline._private import in_backward, without_torch_function
 from sp_lightning.pipeline.gradients.backward import BackwardPass
@@ -153,10 +153,6 @@ class OutsideUse:
         """Note that a master may be written to: its copies on the device are checked before next use."""
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
-
-    def leaf_of(self, weight: Weight) -> Tensor:
-        """Return the leaf that stands for a weight in the autograd graph of this step."""
-        return weight.twin.parameter
 
     # ------------------------------------------------------------------------------------------- memory of their own
 

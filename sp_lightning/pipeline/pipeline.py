@@ -179,10 +179,11 @@ class Pipeline:
             self.replicas.share_buffers(self.module)
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors to pass to `backward(inputs=...)`: each master replaced by the leaf in the graph."""
+        """Return the tensors to pass to `backward(inputs=...)`: each master replaced by its leaves in the graph."""
         with without_torch_function():
             weights = self.arrangement.weights_by_master
-            return [weights[id(t)].twin.parameter if id(t) in weights else t for t in tensors]
+            leaves = [weights[id(t)].leaves() if id(t) in weights else [t] for t in tensors]
+        return [leaf for each in leaves for leaf in each]
 
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""

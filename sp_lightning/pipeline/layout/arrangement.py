@@ -133,6 +133,8 @@ class Arrangement:
         group.place = self._backend.allocate(group.nbytes)
         self.groups.append(group)
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
+        if lowered:
+            weight.lowered_leaves.append(weight.twin.parameter)
         weight.twin = Twin(weight, group, data) if lowered else weight.twin.moved_to(group, data)
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:

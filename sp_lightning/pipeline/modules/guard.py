@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import sees_torch_functions, without_torch_function, zero_grad_is_calling
+from sp_lightning.pipeline.modules.inner_gradients import DIFFERENTIATING, differentiate
+from sp_lightning.pipeline.modules.operands import instances_in, replace_instances
 from sp_lightning.pipeline.modules.suspension import guards_suspended
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -70,8 +72,9 @@ class Owner(Protocol):
     def note_write(self, weight: Weight) -> None:
         """Note that the master may be written to now."""
 
-    def leaf_of(self, weight: Weight) -> Tensor:
-        """Return the leaf that the graph of this step was built on."""
+
+class GoesFirst:
+    """A kind of guarded tensor that is replaced among the operands of an operation before masters are."""
 
 
 class Guard:
@@ -131,10 +134,11 @@ class Guard:
         writes = _writes_to_a_master(func, args, kwargs)
         if writes or name in _RUN_ON_MASTER or self._has_host_operands(name, args, kwargs):
             return self._on_the_host(func, args, kwargs, writes)
-        substitute = self.owner.leaf_of if func is torch.autograd.grad else self.owner.serve
         with without_torch_function():
+            if func in DIFFERENTIATING:
+                return differentiate(func, HostParameter, lambda master: _weight_of(master).leaves(), args, kwargs)
             new_args, new_kwargs = replace_instances(
-                (args, kwargs), HostParameter, lambda master: substitute(_weight_of(master))
+                (args, kwargs), HostParameter, lambda master: self.owner.serve(_weight_of(master))
             )
         result = func(*new_args, **new_kwargs)
         self.owner.used([_weight_of(master) for master in _masters_in((args, kwargs))])
@@ -211,6 +215,8 @@ class HostParameter(nn.Parameter):
         guard, weight = found
         if getattr(func, "__self__", None) is _GRADIENT:
             return guard.access_gradient(func, args, weight)
+        if any(issubclass(kind, GoesFirst) for kind in types):
+            return NotImplemented
         return guard.redirect(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -246,30 +252,6 @@ def _weight_of(master: HostParameter) -> Weight:
 
 def _masters_in(value: Any) -> Iterator[Any]:
     return instances_in(value, HostParameter)
-
-
-def instances_in(value: Any, kind: type) -> Iterator[Any]:
-    """Yield the instances of a class among an operation's arguments."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from instances_in(item, kind)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from instances_in(item, kind)
-
-
-def replace_instances(value: Any, kind: type, substitute: Callable[[Any], Any]) -> Any:
-    """Return an operation's arguments with the instances of a class replaced."""
-    if isinstance(value, kind):
-        return substitute(value)
-    if isinstance(value, list | tuple):
-        items = [replace_instances(item, kind, substitute) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: replace_instances(item, kind, substitute) for key, item in value.items()}
-    return value
 
 
 def _writes_to_a_master(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -18,32 +18,32 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 from sp_lightning.pipeline._private import in_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.modules.guard import (
     ACCESSORS,
     METADATA,
-    HostParameter,
+    GoesFirst,
     Owner,
-    instances_in,
-    replace_instances,
 )
+from sp_lightning.pipeline.modules.inner_gradients import DIFFERENTIATING, differentiate
+from sp_lightning.pipeline.modules.operands import instances_in, replace_instances
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 CAN_COMPILE_SUBCLASSES = torch.__version__ >= "2.11"  # compared as versions
 """Whether torch compiles units with such leaves like others; 2.6 made three times as many graphs of them."""
 
-# What autocast casts on every device, whatever the other operands are
+# What autocast casts on every device, and once, whatever the other operands are
 _CAST = {
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv1d", "conv2d",
-    "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm", "gru", "rnn_tanh", "rnn_relu",
-    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "multi_head_attention_forward",
+    "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+    "rnn_relu_cell", "multi_head_attention_forward",
 }  # fmt: skip
 _VIEWS = {
     "__getitem__", "t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "view",
     "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "narrow", "select", "chunk",
-    "split", "tensor_split", "unbind", "contiguous", "detach",
+    "split", "tensor_split", "unbind", "contiguous",
 }  # fmt: skip
 _CONVERSIONS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -91,8 +91,8 @@ class _Lowering:
         self._casts.clear()
         self._is_cached = False
 
-    def is_right_for(self, operand: Tensor, casts_views: bool) -> bool:
-        """Tell whether autocast, which is about to cast an operand, would do with the weight what was done to it.
+    def admits(self, operand: Tensor, casts_views: bool) -> bool:
+        """Note that autocast is about to cast an operand; tell whether that is what was done to the weight.
 
         Args:
             operand: The leaf or a view of it.
@@ -102,12 +102,11 @@ class _Lowering:
         if not is_on or torch.get_autocast_dtype(self._device_type) is not self.dtype:
             return False
         if torch.is_autocast_cache_enabled() and isinstance(operand, LoweredParameter) and not casts_views:
-            if self._is_cached:
-                return True
-            self._is_cached = True
-        return self.is_first_cast_of(operand)
+            self._is_cached = self._is_cached or self.note_cast(operand)
+            return self._is_cached
+        return self.note_cast(operand)
 
-    def is_first_cast_of(self, operand: Tensor) -> bool:
+    def note_cast(self, operand: Tensor) -> bool:
         """Note a cast; tell whether gradients may leave it in the lower dtype, as no others are added to them."""
         weight = self._parts()[1]
         if not weight.lowered:  # it was served, and may have been changed since; what runs again computes as before
@@ -119,7 +118,7 @@ class _Lowering:
         if isinstance(operand, LoweredParameter) and not self._casts:
             self._casts.append(self._elements)
             return True
-        return is_first_cast(operand, self._casts)
+        return note_elements(operand, self._casts)
 
     def serve(self, operand: Tensor) -> Tensor:
         """Return the weight, or the same view of it, in its own dtype."""
@@ -127,7 +126,7 @@ class _Lowering:
         served = owner.serve(weight)
         if isinstance(operand, LoweredParameter):
             return served
-        values = served if operand.requires_grad else served.detach()
+        values = served if operand.grad_fn is not None else served.detach()
         offset = operand.storage_offset() - self._elements.start + served.storage_offset()
         return values.as_strided(operand.size(), operand.stride(), offset)
 
@@ -136,6 +135,10 @@ class _Lowering:
         owner, weight = self._parts()
         owner.used([weight])
 
+    def leaves(self) -> list[Tensor]:
+        """Return all leaves that stand for the weight in the graph."""
+        return self._parts()[1].leaves()
+
     def _parts(self) -> tuple[Owner, Weight]:
         owner, weight = self.owner(), self.weight()
         assert owner is not None
@@ -143,7 +146,7 @@ class _Lowering:
         return owner, weight
 
 
-def is_first_cast(operand: Tensor, earlier: list[range]) -> bool:
+def note_elements(operand: Tensor, earlier: list[range]) -> bool:
     """Tell whether no element of an operand is cast twice, here or in the earlier ranges of elements; add to these."""
     end = operand.storage_offset() + 1
     for stride, size in sorted(zip(operand.stride(), operand.shape, strict=True)):
@@ -156,25 +159,28 @@ def is_first_cast(operand: Tensor, earlier: list[range]) -> bool:
     return not again
 
 
-class _HidesDtype:
-    """Models ask for the dtype before the cast: `x.to(self.weight.dtype)`, and then dropout.
+_SEE_THE_DTYPE = ("torch._", "torch.utils.checkpoint", "torch.fx")  # beginnings of names of modules
 
-    torch's own code gets the true dtype: a checkpoint compares what was saved with a copy that is no Parameter.
+
+class _HidesDtype:
+    """Models ask for the dtype before the cast: `x.to(self.weight.dtype)`, and then dropout. Only fp32 is lowered.
+
+    A checkpoint gets the true dtype, because it compares what was saved with a copy that is no Parameter, and so do
+    those parts of torch that follow code.
     """
 
     @property
     def dtype(self) -> torch.dtype:
-        """The master's dtype for models, the true one for torch."""
-        if not torch.compiler.is_compiling() and sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
-            return cast("torch.dtype", super().dtype)  # type: ignore[misc]
-        return torch.float32
+        """The master's dtype, or for parts of torch the true one."""
+        asks = "" if torch.compiler.is_compiling() else sys._getframe(1).f_globals.get("__name__", "")
+        return cast("torch.dtype", super().dtype) if asks.startswith(_SEE_THE_DTYPE) else torch.float32  # type: ignore[misc]
 
 
 class LoweredInGraphs(_HidesDtype, nn.Parameter):  # type: ignore[override]
     """The leaf of a lowered weight in a model that is compiled."""
 
 
-class Served(_HidesDtype):
+class Served(_HidesDtype, GoesFirst):
     """What leaves of lowered weights and views of them have in common."""
 
     lowering: _Lowering
@@ -190,8 +196,6 @@ class Served(_HidesDtype):
         """Run an operation with the lowered values if that is right, else with the weight as it is."""
         if torch.compiler.is_compiling():
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
-        if HostParameter in types:
-            return NotImplemented  # its guard calls the operation again, with what takes its place
         return _run(func, args, kwargs or {}, among_others=any(not issubclass(kind, Served) for kind in types))
 
 
@@ -211,6 +215,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         operands = list(instances_in((args, kwargs), Served))
         if _asks_the_leaf(func, name) or not all(map(_has_owner, operands)):
             return func(*args, **kwargs)
+        if func in DIFFERENTIATING:
+            return differentiate(func, LoweredParameter, lambda leaf: leaf.lowering.leaves(), args, kwargs)
         if func == _SET_DATA and args[0] is args[1]:
             return None  # as `module.float()` does, when there is nothing to convert
         is_view = name in _VIEWS and not any(instances_in((args, kwargs), torch.dtype))  # `view` may change the dtype
@@ -218,13 +224,19 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return result
         if name in _CONVERSIONS and operands[0] is args[0] and (result := _convert(func, args, kwargs)) is not None:
             return result
-        substitute = _choose_substitute(name, args, operands)
-        if substitute is _plain and not among_others:
+        is_cast, casts_views = _is_cast(func, name, args, kwargs)
+        admitted = [is_cast and operand.lowering.admits(operand, casts_views) for operand in operands]
+        if all(admitted) and not among_others:
             return func(*args, **kwargs)
-        new_args, new_kwargs = replace_instances((args, kwargs), Served, substitute)
+        asks_for_dtype = name in _CONVERSIONS and operands[0] is not args[0]  # `x.to(weight)`
+        substitutes = {
+            id(operand): _original(operand) if asks_for_dtype else _plain(operand) if right else _served(operand)
+            for operand, right in zip(operands, admitted, strict=True)
+        }
+        new_args, new_kwargs = replace_instances((args, kwargs), Served, lambda operand: substitutes[id(operand)])
     result = func(*new_args, **new_kwargs)
-    if substitute is _served:
-        for operand in operands:
+    for operand, right in zip(operands, admitted, strict=True):
+        if not (right or asks_for_dtype):
             operand.lowering.note_use()
     return result
 
@@ -232,7 +244,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _asks_the_leaf(func: Callable[..., Any], name: str) -> bool:
     if isinstance(func, OpOverload) and in_backward():  # a dispatch mode hands on what backward does with saved weights
         return True
-    return name in _OF_THE_LEAF or name.startswith("is_")  # `torch.autograd.grad` has the name of the attribute
+    return (name in _OF_THE_LEAF or name.startswith("is_")) and func not in DIFFERENTIATING
 
 
 def _has_owner(operand: Served) -> bool:
@@ -257,41 +269,44 @@ def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Convert a weight from the dtype that it would have in plain training; return None if that takes its values."""
     operand, *others = args
     lowering = operand.lowering
+    others, kwargs = replace_instances((others, kwargs), Served, _original)
+    if any(instances_in((others, kwargs), torch.memory_format)):
+        return None
     as_in_plain = func(lowering.original, *others, **kwargs)
     if as_in_plain is lowering.original:
         return operand
     if not isinstance(as_in_plain, Tensor):
         return as_in_plain  # `weight.type()` is a name
     is_cast = as_in_plain.dtype is lowering.dtype and as_in_plain.device == operand.device
-    if not (is_cast and lowering.is_first_cast_of(operand)):
+    if not (is_cast and lowering.note_cast(operand)):
         return None
-    result = func(*args, **kwargs)
+    result = func(operand, *others, **kwargs)
     return _plain(operand) if result is operand else result
 
 
-def _choose_substitute(name: str, args: tuple[Any, ...], operands: list[Any]) -> Callable[[Any], Tensor]:
+def _is_cast(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
+    """Tell whether autocast casts the operands, and if so, whether it casts views of them."""
+    if isinstance(func, OpOverloadPacket | torch.jit.ScriptFunction) or "out" in kwargs:
+        return False, False  # functions of others may have such a name, too; autocast leaves `out=` alone
     is_einsum = name == "einsum" and _multiplies_matrices(*args)
-    is_cast = name in _CAST or is_einsum
-    if is_cast and all(operand.lowering.is_right_for(operand, casts_views=is_einsum) for operand in operands):
-        return _plain
-    if name in _CONVERSIONS and operands[0] is not args[0]:  # `x.to(weight)` asks for its dtype and device
-        return _original
-    return _served
+    return name in _CAST or is_einsum, is_einsum
 
 
 def _multiplies_matrices(equation: Any, *operands: Any) -> bool:
     """Tell whether `einsum` gives its operands to `bmm`, and does not multiply or sum their elements itself."""
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) != 2:
+    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
         return False
     inputs, output = equation.replace(" ", "").split("->")
     summed = []
     for letters, operand in zip(inputs.split(","), operands, strict=False):
-        if len(set(letters)) < len(letters):
+        first, dots, last = letters.partition("...")
+        if len(set(first + last)) < len(first + last) or (dots and dots not in output):
             return False
-        sizes = zip(letters, operand.shape, strict=False)
-        summed.append({letter: size for letter, size in sizes if letter not in output})
+        sizes = (*operand.shape[: len(first)], *operand.shape[operand.dim() - len(last) :])
+        known = zip(first + last, sizes, strict=False)
+        summed.append({letter: size for letter, size in known if letter not in output})
     return summed[0] == summed[-1] and any(size > 1 for size in summed[0].values())
 
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline._private import decompose_under_mode, is_undecomposed, run_as_without_mode, storage_key
 from sp_lightning.pipeline.division.tree import forward_of_class
-from sp_lightning.pipeline.modules.lowered import is_first_cast
+from sp_lightning.pipeline.modules.lowered import note_elements
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 _LOWERED_LAYERS = (
@@ -151,7 +151,7 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_cast(self, weight: Weight, operand: Tensor) -> bool:
         """Note a cast; tell whether gradients may leave it in the lower dtype."""
-        is_first = is_first_cast(operand, self._casts_of.setdefault(weight, []))
+        is_first = note_elements(operand, self._casts_of.setdefault(weight, []))
         return is_first or not (operand.requires_grad and self.builds_graph)
 
 

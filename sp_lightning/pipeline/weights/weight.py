@@ -135,6 +135,7 @@ class Weight:
         unit: The unit that it belongs to.
         last_graph: The graph that last used it, where that matters (autocast without its cache).
         replacements: How often values were moved back from other memory that the master was given.
+        lowered_leaves: The leaf of an earlier twin, if it was lowered until something used it as it is.
         twin: Its current twin.
     """
 
@@ -149,6 +150,11 @@ class Weight:
         self.averaged = False
         self.last_graph: weakref.ref[Graph] | None = None
         self.replacements = 0
+        self.lowered_leaves: list[nn.Parameter] = []
+
+    def leaves(self) -> list[Tensor]:
+        """Return the leaves that stand for it in autograd graphs of this arrangement, the newest one first."""
+        return [self.twin.parameter, *self.lowered_leaves]
 
     @property
     def lowered(self) -> bool:

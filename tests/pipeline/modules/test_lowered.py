@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations.choice import Policy
-from sp_lightning.pipeline.modules.lowered import is_first_cast
+from sp_lightning.pipeline.modules.lowered import note_elements
 
 Use = Callable[["Block", Tensor, Tensor], Tensor]
 
@@ -67,6 +68,25 @@ class Product(torch.autograd.Function):
         return (gradient.float() @ w.float().t()).to(x.dtype), x.float().t() @ gradient.float()
 
 
+def a_copy_of_its_own(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.enable_grad():
+        copied = block.w.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(copied.square().sum(), copied)
+    return y * gradient.norm()
+
+
+def a_view_without_a_graph(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        view = block.w.t()
+    return y * view.norm()
+
+
+def out_of_autocasts_reach(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        product = torch.mm(x.float(), block.w, out=torch.empty(4, 8))
+    return y + product
+
+
 AS_IT_IS: dict[str, Use] = {
     "norm": lambda block, x, y: y / block.w.norm(dim=1),
     "several": lambda block, x, y: y * block.w.float().norm(dim=1) * block.w.mean() * block.w[3:].t().std(),
@@ -84,6 +104,12 @@ AS_IT_IS: dict[str, Use] = {
     "a Python function of torch": lambda block, x, y: y * F.normalize(block.w)[0],
     "einsum that sums": lambda block, x, y: y * torch.einsum("bi,oi->o", x, block.w),
     "einsum that multiplies": lambda block, x, y: y * torch.einsum("bo,oi->bo", x, block.w),
+    "and twice": lambda block, x, y: y + F.linear(F.linear(x / block.w.norm(), block.w), block.w),
+    "its bias's dtype": lambda block, x, y: y * block.w.to(block.layer.bias).norm(),
+    "a distribution": lambda block, x, y: y + torch.distributions.Normal(block.w[0], 0.1).scale,
+    "a copy of its own": a_copy_of_its_own,
+    "a view without a graph": a_view_without_a_graph,
+    "out=": out_of_autocasts_reach,
     "autocast is off": where_autocast_is_off,
     "without a graph": without_a_graph,
     "a custom function": lambda block, x, y: y + Product.apply(x, block.w),
@@ -91,6 +117,7 @@ AS_IT_IS: dict[str, Use] = {
 }
 SEVERAL_GRADIENTS: dict[str, Use] = {  # which add up in fp32
     "the layer twice": lambda block, x, y: block.layer(y),
+    "with itself": lambda block, x, y: y + F.linear(x @ (block.w @ block.w.t()), block.w),
     "a part twice": lambda block, x, y: y + F.linear(x, block.w[:4], block.layer.bias[:4]).repeat(1, 2),
     "a cast besides": lambda block, x, y: y + F.linear(x.bfloat16(), block.w.bfloat16()),
 }
@@ -134,6 +161,7 @@ def test_a_change_in_place_in_a_compiled_model() -> None:
 
 MATRIX_PRODUCTS: dict[str, Use] = {
     "einsum": lambda block, x, y: torch.einsum("bi,oi->bo", x, block.w),
+    "einsum with an ellipsis": lambda block, x, y: torch.einsum("...i,oi->...o", x, block.w),
     "matmul": lambda block, x, y: x @ block.w.mT,
     "views": lambda block, x, y: torch.cat([F.linear(x, part) for part in block.w.chunk(2)], 1),
     "converted": lambda block, x, y: F.linear(x, block.w.to(x.dtype).float()),
@@ -203,10 +231,96 @@ def story(model: nn.Sequential, when: str, cache: bool) -> list[Tensor]:
     return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_gradients_that_are_asked_for(cache: bool) -> None:
+    """By `torch.autograd.grad`, as VQGAN does for its last layer, and by `backward(inputs=)`: in fp32, and all."""
+
+    def ask(model: nn.Sequential, pipeline: Pipeline | None) -> list[Tensor]:
+        found = []
+        for step in range(4):
+            for block in model:
+                block.also = step > 1
+            with nullcontext() if pipeline is None else pipeline.step():
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                    loss = model(torch.linspace(-1, 1, 32).view(4, 8)).float().square().mean()
+                asked = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+                found += torch.autograd.grad(loss, asked, retain_graph=True)
+                loss.backward(inputs=asked if pipeline is None else pipeline.backward_inputs(asked))
+            found += [parameter.grad.clone() for parameter in asked]
+            model.zero_grad()
+        return found
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block(AS_IT_IS["norm"]) for _ in range(3)])
+    model = copy.deepcopy(plain)
+    expected = ask(plain, None)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=Block))
+    try:
+        actual = ask(model, pipeline)
+    finally:
+        pipeline.detach()
+    assert [gradient.dtype for gradient in actual] == [torch.float32] * len(expected)
+    assert all(map(torch.equal, actual, expected))
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.to(memory_format=torch.channels_last).layer(x)
+
+
+class OfAnyLength(nn.Module):
+    """A sequence whose length grows from one call to the next."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.length = kind(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length += 1
+        with torch.autocast("cpu", enabled=self.length != 3):  # which casts each step's weights on a CPU
+            return self.layer(x.float().expand(self.length, 4, 8))[0][-1]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(
+    ("build", "x"),
+    [
+        (ChannelsLast, torch.linspace(-1, 1, 64).view(2, 2, 4, 4)),
+        (lambda: OfAnyLength(nn.GRU), torch.linspace(-1, 1, 32).view(4, 8)),
+        (lambda: OfAnyLength(nn.LSTM), torch.linspace(-1, 1, 32).view(4, 8)),
+    ],
+    ids=["channels last", "GRU", "LSTM"],
+)
+def test_other_layers(build: Callable[[], nn.Module], x: Tensor, cache: bool) -> None:
+    """Whose weights have an order in memory, or are cast again and again."""
+
+    def train(model: nn.Module) -> list[Tensor]:
+        found = []
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                found.append(model(x))
+            found[-1].float().square().mean().backward()
+        return [*found, *(parameter.grad for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[build() for _ in range(3)])
+    model = copy.deepcopy(plain)
+    expected = train(plain)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=type(model[0])))
+    try:
+        assert all(map(torch.equal, train(model), expected))
+    finally:
+        pipeline.detach()
+
+
 def test_ranges_of_elements() -> None:
     """Each may be cast once."""
     weight, earlier = torch.ones(4, 4), []
-    assert is_first_cast(weight[:2], earlier)
-    assert is_first_cast(weight[2:].t(), earlier)
-    assert not is_first_cast(weight[1:3], earlier)
-    assert not is_first_cast(torch.ones(2, 1).expand(2, 2), [])
+    assert note_elements(weight[:2], earlier)
+    assert note_elements(weight[2:].t(), earlier)
+    assert not note_elements(weight[1:3], earlier)
+    assert not note_elements(torch.ones(2, 1).expand(2, 2), [])
