@@ -139,7 +139,7 @@ class Calls:
             if member.is_streamed:
                 self._schedule.visit(member.index, direction)
                 self._learned.note_call(member.unit_name)
-            self._under_autocast.stop_lowering_if_reused(member)
+            self._under_autocast.begin_call(member)
             self._outside.unblock(member)
             for group in member.groups:
                 self._window.bring(group)

@@ -64,13 +64,16 @@ class UnderAutocast:
         self._learned.note_uses_under_autocast(spy.lowered, spy.used_as_is)
         return output
 
-    def stop_lowering_if_reused(self, member: Member) -> None:
-        """Send a weight in its own dtype if one graph uses it twice: without its cache, autocast casts for each use."""
+    def begin_call(self, member: Member) -> None:
+        """Begin a call; send a weight in its own dtype if one graph uses it twice.
+
+        Without its cache, autocast casts for each use, and gradients add up in fp32.
+        """
         if self._arrangement.autocast is None or not torch.is_grad_enabled():
             return
-        for twin in [place.weight.twin for place in member.places]:
-            if not twin.group.users:
-                begin_call(twin)
+        for place in member.places:
+            if not place.weight.twin.group.users:
+                begin_call(place.weight.twin)
         if torch.is_autocast_cache_enabled():
             return
         outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
