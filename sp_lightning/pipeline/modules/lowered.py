@@ -224,20 +224,20 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return result
         if name in _CONVERSIONS and operands[0] is args[0] and (result := _convert(func, args, kwargs)) is not None:
             return result
-        is_cast, casts_views = _is_cast(func, name, args, kwargs)
-        admitted = [is_cast and operand.lowering.admits(operand, casts_views) for operand in operands]
-        if all(admitted) and not among_others:
-            return func(*args, **kwargs)
-        asks_for_dtype = name in _CONVERSIONS and operands[0] is not args[0]  # `x.to(weight)`
-        substitutes = {
-            id(operand): _original(operand) if asks_for_dtype else _plain(operand) if right else _served(operand)
-            for operand, right in zip(operands, admitted, strict=True)
-        }
+        if name in _CONVERSIONS and operands[0] is not args[0]:  # `x.to(weight)` asks for its dtype and device
+            served = []
+            substitutes = {id(operand): operand.lowering.original for operand in operands}
+        else:
+            is_cast, casts_views = _is_cast(func, name, args, kwargs)
+            served = [each for each in operands if not (is_cast and each.lowering.admits(each, casts_views))]
+            if not served and not among_others:
+                return func(*args, **kwargs)
+            substitutes = {id(operand): operand.view_as(operand) for operand in operands}
+            substitutes |= {id(operand): operand.lowering.serve(operand) for operand in served}
         new_args, new_kwargs = replace_instances((args, kwargs), Served, lambda operand: substitutes[id(operand)])
     result = func(*new_args, **new_kwargs)
-    for operand, right in zip(operands, admitted, strict=True):
-        if not (right or asks_for_dtype):
-            operand.lowering.note_use()
+    for operand in served:
+        operand.lowering.note_use()
     return result
 
 
@@ -269,7 +269,7 @@ def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Convert a weight from the dtype that it would have in plain training; return None if that takes its values."""
     operand, *others = args
     lowering = operand.lowering
-    others, kwargs = replace_instances((others, kwargs), Served, _original)
+    others, kwargs = replace_instances((others, kwargs), Served, lambda other: other.lowering.original)
     if any(instances_in((others, kwargs), torch.memory_format)):
         return None
     as_in_plain = func(lowering.original, *others, **kwargs)
@@ -281,7 +281,7 @@ def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if not (is_cast and lowering.note_cast(operand)):
         return None
     result = func(operand, *others, **kwargs)
-    return _plain(operand) if result is operand else result
+    return operand.view_as(operand) if result is operand else result
 
 
 def _is_cast(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
@@ -308,15 +308,3 @@ def _multiplies_matrices(equation: Any, *operands: Any) -> bool:
         known = zip(first + last, sizes, strict=False)
         summed.append({letter: size for letter, size in known if letter not in output})
     return summed[0] == summed[-1] and any(size > 1 for size in summed[0].values())
-
-
-def _plain(operand: Any) -> Tensor:
-    return cast("Tensor", operand.view_as(operand))
-
-
-def _original(operand: Any) -> Tensor:
-    return cast("Tensor", operand.lowering.original)
-
-
-def _served(operand: Any) -> Tensor:
-    return cast("Tensor", operand.lowering.serve(operand))
