@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -178,6 +179,10 @@ def _autocast_key(device_type: str) -> str:
     return f"Autocast{device_type.upper()}"
 
 
+_dispatch_key = functools.cache(torch._C._dispatch_key_parse)
+
+
+@functools.cache  # modes ask for each operation
 def _has_kernel(func: OpOverload, key: str) -> bool:
     name = str(func.name())  # type: ignore[no-untyped-call]
     is_known = torch._C._dispatch_has_kernel(name)  # not `prim::layout` or `aten::sym_size`, of nested tensors
@@ -211,7 +216,7 @@ def run_as_without_mode(func: Any, args: Any, kwargs: Any, device_type: str) -> 
     name = _autocast_key(device_type)
     if not isinstance(func, OpOverload) or _has_kernel(_CALLER.get(func, func), name):
         return func(*args, **kwargs)
-    key = torch._C._dispatch_key_parse(name)
+    key = _dispatch_key(name)
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         was_off = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
     if was_off:

@@ -14,6 +14,7 @@ graph is built, because a custom `autograd.Function` may use it as it is in its 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -155,6 +156,7 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return is_first or not (operand.requires_grad and self.builds_graph)
 
 
+@functools.cache
 def is_view(func: Any) -> bool:
     """Tell whether an operation only makes an alias of its operand."""
     if isinstance(func, HigherOrderOperator):
