@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations.choice import Policy
 from sp_lightning.pipeline.modules.lowered import note_elements
+
+from .test_lowering import Product
 
 Use = Callable[["Block", Tensor, Tensor], Tensor]
 
@@ -52,20 +53,6 @@ def changed_in_place(block: Block, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         block.w.clamp_(-0.1, 0.1)
     return block.layer(x)
-
-
-class Product(torch.autograd.Function):
-    """Autocast lowers what its forward does with a weight; its backward uses the weight as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return (gradient.float() @ w.float().t()).to(x.dtype), x.float().t() @ gradient.float()
 
 
 def a_copy_of_its_own(block: Block, x: Tensor, y: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        return gradient.float() @ w.float().t(), x.float().t() @ gradient.float()
+        return (gradient.float() @ w.float().t()).to(x.dtype), x.float().t() @ gradient.float()
 
 
 CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
