@@ -244,16 +244,18 @@ class _Attempt:
         self.run = run
         self.size = size
         self._stats = pipeline.stats
-        self._steps = self._stats.optimizer_steps, self._stats.steps_in_backward
+        self._steps, self._writes = self._count_steps(), self._count_writes()
         self._random = RandomStates(pipeline.device)
         self._takes_its_batch = any(isinstance(value, Iterator) for value in inputs)
         inputs = (*lightning.logged(module), *inputs)
-        self._look = partial(SideEffects, module, inputs, outside=[module._trainer], largest=_LARGEST)
+        self._look = partial(
+            SideEffects, module, inputs, outside=[module._trainer], largest=_LARGEST, trusts_versions=False
+        )
         self._effects = self._look()
 
     def has_stepped(self) -> bool:
         """Tell whether an optimizer has changed weights since the attempt began."""
-        return self._steps != (self._stats.optimizer_steps, self._stats.steps_in_backward)
+        return self._steps != self._count_steps()
 
     def undo(self) -> str | None:
         """Restore the state before the attempt that failed, and prepare for the next one to fail, too.
@@ -263,12 +265,20 @@ class _Attempt:
         """
         if self._takes_its_batch:
             return "takes its batch from an iterator"
+        if self._writes != self._count_writes():
+            return "writes to weights, or takes their `.data`, and a write would happen twice"
         lost = self._effects.settle()
         if lost is None:
             self._effects.undo()
             self._effects = self._look()
             self._random.restore()
         return lost
+
+    def _count_steps(self) -> tuple[int, int]:
+        return self._stats.optimizer_steps, self._stats.steps_in_backward
+
+    def _count_writes(self) -> tuple[int, int]:
+        return self._stats.write_backs, self._stats.writes_outside
 
 
 class _Joined(torch.autograd.Function):

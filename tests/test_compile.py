@@ -143,6 +143,14 @@ class Limited(Block):
         return super().forward(x + self.table(torch.arange(5)))
 
 
+class Clamped(Block):
+    """A weight that a forward changes through its `.data`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 class Hooked(Block):
     """Hooks of the user, which are compiled with the block or around it."""
 
@@ -194,6 +202,7 @@ def peeking() -> Chain:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "buffers": lambda: Chain(Normed() for _ in range(3)),
     "weights-change": lambda: Chain(Limited() for _ in range(3)),
+    "weights-change-as-data": lambda: Chain(Clamped() for _ in range(3)),
     "hooks": lambda: Chain(Hooked() for _ in range(3)),
     "checkpoint-inside": lambda: Chain(Inside() for _ in range(3)),
     "checkpoint-around": lambda: Checkpointed(Block(dropout=0.2) for _ in range(3)),

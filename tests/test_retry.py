@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -564,6 +565,86 @@ def test_a_step_that_takes_its_batch_itself() -> None:
     Device.current = Device("forward", one_unit)
     with pytest.raises(torch.OutOfMemoryError, match="cannot run again, because it takes its batch from an iterator"):
         fit(Iterates(), SuperpipelineStrategy(units=Block))
+
+
+class Averages(nn.Module):
+    """Changes a buffer that is too large to be restored for no good reason, and does so past its version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(100_000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.data.mul_(0.9)
+        return x * self.average.mean()
+
+
+class Averaging(Module):
+    def __init__(self, returns: str = "loss") -> None:
+        super().__init__(returns)
+        self.blocks.append(Averages())
+        self.blocks.insert(0, Averages())
+
+
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_buffers_that_are_changed_past_their_version() -> None:
+    """They are put back, too."""
+    results = []
+    for device, strategy in (
+        (Device("never", None), "auto"),
+        (Device("forward", one_unit), SuperpipelineStrategy(units=Block)),
+    ):
+        torch.manual_seed(0)
+        Device.current = device
+        results.append(fit(Averaging(), strategy))
+    assert device.failures == 2
+    assert same(*results)
+
+
+class Clamped(Block):
+    """Changes a weight in its forward."""
+
+    def __init__(self, data: bool) -> None:
+        super().__init__(WIDTH, 24)
+        self.data = data
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            (self.up.weight.data if self.data else self.up.weight).mul_(0.9)
+        return super().forward(x)
+
+
+class InItsForward(Module):
+    def __init__(self, data: bool) -> None:
+        super().__init__()
+        self.blocks.insert(0, Clamped(data))
+
+
+class AroundForwards(Module):
+    """Averages the weights of one block into another, as momentum encoders do."""
+
+    def __init__(self, data: bool) -> None:
+        super().__init__()
+        self.data = data
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        for mean, own in zip(self.blocks[0].parameters(), self.blocks[1].parameters(), strict=True):
+            if self.data:
+                mean.data.lerp_(own.data, 0.1)
+            else:
+                mean.lerp_(own, 0.1)
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("data", [False, True])
+@pytest.mark.parametrize("kind", [InItsForward, AroundForwards])
+def test_a_step_that_changes_weights(kind: Callable[[bool], Module], data: bool) -> None:
+    """They would be changed once more."""
+    Device.current = Device("forward", one_unit)
+    with pytest.raises(torch.OutOfMemoryError, match="cannot run again, because it writes to weights"):
+        fit(kind(data), SuperpipelineStrategy(units=Block))
 
 
 class Graphs(LightningModule):

@@ -151,6 +151,7 @@ class OutsideUse:
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""
+        self._stats.writes_outside += 1
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
 

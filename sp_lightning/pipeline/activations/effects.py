@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +74,22 @@ class SideEffects:
         outside: Objects that the module leads to and that are not to be looked at.
         largest: Size in bytes of the largest tensor of the module that is copied; if a larger one is changed, that
             cannot be undone.
+        trusts_versions: Whether every change of a large tensor counts in its version, unlike `buffer.data.mul_(0.9)`;
+            None if that is to be found out, by comparing contents, for which the host waits.
+
+    Attributes:
+        trusts_versions: The same; what was found out after `settle`.
     """
 
     def __init__(
-        self, module: nn.Module, inputs: Iterable[Any] = (), outside: Iterable[object] = (), largest: int = 1 << 22
+        self,
+        module: nn.Module,
+        inputs: Iterable[Any] = (),
+        outside: Iterable[object] = (),
+        largest: int = 1 << 22,
+        trusts_versions: bool | None = None,
     ) -> None:
+        self.trusts_versions = trusts_versions
         self._largest = largest
         self._before: list[tuple[Any, Any]] = []  # places and their contents
         self._held: dict[int, _Held] = {}
@@ -115,7 +126,7 @@ class SideEffects:
         Returns:
             The reason why the changes cannot be undone, in words; None if they can.
         """
-        changed = [held for held in self._held.values() if held.may_have_changed]
+        changed = self._changed_tensors()
         if self._looked_at > MAX_OBJECTS:
             return f"has more than {MAX_OBJECTS} objects in its attributes"
         self._held.clear()
@@ -127,6 +138,17 @@ class SideEffects:
         if lost:
             return f"changes a tensor of shape {list(lost[0].shape)} in place"
         return "has a scripted part with buffers" if self._has_scripted_buffers else None
+
+    def _changed_tensors(self) -> list[_Held]:
+        """Return the tensors that may have changed."""
+        changed = [held for held in self._held.values() if held.may_have_changed]
+        if self.trusts_versions:
+            return changed
+        others = [held for held in self._held.values() if held.copy is not None and not held.may_have_changed]
+        if self.trusts_versions is None:
+            others = [held for held in others if not torch.equal(held.tensor, cast("Tensor", held.copy))]
+            self.trusts_versions = not others
+        return changed + others
 
     @property
     def cannot_be_undone(self) -> bool:

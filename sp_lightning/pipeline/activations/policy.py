@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.choice import Policy
+from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.modules.tensors import tensor_bytes, tensors_in
@@ -64,6 +65,7 @@ class Activations:
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._is_in_call = False
+        self._trusts_versions: dict[str, bool] = {}  # of a member, by its name (see effects.py)
         self._warned: set[str] = set()
 
     def recompute_from_now_on(self) -> bool:
@@ -127,10 +129,14 @@ class Activations:
 
     def _recompute(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, UnitCall]:
         may_repeat = member.name not in self.never_again
-        call = UnitCall(member, self._saved, self._device, args, kwargs, self._repeating, self._checks, may_repeat)
+        effects = SideEffects(member.module, trusts_versions=self._trusts_versions.get(member.name))
+        call = UnitCall(
+            member, self._saved, self._device, args, kwargs, self._repeating, effects, self._checks, may_repeat
+        )
         with saved_tensors_hooks(call.pack, call.unpack):
             output = member.module(*args, **kwargs)
         obstacle = call.settle(output)
+        self._trusts_versions[member.name] = bool(effects.trusts_versions)
         if call.footprint.repeatable:
             self._dropped.add(call)
         if obstacle is not None and self.auto is None and member.name not in self._warned:

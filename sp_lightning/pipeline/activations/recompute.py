@@ -102,6 +102,7 @@ class UnitCall:
         args: The positional arguments of the call.
         kwargs: The keyword arguments of the call.
         on_repeat: Called with this object when its forward runs again; returns a context manager around that run.
+        effects: Records the side effects of the forward.
         checks: Whether to compare checksums of what the two forwards save.
         may_repeat: Whether the forward may run again; if not, nothing is dropped.
 
@@ -118,6 +119,7 @@ class UnitCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         on_repeat: Callable[[UnitCall], AbstractContextManager[None]],
+        effects: SideEffects,
         checks: bool,
         may_repeat: bool,
     ) -> None:
@@ -130,12 +132,12 @@ class UnitCall:
         self._bytes_before = self._meter.bytes
         self._kept: list[weakref.ref[Kept]] = []
         self._checkpoints_itself = False
-        self._effects = SideEffects(member.module)
+        self._effects = effects
         self._inputs = _Inputs(saved, args, kwargs, StandIns(self._effects.found))
         self._effects.include(self._inputs.objects)
         self._held = self._meter.bytes - self._bytes_before
         self._surroundings = Surroundings(device)
-        self._weights = [(twin, twin.version()) for twin in {place.weight.twin for place in member.places}]
+        self._weights = [(twin, twin.changes()) for twin in {place.weight.twin for place in member.places}]
         self._on_device = [(parameter, parameter._version) for parameter in member.on_device]
 
     # ------------------------------------------------------------------------------------------------ first forward
@@ -194,7 +196,7 @@ class UnitCall:
 
     def _weights_are_changed(self) -> bool:
         with without_torch_function():
-            return any(twin.version() != version for twin, version in self._weights) or any(
+            return any(twin.changes() != changes for twin, changes in self._weights) or any(
                 parameter._version != version for parameter, version in self._on_device
             )
 

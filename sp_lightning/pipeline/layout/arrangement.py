@@ -135,7 +135,7 @@ class Arrangement:
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
         if lowered:
             weight.lowered_leaves.append(weight.twin.parameter)
-        weight.twin = Twin(weight, group, data) if lowered else weight.twin.moved_to(group, data)
+        weight.twin = Twin(weight, group, data, self.compiled) if lowered else weight.twin.moved_to(group, data)
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             if any(place.weight is weight for place in member.places):
@@ -245,7 +245,7 @@ class Arrangement:
         for group in self.groups:
             for weight, offset in zip(group.host.weights, group.host.source_offsets, strict=True):
                 data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
-                weight.twin = Twin(weight, group, data)
+                weight.twin = Twin(weight, group, data, self.compiled)
                 self.twins[weight.twin.key] = weight.twin
 
 

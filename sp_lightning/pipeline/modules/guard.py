@@ -256,6 +256,8 @@ def _masters_in(value: Any) -> Iterator[Any]:
 
 def _writes_to_a_master(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
+    if name in METADATA:  # `requires_grad_`
+        return False
     first = next(iter(args or kwargs.values()), None)  # torch.nn.init passes it by name
     sets_data = name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data
     targets = (first if sets_data or _writes_in_place(name) else None, kwargs.get("out"))

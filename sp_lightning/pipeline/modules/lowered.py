@@ -29,10 +29,8 @@ from sp_lightning.pipeline.modules.guard import (
 )
 from sp_lightning.pipeline.modules.inner_gradients import DIFFERENTIATING, differentiate
 from sp_lightning.pipeline.modules.operands import instances_in, replace_instances
+from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, TwinParameter
 from sp_lightning.pipeline.weights.weight import Twin, Weight
-
-CAN_COMPILE_SUBCLASSES = torch.__version__ >= "2.11"  # compared as versions
-"""Whether torch compiles units with such leaves like others; 2.6 made three times as many graphs of them."""
 
 # What autocast casts on every device, and once, whatever the other operands are
 _CAST = {
@@ -46,7 +44,7 @@ _VIEWS = {
     "split", "tensor_split", "unbind", "contiguous",
 }  # fmt: skip
 _CONVERSIONS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
-_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_DATA: Any = Tensor.data
 _OF_THE_LEAF = METADATA - {"element_size", "itemsize", "nbytes"} | {"grad", "_version", "untyped_storage"}
 
 
@@ -176,7 +174,7 @@ class _HidesDtype:
         return cast("torch.dtype", super().dtype) if asks.startswith(_SEE_THE_DTYPE) else torch.float32  # type: ignore[misc]
 
 
-class LoweredInGraphs(_HidesDtype, nn.Parameter):  # type: ignore[override]
+class LoweredInGraphs(_HidesDtype, TwinParameter):  # type: ignore[override]
     """The leaf of a lowered weight in a model that is compiled."""
 
 
@@ -217,8 +215,10 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return func(*args, **kwargs)
         if func in DIFFERENTIATING:
             return differentiate(func, LoweredParameter, lambda leaf: leaf.lowering.leaves(), args, kwargs)
-        if func == _SET_DATA and args[0] is args[1]:
+        if func == _DATA.__set__ and args[0] is args[1]:
             return None  # as `module.float()` does, when there is nothing to convert
+        if func == _DATA.__get__:  # it may be written to, which the weight counts
+            return operands[0].lowering.serve(operands[0]).data
         is_view = name in _VIEWS and not any(instances_in((args, kwargs), torch.dtype))  # `view` may change the dtype
         if is_view and _mark(result := func(*args, **kwargs), operands[0]):
             return result

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline._private import storage_key, users_of_storage
+from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, TwinParameter, holds_alias, writes_to_data
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.weights.device import Group
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from sp_lightning.pipeline.weights.units import Unit
 
 
-_OWN_USERS = 2  # of a twin's memory: its data and its parameter
+_OWN_USERS = 2  # of a twin's memory: its data and its parameter, which may hold an alias
 
 
 def outdated_graph_error(name: str) -> RuntimeError:
@@ -42,18 +43,22 @@ class Twin:
         group: The group that has to be on the device for its values to be valid.
         data: Its values as a tensor outside of autograd.
         parameter: The leaf that graphs are built on.
+
+    Args:
+        compiled: Whether torch compiles the model.
     """
 
-    def __init__(self, weight: Weight, group: Group, data: Tensor) -> None:
+    def __init__(self, weight: Weight, group: Group, data: Tensor, compiled: bool = False) -> None:
         self.weight = weight
         self.group = group
         self.data = data
         with torch.inference_mode(False):
-            self.parameter = nn.Parameter(data, requires_grad=False)
+            kind = nn.Parameter if compiled and not CAN_COMPILE_SUBCLASSES else TwinParameter
+            self.parameter = kind(data, requires_grad=False)
         self.parameter.__dict__["twin_of"] = weight.name  # the parameter may outlive this object
         self.key = storage_key(data)
         self.gradient_hook: RemovableHandle | None = None
-        self._seen_version = self.parameter._version
+        self._changes_seen = self._changes_of_leaf()
         self._write_backs = 0
         self._replacements = 0
 
@@ -71,6 +76,10 @@ class Twin:
         """
         return self.weight.master._version + self.parameter._version - self._write_backs + self._replacements
 
+    def changes(self) -> int:
+        """Return a number that grows with every change in a forward, also with those that autograd does not count."""
+        return self.version() + writes_to_data(self.parameter)
+
     def refuse_gradients(self) -> None:
         """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
         name = self.weight.name
@@ -84,12 +93,12 @@ class Twin:
     @property
     def changed_in_place(self) -> bool:
         """Whether a forward has written into the twin (`nn.Embedding(max_norm=...)` does) since the last write-back."""
-        return self.parameter._version != self._seen_version
+        return self._changes_of_leaf() != self._changes_seen
 
     @property
     def is_aliased(self) -> bool:
         """Whether others hold its memory without a handle, as a checkpoint does until backward has read it."""
-        return users_of_storage(self.data) > _OWN_USERS
+        return users_of_storage(self.data) > _OWN_USERS + holds_alias(self.parameter)
 
     @property
     def is_replaced(self) -> bool:
@@ -118,7 +127,10 @@ class Twin:
 
     def note_unchanged(self) -> None:
         """Note that the changes which torch has counted so far have left the values as they were."""
-        self._seen_version = self.parameter._version
+        self._changes_seen = self._changes_of_leaf()
+
+    def _changes_of_leaf(self) -> int:
+        return self.parameter._version + writes_to_data(self.parameter)
 
 
 class Weight:

@@ -259,6 +259,34 @@ def test_nothing_is_remembered_of_what_does_not_change() -> None:
     assert not effects._copies
 
 
+@pytest.mark.parametrize("trusts_versions", [None, False])
+def test_a_change_that_does_not_count(trusts_versions: bool | None) -> None:
+    """A write to `.data` of a large tensor leaves its version as it is."""
+    module = Holder(torch.ones(100_000))
+    effects = SideEffects(module, trusts_versions=trusts_versions)
+    module.part.thing.data.add_(1)
+    assert effects.settle() is None
+    assert effects.trusts_versions is False
+    with effects.undone():
+        assert module.part.thing.sum() == 100_000
+    assert module.part.thing.sum() == 200_000
+    effects.undo()
+    assert module.part.thing.sum() == 100_000
+
+
+def test_versions_are_trusted_where_nothing_speaks_against_it() -> None:
+    """Then contents are not compared again, for which the host would wait."""
+    module = Holder(torch.ones(100_000))
+    first = SideEffects(module)
+    module.part.thing.add_(1)
+    assert first.settle() is None
+    assert first.trusts_versions is True
+    later = SideEffects(module, trusts_versions=True)
+    module.part.thing.data.add_(1)
+    assert later.settle() is None
+    assert later._copies == {}
+
+
 def test_circles_and_strangers() -> None:
     """An object that leads to itself, and objects that are not a user's state."""
     import logging

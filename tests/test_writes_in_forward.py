@@ -1,0 +1,140 @@
+"""What a forward writes to weights and buffers in place, also past autograd's count of changes, is never lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from .helpers import Run, assert_same_story, note_state
+from .zoo.blocks import Block, Chain
+
+Write = Callable[[nn.Parameter], object]
+
+
+def clamp(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.clamp_(-0.1, 0.1)
+
+
+def assign_and_change(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 0.9
+    weight.data.mul_(0.9)
+
+
+def in_inference_mode(weight: nn.Parameter) -> None:
+    with torch.inference_mode():
+        weight.data.mul_(0.9)
+
+
+def one_of_two_aliases(weight: nn.Parameter) -> None:
+    first, second = weight.data, weight.data
+    second.mul_(0.9)
+    del first
+
+
+WRITES: dict[str, Write] = {
+    "counted": clamp,
+    "data": lambda weight: weight.data.clamp_(-0.1, 0.1),
+    "data, not idempotent": lambda weight: weight.data.mul_(0.9),
+    "a row of data": lambda weight: weight.data[0].zero_(),
+    "a view of data": lambda weight: weight.data.view(-1)[1:2].mul_(0.5),
+    "assigned data": assign_and_change,
+    "data in inference mode": in_inference_mode,
+    "one of two aliases": one_of_two_aliases,
+    "out=": lambda weight: torch.mul(weight.data, 0.9, out=weight.data),
+}
+
+
+class Writes(Block):
+    """Writes to one of its weights in its forward, from some call on."""
+
+    def __init__(self, write: Write, calls_before: int = 0, frozen: bool = False) -> None:
+        super().__init__()
+        self.write, self.calls_before = write, calls_before
+        self.up.weight.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls_before <= 0:
+            self.write(self.up.weight)
+        self.calls_before -= 1
+        return super().forward(x)
+
+
+def train(run: Run, autocast: bool = False) -> None:
+    """Steps and an evaluation, under autocast if that is asked for."""
+    optimizer = SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(4):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+            if number == 2:
+                run.evaluate("evaluation")
+            with run.step():
+                loss = run.model(run.rows(number)).square().mean()
+        with run.step():
+            loss.backward()
+        run.note(f"loss {number}", loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        note_state(run.trace, f"step {number}", run.model, [optimizer])
+
+
+def writers(write: Write, **options: bool | int) -> nn.Module:
+    return Chain([Writes(write, **options) for _ in range(4)])
+
+
+@pytest.mark.filterwarnings("ignore:.*changes its weights in place")
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("name", WRITES)
+def test_weights(name: str, activations: str) -> None:
+    """They are written back to the host, and a forward that does so does not run again."""
+    assert_same_story(train, partial(writers, WRITES[name]), activations=activations)
+
+
+@pytest.mark.parametrize("resident", [(), ("blocks.1",)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_are_written_to_later(frozen: bool, resident: tuple[str, ...]) -> None:
+    """By then the engine has settled into its ways."""
+    assert_same_story(train, partial(writers, WRITES["data"], calls_before=2, frozen=frozen), resident=resident)
+
+
+@pytest.mark.parametrize("calls_before", [0, 2])
+@pytest.mark.parametrize("name", WRITES)
+def test_weights_under_autocast(name: str, calls_before: int) -> None:
+    """Weights that travel lowered until something is written to them."""
+    assert_same_story(partial(train, autocast=True), partial(writers, WRITES[name], calls_before=calls_before))
+
+
+def test_nothing_is_written_back_if_data_is_only_read() -> None:
+    """Reading costs no copy."""
+
+    def story(run: Run) -> None:
+        train(run)
+        assert run.pipe is None or run.pipe.stats.write_backs == 0
+
+    assert_same_story(story, partial(writers, lambda weight: weight.data.norm()))
+
+
+class WritesToBuffer(Block):
+    """Keeps a moving average in a buffer, as codebooks do."""
+
+    def __init__(self, write: Callable[[Tensor], object], elements: int) -> None:
+        super().__init__()
+        self.write = write
+        self.register_buffer("average", torch.linspace(1, 2, elements))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.average)
+        return super().forward(x * self.average.mean())
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("elements", [10, 100_000])
+@pytest.mark.parametrize("name", [name for name in WRITES if name != "assigned data"])
+def test_buffers(name: str, elements: int, activations: str) -> None:
+    """They are written to once for each forward, whether it runs again or not."""
+    blocks = partial(WritesToBuffer, WRITES[name], elements)
+    assert_same_story(train, lambda: Chain([blocks() for _ in range(4)]), activations=activations)
