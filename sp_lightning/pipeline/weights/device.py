@@ -56,8 +56,6 @@ class Group:
         tickets: Its last copies to the device, one for each section; none once computing has waited for them.
         used_copies: Copies that computing has used, or will: they may still be under way.
         suspect: Whether its masters may have changed since they were last checked.
-        last_load: The step in which it was last loaded, and the masters' versions then; None instead of these until
-            an optimizer's step is done that the load comes after.
         handles: How many saved tensors of live graphs are its weights, or views of them.
         being_stepped: An optimizer's work on its masters; None if there is none, or once it is known to be done.
         state: The masters' state when last checked; None if they may have changed since.
@@ -80,7 +78,6 @@ class Group:
         self.used_copies: list[Ticket] = []
         self.suspect = False
         self.state: MasterState | None = None
-        self.last_load: tuple[int, tuple[int, ...] | None] | None = None
         self.handles = 0
         self.being_stepped: Ticket | None = None
 

@@ -1,7 +1,9 @@
 """The leaf of a twin: a Parameter that counts in-place changes of its `.data`, which autograd does not count.
 
 A forward may contain `self.weight.data.clamp_()`. That has to reach the master like any other change, but `.data` is an
-alias with a version of its own.
+alias with a version of its own. So the leaf holds on to one alias, whose version all others share; weight.py reads it.
+
+`torch.compile` has to look into this file. What the engine does around graphs is elsewhere, or it would be compiled.
 """
 
 from __future__ import annotations
@@ -20,35 +22,27 @@ _DATA: Any = Tensor.data
 class TwinParameter(nn.Parameter):
     """A Parameter that counts what is written to its `.data`."""
 
+    alias: Tensor | None = None
+    earlier_writes = 0  # to aliases that it had before it was given other memory
+
     @property
     def data(self) -> Tensor:
         """The values, without history, as of any Parameter."""
         if torch.compiler.is_compiling():
             return self.detach()  # so does dynamo, which thereby makes the leaf's own version count
-        alias = self.__dict__.get("alias")
+        alias = self.alias
         if alias is None or not alias.is_set_to(self):
-            _drop_alias(self)
+            self._drop_alias()
             with torch.inference_mode(False):
-                alias = self.__dict__["alias"] = _DATA.__get__(self)
+                alias = self.alias = _DATA.__get__(self)
         return cast("Tensor", alias.detach())  # shares the alias's version
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        _drop_alias(self)
+        self._drop_alias()
         _DATA.__set__(self, values)
 
-
-def writes_to_data(leaf: nn.Parameter) -> int:
-    """Return how often a leaf's `.data` has been written to in place, as far as that is counted."""
-    alias = leaf.__dict__.get("alias")
-    return int(leaf.__dict__.get("writes_before", 0) + (0 if alias is None else alias._version))
-
-
-def holds_alias(leaf: nn.Parameter) -> bool:
-    """Tell whether a leaf holds its memory a second time, to count writes."""
-    return "alias" in leaf.__dict__
-
-
-def _drop_alias(leaf: TwinParameter) -> None:
-    leaf.__dict__["writes_before"] = writes_to_data(leaf)
-    leaf.__dict__.pop("alias", None)
+    def _drop_alias(self) -> None:
+        if self.alias is not None:
+            self.earlier_writes += self.alias._version
+            self.alias = None

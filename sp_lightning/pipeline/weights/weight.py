@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline._private import storage_key, users_of_storage
-from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, TwinParameter, holds_alias, writes_to_data
+from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, TwinParameter
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.weights.device import Group
@@ -78,7 +78,7 @@ class Twin:
 
     def changes(self) -> int:
         """Return a number that grows with every change in a forward, also with those that autograd does not count."""
-        return self.version() + writes_to_data(self.parameter)
+        return self.version() + self._writes_to_data
 
     def refuse_gradients(self) -> None:
         """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
@@ -98,7 +98,7 @@ class Twin:
     @property
     def is_aliased(self) -> bool:
         """Whether others hold its memory without a handle, as a checkpoint does until backward has read it."""
-        return users_of_storage(self.data) > _OWN_USERS + holds_alias(self.parameter)
+        return users_of_storage(self.data) > _OWN_USERS + (self._alias is not None)
 
     @property
     def is_replaced(self) -> bool:
@@ -130,7 +130,16 @@ class Twin:
         self._changes_seen = self._changes_of_leaf()
 
     def _changes_of_leaf(self) -> int:
-        return self.parameter._version + writes_to_data(self.parameter)
+        return self.parameter._version + self._writes_to_data
+
+    @property
+    def _writes_to_data(self) -> int:
+        earlier: int = getattr(self.parameter, "earlier_writes", 0)
+        return earlier if self._alias is None else earlier + self._alias._version
+
+    @property
+    def _alias(self) -> Tensor | None:
+        return getattr(self.parameter, "alias", None)  # not every leaf is a `TwinParameter`
 
 
 class Weight:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.stats import Stats
@@ -60,14 +59,12 @@ class Window:
         self._backend = backend
         self._stats = stats
         self._on_evict = on_evict
-        self._step = 0
         self._conflicts = {group: frozenset(group.conflicts) for group in groups if group.conflicts}
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         self._ahead = Lookahead(schedule, group_of_member)
 
     def begin_step(self) -> None:
         """Start copying what the step needs first: resident weights, and the groups that the schedule expects."""
-        self._step += 1
         for group in [group for group in self.groups if group.resident]:
             self._verify(group)
             if not group.loaded:
@@ -136,7 +133,7 @@ class Window:
 
     def outdate(self, group: Group) -> None:
         """Discard the group's copy on the device: an optimizer is about to step its masters."""
-        group.suspect, group.state, group.last_load = False, None, None
+        group.suspect, group.state = False, None
         self._lose(group)
 
     def finish_step(self, group: Group) -> None:
@@ -154,8 +151,6 @@ class Window:
         finally:
             if work.done:  # not if an interrupt has ended the wait
                 group.being_stepped = None
-        if group.last_load is not None and group.last_load[1] is None and group.state is not None:
-            group.last_load = group.last_load[0], group.state.versions
 
     def copies_of(self, group: Group) -> list[Ticket]:
         """Return the tickets of copies that may still read the group's masters, used or not."""
@@ -231,12 +226,6 @@ class Window:
             self._stats.resident_loads += 1
         else:
             self._stats.loads += group.units
-        versions = None if group.state is None else group.state.versions
-        loaded, group.last_load = group.last_load, (self._step, versions)
-        changed_in_this_step = loaded is not None and loaded[0] == self._step and loaded != group.last_load
-        if changed_in_this_step and torch.is_autocast_enabled(self._backend.device.type):
-            # autocast keeps casts by Parameter object: without this it would go on with the old values
-            torch.clear_autocast_cache()
 
     def _wait_for_copies(self, group: Group) -> None:
         while group.tickets:

@@ -273,6 +273,40 @@ class Converts(nn.Module):
         return x
 
 
+class Normalizes(nn.Module):
+    """Normalizes the weight of its last layer before it computes, and calls its layers several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.last.weight.div_(self.last.weight.norm())
+        return torch.stack([self.last(self.layers(x * number)) for number in range(1, 4)])
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_weights_that_come_to_the_device_once_more(calls: int) -> None:
+    """Autocast's cache goes on with its casts, of them and of others, as in plain training."""
+
+    def story(model: nn.Module) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = [model(x) for _ in range(calls)]
+        torch.stack(outputs).float().square().sum().backward()
+        return [*outputs, *(parameter.grad for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    model, x = Normalizes(), torch.randn(4, 8)
+    expected = story(copy.deepcopy(model))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear))
+    with pipeline.step():
+        actual = story(model)
+    pipeline.detach()
+    assert all(map(torch.equal, expected, actual))
+
+
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("k", [1, 3])

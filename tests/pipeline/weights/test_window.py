@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from typing_extensions import override
 
@@ -283,22 +282,6 @@ def test_a_group_of_several_units_counts_as_several_loads() -> None:
     assert scene.backend.said("upload") == ["upload"]
 
 
-@pytest.mark.parametrize("changed", [True, False])
-def test_autocast_casts_changed_weights_again(changed: bool) -> None:
-    """Its cache knows weights by the Parameter object, which a reload does not change; unchanged ones stay cached."""
-    scene = Scene(2, 2)
-    scene.window.bring(scene.groups[0])
-    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        nn.functional.linear(x, weight)
-        weight.data.fill_(2)
-        if changed:
-            scene.change(0)
-        scene.window.suspect_all()
-        scene.window.bring(scene.groups[0])
-        assert nn.functional.linear(x, weight).tolist() == ([[4, 4]] if changed else [[2, 2]])
-
-
 # ------------------------------------------------------------------------------------------- while masters are stepped
 
 
@@ -337,29 +320,6 @@ def test_masters_that_are_being_stepped_are_sent_after_that(by: str) -> None:
     assert scene.groups[0].host.looks == 0  # type: ignore[attr-defined]
     assert scene.groups[0].state is None
     assert not ticket.done
-
-
-@pytest.mark.parametrize("changed", [True, False])
-def test_a_load_behind_a_step_and_another_one_have_sent_the_same_to_autocast(changed: bool) -> None:
-    """If nobody has written to the masters in between, autocast goes on with its casts."""
-    scene = Scene(2, 1)
-    ticket = stepping(scene, 0)
-    scene.window.bring(scene.groups[0])
-    scene.change(0)  # what the optimizer does
-    scene.groups[0].state = scene.groups[0].host.state()  # the step's own work notes what it left
-    ticket.finish()
-    scene.window.bring(scene.groups[1])  # in its place
-    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        nn.functional.linear(x, weight)
-        weight.data.fill_(2)
-        if changed:
-            scene.window.finish_step(scene.groups[0])  # as everybody does who writes to masters
-            scene.change(0)
-            scene.window.suspect(scene.groups[0])
-        scene.window.bring(scene.groups[0])
-        assert nn.functional.linear(x, weight).tolist() == ([[4, 4]] if changed else [[2, 2]])
-    assert scene.stats.loads == 3
 
 
 def test_sections_are_sent_after_their_own_part_of_the_step() -> None:
