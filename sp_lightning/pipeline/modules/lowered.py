@@ -45,6 +45,7 @@ _VIEWS = {
 }  # fmt: skip
 _CONVERSIONS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
 _DATA: Any = Tensor.data
+_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _OF_THE_LEAF = METADATA - {"element_size", "itemsize", "nbytes"} | {"grad", "_version", "untyped_storage"}
 
 
@@ -194,7 +195,7 @@ class Served(_HidesDtype, GoesFirst):
         """Run an operation with the lowered values if that is right, else with the weight as it is."""
         if torch.compiler.is_compiling():
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
-        return _run(func, args, kwargs or {}, among_others=any(not issubclass(kind, Served) for kind in types))
+        return _run(func, args, kwargs or {}, among_others=not _SERVED.issuperset(types))
 
 
 class LoweredParameter(Served, nn.Parameter):  # type: ignore[override]
@@ -203,6 +204,9 @@ class LoweredParameter(Served, nn.Parameter):  # type: ignore[override]
 
 class LoweredView(Served, Tensor):  # type: ignore[override]
     """A view of a lowered weight."""
+
+
+_SERVED = frozenset({LoweredParameter, LoweredView})
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], among_others: bool) -> Any:
@@ -215,9 +219,9 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return func(*args, **kwargs)
         if func in DIFFERENTIATING:
             return differentiate(func, LoweredParameter, lambda leaf: leaf.lowering.leaves(), args, kwargs)
-        if func == _DATA.__set__ and args[0] is args[1]:
+        if func == _SET_DATA and args[0] is args[1]:
             return None  # as `module.float()` does, when there is nothing to convert
-        if func == _DATA.__get__:  # it may be written to, which the weight counts
+        if func == _GET_DATA:  # it may be written to, which the weight counts
             return operands[0].lowering.serve(operands[0]).data
         is_view = name in _VIEWS and not any(instances_in((args, kwargs), torch.dtype))  # `view` may change the dtype
         if is_view and _mark(result := func(*args, **kwargs), operands[0]):

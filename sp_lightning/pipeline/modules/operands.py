@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+_CONTAINERS = (list, tuple, dict)
+
 
 def instances_in(value: Any, kind: type) -> Iterator[Any]:
     """Yield the instances of a class among an operation's arguments."""
     if isinstance(value, kind):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from instances_in(item, kind)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from instances_in(item, kind)
+    elif isinstance(value, _CONTAINERS):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, kind):
+                yield item
+            elif isinstance(item, _CONTAINERS):  # mostly, it is neither, and a generator for it would be a waste
+                yield from instances_in(item, kind)
 
 
 def replace_instances(value: Any, kind: type, substitute: Callable[[Any], Any]) -> Any:
