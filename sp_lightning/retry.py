@@ -96,6 +96,7 @@ class StepRetry:
 
     def _begin(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> _Attempt | None:
         """Note the state that a step may change; None if the step will not run again."""
+        self._pipeline.journal.end()
         if not (self._enabled and self._pipeline.may_run_out):
             return None
         size = sum(map(tensor_bytes, tensors_in(inputs)))
@@ -173,6 +174,7 @@ class StepRetry:
         return self._proven.arrangement == self._pipeline.stats.arrangements and size <= self._proven.size
 
     def _note_success(self, attempt: _Attempt) -> None:
+        self._pipeline.journal.end()
         arrangement, proven = self._pipeline.stats.arrangements, self._proven
         before = proven.size if proven.arrangement == arrangement else 0
         self._proven = _Proven(arrangement, max(attempt.size, before))
@@ -244,7 +246,9 @@ class _Attempt:
         self.run = run
         self.size = size
         self._stats = pipeline.stats
-        self._steps, self._writes = self._count_steps(), self._count_writes()
+        self._journal = pipeline.journal
+        self._journal.begin()
+        self._steps = self._stats.optimizer_steps, self._stats.steps_in_backward
         self._random = RandomStates(pipeline.device)
         self._takes_its_batch = any(isinstance(value, Iterator) for value in inputs)
         inputs = (*lightning.logged(module), *inputs)
@@ -255,7 +259,7 @@ class _Attempt:
 
     def has_stepped(self) -> bool:
         """Tell whether an optimizer has changed weights since the attempt began."""
-        return self._steps != self._count_steps()
+        return self._steps != (self._stats.optimizer_steps, self._stats.steps_in_backward)
 
     def undo(self) -> str | None:
         """Restore the state before the attempt that failed, and prepare for the next one to fail, too.
@@ -265,20 +269,16 @@ class _Attempt:
         """
         if self._takes_its_batch:
             return "takes its batch from an iterator"
-        if self._writes != self._count_writes():
-            return "writes to weights, or takes their `.data`, and a write would happen twice"
+        if self._journal.lost is not None:
+            return f"writes to weight {self._journal.lost!r}, or takes its `.data`, and a write would happen twice"
         lost = self._effects.settle()
         if lost is None:
             self._effects.undo()
+            self._journal.undo()
+            self._journal.begin()
             self._effects = self._look()
             self._random.restore()
         return lost
-
-    def _count_steps(self) -> tuple[int, int]:
-        return self._stats.optimizer_steps, self._stats.steps_in_backward
-
-    def _count_writes(self) -> tuple[int, int]:
-        return self._stats.write_backs, self._stats.writes_outside
 
 
 class _Joined(torch.autograd.Function):

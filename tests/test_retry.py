@@ -638,12 +638,33 @@ class AroundForwards(Module):
             return super().forward(x)
 
 
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+@pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("data", [False, True])
 @pytest.mark.parametrize("kind", [InItsForward, AroundForwards])
-def test_a_step_that_changes_weights(kind: Callable[[bool], Module], data: bool) -> None:
-    """They would be changed once more."""
+def test_a_step_that_writes_to_weights(kind: Callable[[bool], Module], data: bool, where: str) -> None:
+    """They are put back before it runs again."""
+    results = []
+    for device, strategy in (
+        (Device("never", None), "auto"),
+        (Device(where, one_unit), SuperpipelineStrategy(units=Block)),
+    ):
+        torch.manual_seed(0)
+        Device.current = device
+        results.append(fit(kind(data), strategy))
+    assert device.failures == 2
+    assert same(*results)
+
+
+@pytest.mark.parametrize("data", [False, True])
+@pytest.mark.parametrize("kind", [InItsForward, AroundForwards])
+def test_a_step_that_writes_to_large_weights(
+    kind: Callable[[bool], Module], data: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those are not copied, and would be changed once more."""
+    monkeypatch.setattr("sp_lightning.pipeline.weights.journal._LARGEST", 1000)
     Device.current = Device("forward", one_unit)
-    with pytest.raises(torch.OutOfMemoryError, match="cannot run again, because it writes to weights"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"cannot run again, because it writes to weight 'blocks\.0\.up"):
         fit(kind(data), SuperpipelineStrategy(units=Block))
 
 

@@ -64,6 +64,7 @@ class Calls:
         self._arrangement = arrangement
         self._learned = lasting.learned
         self._graphs = lasting.graphs
+        self._journal = lasting.journal
         self._saved = lasting.saved
         self._activations = lasting.activations
         self._offloader = lasting.offloader
@@ -190,20 +191,21 @@ class Calls:
             swap_out(member.looks_into)
 
     def _write_back(self, weight: Weight) -> None:
-        """Copy a weight that a forward changed in place back to the master, which holds the authoritative value."""
+        """Copy a weight that a forward wrote to back to the master, which holds the authoritative value."""
         with torch.inference_mode(False), torch.no_grad():
             arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
             self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
             self._window.finish_step(weight.twin.group)
             self._stats.host_syncs += 1
-            if weight.lowered:
-                if not torch.equal(arrived, weight.host.to(arrived.dtype)):  # `set_` counts as a change of any tensor
-                    raise RuntimeError(
-                        f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its "
-                        "module out of autocast, or change the weight outside of the forward."
-                    )
+            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
                 weight.twin.note_unchanged()
                 return
+            if weight.lowered:
+                raise RuntimeError(
+                    f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its "
+                    "module out of autocast, or change the weight outside of the forward."
+                )
+            self._journal.note(weight)
             weight.master.copy_(arrived)
         weight.twin.note_written_back()
         self._stats.write_backs += 1

@@ -22,6 +22,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.graphs import Graphs
+from sp_lightning.pipeline.weights.journal import Journal
 from sp_lightning.pipeline.weights.weight import Twin
 
 
@@ -48,6 +49,7 @@ class Lasting:
         at_work: A scope entered around everything that the engine does itself.
         learned: Findings from past steps, for the next arrangement.
         graphs: The autograd graphs that calls build.
+        journal: What weights were before a step wrote to them.
         pool: Host memory for offloaded activations.
         meter: Counts the device memory that autograd's saved tensors hold.
         offloader: Offloads saved activations to the host and fetches them back.
@@ -80,6 +82,7 @@ class Lasting:
         self.at_work = EngineAtWork()
         self.learned = Learned()
         self.graphs = Graphs()
+        self.journal = Journal()
         self.pool = HostPool(backend)
         self.meter = Meter(device, self.stats)
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)

@@ -59,6 +59,7 @@ class OutsideUse:
         self._arrangement = arrangement
         self._learned = lasting.learned
         self._graphs = lasting.graphs
+        self._journal = lasting.journal
         self._stats = lasting.stats
         self._at_work = lasting.at_work
         self._window = window
@@ -151,7 +152,7 @@ class OutsideUse:
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""
-        self._stats.writes_outside += 1
+        self._journal.note(weight)
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
 

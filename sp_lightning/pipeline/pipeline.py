@@ -73,6 +73,7 @@ class Pipeline:
         replicas: The other processes; None if there are none.
         stats: Counters of what the engine has done.
         optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
+        journal: Notes what weights were before a step wrote to them, for one that may have to run again.
 
     Raises:
         ValueError: If an option does not fit the module or the available memory. Nothing is attached then.
@@ -123,7 +124,7 @@ class Pipeline:
             close=lambda: self._assembly.close(),
             settle=self.settle,
         )
-        self.stats, self.optimizers = lasting.stats, lasting.optimizers
+        self.stats, self.optimizers, self.journal = lasting.stats, lasting.optimizers, lasting.journal
         self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
         self._activations, self._offloader = lasting.activations, lasting.offloader
         try:

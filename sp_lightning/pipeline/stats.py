@@ -22,7 +22,6 @@ class Stats:
         heals: Weights that had to be brought back because backward needed them without announcing their unit.
         promotions: Weights that became resident because they were used outside of their unit.
         write_backs: Weights copied back to the host because a forward changed them in place.
-        writes_outside: Accesses outside of units that may have changed a weight in the middle of a step.
         recomputed: Unit calls whose forward ran again in backward.
         host_syncs: Times that the host waited for the device.
         activation_bytes: Device memory that saved tensors hold now, weights not counted.
@@ -47,7 +46,6 @@ class Stats:
     heals: int = 0
     promotions: int = 0
     write_backs: int = 0
-    writes_outside: int = 0
     recomputed: int = 0
     host_syncs: int = 0
     activation_bytes: int = 0

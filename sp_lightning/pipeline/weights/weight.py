@@ -77,8 +77,8 @@ class Twin:
         return self.weight.master._version + self.parameter._version - self._write_backs + self._replacements
 
     def changes(self) -> int:
-        """Return a number that grows with every change in a forward, also with those that autograd does not count."""
-        return self.version() + self._writes_to_data
+        """Return a number that grows with every change, also with those in a forward that autograd does not count."""
+        return self.version() + self._write_backs
 
     def refuse_gradients(self) -> None:
         """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
