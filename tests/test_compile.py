@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline._private import COMPILES_UNDER_MODES
+from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES
 
 from .helpers import Run, assert_same_story, assert_same_trace, attached, collect_garbage, lightning_run
 from .zoo import CASES
@@ -471,7 +472,7 @@ def test_blocks_that_are_compiled_while_attached(graphs: CompileCounterWithBacke
     with attached(model, debug=False) as pipe:
         each(model)
         model(Run.rows(0)).sum().backward()
-        assert graphs.frame_count == 2
+        assert graphs.frame_count == (2 if CAN_COMPILE_SUBCLASSES else 4)  # what is compiled before has other leaves
         assert pipe.stats.loads > 0
 
 
