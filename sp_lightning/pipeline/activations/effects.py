@@ -167,10 +167,14 @@ class SideEffects:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Restore the state from before the forward for the duration of the block; then return to the present one."""
+        """Restore the state from before the forward for the duration of the block; then return to the present one.
+
+        Others may have put something back in the meantime, such as a model that clears what its blocks have collected.
+        What runs in the block will change it once more.
+        """
         copies = {key: copy.clone() for key, copy in self._copies.items()}
         before = self._differing(self._before)
-        now = [(place, _read(place)) for place, _ in before]
+        now = [(place, _read(place)) for place, _ in self._before]
         modes = [(module, module.training) for module, _ in self._modes]
         try:
             for place, content in before:
@@ -179,7 +183,7 @@ class SideEffects:
                 module.training = training
             yield
         finally:
-            for place, content in now:
+            for place, content in self._differing(now):
                 _write(place, content)
             for module, training in modes:
                 module.training = training

@@ -102,6 +102,12 @@ def test_a_change_is_undone_and_done(thing: Any, change: Callable[[Any], object]
             change(module)
             assert picture() == after
         assert picture() == after
+    effects.undo()  # as a model does that clears what its blocks have collected
+    with effects.undone():
+        assert picture() == before
+        change(module)
+        assert picture() == after
+    assert picture() == before
 
 
 def test_objects_stay_the_same_objects() -> None:
