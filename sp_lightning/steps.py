@@ -83,7 +83,7 @@ class Steps:
         """
 
         def in_step(loss: Tensor) -> None:
-            with self._pipeline.step(), self._stepping(), self._pipeline.in_all_processes():
+            with self._pipeline.step_goes_on(), self._stepping(), self._pipeline.in_all_processes():
                 named = kwargs.get("inputs")
                 if named is None:
                     run(loss, *args, **kwargs)

@@ -146,6 +146,47 @@ class Penalty(Base):
         return {"loss": loss, "extra": loss.detach()}
 
 
+class Langevin(Base):
+    """Searches for inputs by backward passes of its own, while weights are frozen, as energy-based models do."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if not self.training:
+            return super().loss(batch)
+        x = batch[0].clone().requires_grad_()
+        self.requires_grad_(False)
+        for _ in range(2):
+            self(x).float().sum().backward()
+            x.data.sub_(0.1 * x.grad)
+            x.grad.zero_()
+        self.requires_grad_(True)
+        return super().loss(batch) - self(x.detach()).float().mean() / 10
+
+
+class AdaptiveWeight(Base):
+    """Weighs two losses by their gradients for the last layer, as VQGAN does; nothing is computed after that."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if not self.training:
+            return super().loss(batch)
+        logits = self(batch[0]).float()
+        losses = F.cross_entropy(logits, batch[1]), logits.square().mean()
+        one, other = (torch.autograd.grad(loss, self.head.weight, retain_graph=True)[0].norm() for loss in losses)
+        return losses[0] + (one / (other + 1e-4)).detach() * losses[1]
+
+
+class VirtualAdversary(Base):
+    """Looks for the direction that changes predictions most, after it has made the predictions that it trains."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if not self.training:
+            return super().loss(batch)
+        predicted = self(batch[0]).float()
+        noise = torch.randn_like(batch[0]).requires_grad_()
+        distance = (self(batch[0] + 0.1 * noise).float() - predicted.detach()).square().sum()
+        (direction,) = torch.autograd.grad(distance, noise)
+        return F.cross_entropy(predicted, batch[1]) + (direction * batch[0]).mean()
+
+
 class Configured(Base):
     """Builds its blocks in `configure_model`."""
 
@@ -216,6 +257,14 @@ def test_manual_optimization_with_two_optimizers():
 
 def test_manual_optimization_with_accumulation_and_inputs():
     assert_same_training(Accumulating)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("kind", [Langevin, AdaptiveWeight, VirtualAdversary])
+def test_backward_passes_within_a_training_step(kind, activations, precision):
+    """The step's own backward, which Lightning runs later, is still to come: the weights that it needs stay."""
+    assert_same_training(kind, arguments=lambda: {"precision": precision}, activations=activations)
 
 
 def test_weights_outside_of_their_unit_and_skipped_batches():

@@ -73,15 +73,15 @@ class Arranger:
         """The units, and where their weights currently lie."""
         return self.assembly.arrangement
 
-    def before_step(self, look_for_new_parameters: bool) -> None:
+    def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
         """Arrange anew if there is a reason to.
 
         Args:
             look_for_new_parameters: Whether to check for other Parameters in the modules.
+            waiting: Whether a graph waits for its backward, and needs weights where they are.
         """
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange()
-        waiting = self._graphs.waiting()
         if not waiting and (self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters())):
             self.rearrange()
         self.assembly.overlap.restore_param_groups()

@@ -151,6 +151,12 @@ class Pipeline:
         with guards_resumed(), self._scope(look_for_new_parameters=True):
             yield
 
+    @contextmanager
+    def step_goes_on(self) -> Iterator[None]:
+        """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
+        with guards_resumed(), self._scope(goes_on=True):
+            yield
+
     def weights_changed(self) -> None:
         """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
         self._assembly.window.suspect_all()
@@ -292,9 +298,9 @@ class Pipeline:
     # -------------------------------------------------------------------------------------------------- the scope
 
     @contextmanager
-    def _scope(self, look_for_new_parameters: bool = False) -> Iterator[None]:
+    def _scope(self, look_for_new_parameters: bool = False, goes_on: bool = False) -> Iterator[None]:
         if self._depth == 0:
-            self._open(look_for_new_parameters)
+            self._open(look_for_new_parameters, goes_on)
         self._depth += 1
         pushed = self._saved.push(ahead=True)
         try:
@@ -321,14 +327,15 @@ class Pipeline:
             )
         return nullcontext()
 
-    def _open(self, look_for_new_parameters: bool) -> None:
+    def _open(self, look_for_new_parameters: bool, goes_on: bool) -> None:
         if in_backward():
             self._assembly.backward.note()
             return
         if self._assembly.backward.running or any(member.running for member in self.arrangement.members):
             self.reset()  # a backward outside of any scope ended with an exception
-        self._arranger.before_step(look_for_new_parameters)
-        if not self._graphs.waiting():  # else this is the backward of the previous step
+        goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
+        self._arranger.before_step(look_for_new_parameters, goes_on)
+        if not goes_on:
             self.stats.steps += 1
             self._backend.trace.begin_step()
             self._activations.begin_step()

@@ -1,0 +1,31 @@
+"""Graphs that wait for their backward."""
+
+from __future__ import annotations
+
+from sp_lightning.pipeline.weights.graphs import Graphs
+
+
+def test_a_graph_waits_from_its_first_use_to_its_backward() -> None:
+    graphs = Graphs()
+    assert not graphs.waiting()
+    graph = graphs.watch_current()
+    assert graphs.waiting()
+    graph.done = True
+    assert not graphs.waiting()
+
+
+def test_a_graph_that_is_added_to_waits_again() -> None:
+    """In a step that runs backward, and then computes its loss."""
+    graphs = Graphs()
+    graph = graphs.watch_current()
+    graph.done = True
+    assert graphs.watch_current() is graph
+    assert graphs.waiting()
+
+
+def test_a_graph_that_nobody_holds_does_not_wait() -> None:
+    """As that of an output that was thrown away."""
+    graphs = Graphs()
+    graphs.watch_current()
+    graphs.begin()
+    assert not graphs.waiting()
