@@ -161,6 +161,27 @@ def compare(case: Case, device: torch.device, options: PipelineOptions, autocast
     assert all(b.device.type == "cpu" for b in streamed.model.buffers())
 
 
+class Clamped(nn.Linear):
+    """Keeps its weights within limits, past autograd's count of changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_a_forward_writes_to_weights(autocast: bool, device: torch.device) -> None:
+    """It reaches the masters when the unit has run."""
+    model = nn.Sequential(*[Clamped(16, 16) for _ in range(6)])
+    expected = [layer.weight.detach().clamp(-0.1, 0.1) for layer in model]
+    pipe = Pipeline(model, device, options=PipelineOptions(k=2, units=Clamped, debug=True))
+    with pipe.step(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        model(torch.randn(4, 16, device=device)).square().mean().backward()
+    assert all(map(torch.equal, expected, (layer.weight for layer in model)))
+    assert pipe.stats.write_backs == 6
+    pipe.detach()
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", ["gpt2-tied", "vit"])
 def test_lightning_on_the_device(name: str, precision: str, accelerator: str) -> None:
