@@ -344,7 +344,7 @@ class Pipeline:
             if torch.is_grad_enabled():
                 self._assembly.returns.reserve()
         self._offloader.begin()
-        self.arrangement.unused_in_step = True
+        self.arrangement.unused_in_step = not goes_on
         self._assembly.activate()
         with self._at_work:
             self._assembly.window.begin_step()
