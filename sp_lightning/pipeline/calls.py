@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sp_lightning.pipeline._private import in_backward, storage_key, without_torch_function
+from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY, Bundle
 from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
@@ -28,10 +28,8 @@ from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.under_autocast import UnderAutocast, without_autocast_cache
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
-from sp_lightning.pipeline.weights.host import as_bytes
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.units import Member
-from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
 
@@ -64,7 +62,6 @@ class Calls:
         self._arrangement = arrangement
         self._learned = lasting.learned
         self._graphs = lasting.graphs
-        self._journal = lasting.journal
         self._saved = lasting.saved
         self._activations = lasting.activations
         self._offloader = lasting.offloader
@@ -165,13 +162,7 @@ class Calls:
             is_backward = in_backward()
             if not self._inside and not is_backward:
                 self._backend.trace.end()
-            with without_torch_function():
-                twins = [place.weight.twin for place in member.places]
-                touched = [twin for twin in twins if twin.is_replaced or twin.changed_in_place]
-            for twin in touched:
-                if twin.is_replaced:
-                    twin.adopt_replacement()
-                self._write_back(twin.weight)
+            self._outside.write_back(place.weight for place in member.places)
             if not member.running and not self._backward.has_reached(member.unit):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:
@@ -189,28 +180,6 @@ class Calls:
             return forward(*args, **kwargs)
         finally:
             swap_out(member.looks_into)
-
-    def _write_back(self, weight: Weight) -> None:
-        """Copy a weight that a forward wrote to back to the master, which holds the authoritative value."""
-        with torch.inference_mode(False), torch.no_grad():
-            arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
-            self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
-            self._window.finish_step(weight.twin.group)
-            self._stats.host_syncs += 1
-            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
-                weight.twin.note_unchanged()
-                return
-            if weight.lowered:
-                raise RuntimeError(
-                    f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its "
-                    "module out of autocast, or change the weight outside of the forward."
-                )
-            self._journal.note(weight)
-            weight.master.copy_(arrived)
-        weight.twin.note_written_back()
-        self._stats.write_backs += 1
-        group = weight.twin.group
-        group.state = group.host.state()
 
     def _units_ahead(self, member: Member) -> int:
         """Return how many other units forward should still use before backward; the offloader needs no more."""

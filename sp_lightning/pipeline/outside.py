@@ -1,4 +1,4 @@
-"""Weights used outside of their unit, and accesses to masters while a step runs.
+"""Weights used outside of their unit, accesses to masters while a step runs, and weights written to on the device.
 
 The guard (guard.py) notices accesses to masters; this module responds. A weight that is used outside of its unit's
 calls, or in another dtype than the one it is sent in, gets memory of its own on the device at once, so that this step
@@ -22,6 +22,7 @@ from sp_lightning.pipeline.modules.hooks import hold_while_needed
 from sp_lightning.pipeline.modules.lowered import guard_lowered
 from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.host import as_bytes
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
@@ -60,6 +61,7 @@ class OutsideUse:
         self._learned = lasting.learned
         self._graphs = lasting.graphs
         self._journal = lasting.journal
+        self._backend = lasting.backend
         self._stats = lasting.stats
         self._at_work = lasting.at_work
         self._window = window
@@ -68,6 +70,7 @@ class OutsideUse:
         self._in_backward = in_backward
         self._backward = backward
         self._settle = settle
+        self._served: set[Weight] = set()
         self.guard = Guard(self, arrangement.weights)
         for weight in arrangement.weights:
             if weight.lowered:
@@ -80,6 +83,7 @@ class OutsideUse:
         with self._at_work:
             self._window.finish_step(weight.unit.group)
             self._arrangement.unused_in_step = False
+            self._served.add(weight)
             if weight.lowered:  # this use may need it in its own dtype
                 self.keep_as_is(weight)
             twin = weight.twin
@@ -121,6 +125,7 @@ class OutsideUse:
             with self._at_work:
                 self._window.finish_step(weight.unit.group)
                 self._window.finish_copies(weight.unit.group)
+                self.write_back([weight])
         else:
             self._settle()
 
@@ -153,8 +158,54 @@ class OutsideUse:
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""
         self._journal.note(weight)
+        self.note_alias(weight)
+
+    def note_alias(self, weight: Weight) -> None:
+        """Note that somebody gets an alias of a master: its copies on the device are checked before next use."""
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
+
+    # ------------------------------------------------------------------------------------------ written on the device
+
+    def end_step(self) -> None:
+        """Write back what code outside of units has written to weights through views of them (`w[0].zero_()`)."""
+        served, self._served = self._served, set()
+        with self._at_work:
+            self.write_back(served)
+
+    def write_back(self, weights: Iterable[Weight]) -> None:
+        """Copy weights that were written to on the device to the masters, which hold the authoritative values."""
+        with without_torch_function():
+            twins = [weight.twin for weight in weights]
+            touched = [twin for twin in twins if twin.is_replaced or twin.changed_in_place]
+        for twin in touched:
+            if not twin.group.readable:  # after an exception: its place holds something else
+                twin.note_unchanged()
+                continue
+            if twin.is_replaced:
+                twin.adopt_replacement()
+            self._write_back(twin.weight)
+
+    def _write_back(self, weight: Weight) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
+            self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
+            self._window.finish_step(weight.twin.group)
+            self._stats.host_syncs += 1
+            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
+                weight.twin.note_unchanged()
+                return
+            if weight.lowered:
+                raise RuntimeError(
+                    f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its "
+                    "module out of autocast, or change the weight outside of the forward."
+                )
+            self._journal.note(weight)
+            weight.master.copy_(arrived)
+        weight.twin.note_written_back()
+        self._stats.write_backs += 1
+        group = weight.twin.group
+        group.state = group.host.state()
 
     # ------------------------------------------------------------------------------------------- memory of their own
 

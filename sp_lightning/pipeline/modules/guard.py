@@ -36,6 +36,7 @@ _RUN_ON_MASTER = {
     "tolist", "__len__", "__repr__", "__format__", "__hash__", "__deepcopy__", "__reduce_ex__", "__setstate__",
     "__array__", "__dlpack__", "__dlpack_device__", "__set__", "__delete__", "has_names",
 }  # fmt: skip
+_ALIASES = {"detach", "numpy", "__array__", "storage", "untyped_storage", "data_ptr", "__dlpack__"}
 
 
 ACCESSORS = ("__get__", "__set__", "__delete__")
@@ -71,6 +72,9 @@ class Owner(Protocol):
 
     def note_write(self, weight: Weight) -> None:
         """Note that the master may be written to now."""
+
+    def note_alias(self, weight: Weight) -> None:
+        """Note that somebody gets an alias of the master, and may write to that."""
 
 
 class GoesFirst:
@@ -178,6 +182,8 @@ class Guard:
                 self.owner.before_access(weight)
             if writes:
                 self.owner.note_write(weight)
+            elif name in _ALIASES:
+                self.owner.note_alias(weight)
         with without_torch_function():
             return func(*args, **kwargs)
 

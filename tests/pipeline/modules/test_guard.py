@@ -53,6 +53,9 @@ class Owner:
     def used(self, weights: Iterable[Weight]) -> None:
         self.in_use += [weight.name for weight in weights]
 
+    def note_alias(self, weight: Weight) -> None:
+        """The copies on the device would be checked."""
+
     def note_write(self, weight: Weight) -> None:
         self.written.append(weight.name)
 

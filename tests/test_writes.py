@@ -1,4 +1,4 @@
-"""What a forward writes to weights and buffers in place, also past autograd's count of changes, is never lost."""
+"""What is written to weights and buffers in a step, also past autograd's count of changes, is never lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from .helpers import Run, assert_same_story, note_state
-from .zoo.blocks import Block, Chain
+from .zoo.blocks import WIDTH, Block, Chain
 
 Write = Callable[[nn.Parameter], object]
 
@@ -150,3 +150,52 @@ def test_buffers(name: str, elements: int, activations: str) -> None:
     """They are written to once for each forward, whether it runs again or not."""
     blocks = partial(WritesToBuffer, WRITES[name], elements)
     assert_same_story(train, lambda: Chain([blocks() for _ in range(4)]), activations=activations)
+
+
+AROUND: dict[str, Callable[[nn.Module], object]] = {
+    "a view": lambda layer: layer.weight[0].fill_(1),
+    "another view": lambda layer: layer.weight.t().mul_(1.1),
+    "chunks": lambda layer: layer.weight.chunk(2)[0].zero_(),
+    "torch.nn.init": lambda layer: nn.init.orthogonal_(layer.weight),
+    "in place": lambda layer: layer.weight.mul_(0.5),
+    "an item": lambda layer: layer.weight.__setitem__(1, 2),
+    "data": lambda layer: layer.weight.data.mul_(0.5),
+    "an item of data": lambda layer: layer.weight.data.__setitem__(1, 3),
+    "detached": lambda layer: layer.weight.detach().mul_(0.5),
+    "assigned data": lambda layer: setattr(layer.weight, "data", layer.weight.data * 2),
+    "foreach": lambda layer: torch._foreach_mul_([layer.weight], 0.5),
+    "out=": lambda layer: torch.add(layer.weight, 1, out=layer.weight),
+    "copy": lambda layer: layer.weight.copy_(layer.weight * 2),
+    "only read": lambda layer: layer.weight.sum(),
+    "a forward": lambda layer: layer(torch.ones(1, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("when", ["before forward", "after the step"])
+@pytest.mark.parametrize("first", AROUND)
+def test_writes_around_forwards(first: str, when: str) -> None:
+    """Some go to the device, through views, and others to the host: each sees what was written before."""
+
+    def story(run: Run, second: str) -> None:
+        optimizer = SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+        layer = run.model.blocks[1].up
+        for number in range(3):
+            with run.step():
+                if when == "before forward" and number == 1:
+                    write(layer, second)
+                loss = run.model(run.rows(number)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if when == "after the step" and number == 1:
+                    write(layer, second)
+            run.note(f"loss {number}", loss)
+            note_state(run.trace, f"step {number}", run.model, [optimizer])
+
+    def write(layer: nn.Module, second: str) -> None:
+        with torch.no_grad():
+            AROUND[first](layer)
+            AROUND[second](layer)
+
+    for second in AROUND:
+        assert_same_story(partial(story, second=second), lambda: Chain([Block() for _ in range(4)]), debug=False)
