@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader
+
+from sp_lightning import SuperpipelineStrategy
 
 from .helpers import Run, assert_same_story, note_state
+from .lightning_modules import trainer
 from .zoo.blocks import WIDTH, Block, Chain
 
 Write = Callable[[nn.Parameter], object]
@@ -199,3 +205,61 @@ def test_writes_around_forwards(first: str, when: str) -> None:
 
     for second in AROUND:
         assert_same_story(partial(story, second=second), lambda: Chain([Block() for _ in range(4)]), debug=False)
+
+
+class EditsBetween(LightningModule):
+    """Changes weights after the forward, in a hook that comes before backward."""
+
+    def __init__(self, edit: Write) -> None:
+        super().__init__()
+        self.net = Chain([Block() for _ in range(4)])
+        self.edit = edit
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        for parameter in self.net.parameters():
+            self.edit(parameter)
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.parameters(), lr=0.1)
+
+
+def scale(weight: nn.Parameter) -> None:
+    weight.data.mul_(0.9)
+
+
+def replace(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 0.9
+
+
+def edited_between(strategy: Any, edit: Write, precision: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = EditsBetween(edit)
+    data = DataLoader(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)), batch_size=4)
+    trainer(strategy, precision=precision).fit(module, data)
+    return list(module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("edit", "activations", "precision", "error"),
+    [
+        (scale, "keep", "32-true", None),
+        (scale, "offload", "32-true", None),
+        (scale, "recompute", "32-true", "or a weight of 'net.blocks.3' has been modified.*cannot run again"),
+        (scale, "keep", "bf16-mixed", "A weight of 'net.blocks.3' was changed through its `.data`"),
+        (replace, "keep", "32-true", "weight 'net.blocks.3.down.weight' was changed between forward and backward"),
+    ],
+)
+def test_data_that_is_changed_between_forward_and_backward(
+    edit: Write, activations: Any, precision: str, error: str | None
+) -> None:
+    """No error in plain training, where backward uses what forward has left; here that may be gone."""
+    strategy = SuperpipelineStrategy(k=2, units=Block, activations=activations)
+    if error is None:
+        expected = edited_between("auto", edit, precision)
+        assert all(map(torch.equal, expected, edited_between(strategy, edit, precision)))
+        return
+    with pytest.raises(RuntimeError, match=error):
+        edited_between(strategy, edit, precision)

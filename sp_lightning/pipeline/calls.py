@@ -27,6 +27,7 @@ from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.under_autocast import UnderAutocast, without_autocast_cache
 from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.glances import Glances
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.units import Member
@@ -209,9 +210,16 @@ class Calls:
                 *outer, groups = self._inside
                 around = [group for each in outer for group in each]
                 bundle = self._offloader.current
-                before_backward(
-                    watched, lambda: self._reach(member, graph, groups, around, bundle), number, self._graphs.calls
-                )
+                with self._at_work:
+                    self._outside.write_back(place.weight for place in member.places)
+                glances = Glances(group for group in groups if group.host.keeps_lowered_copies)
+
+                def reach() -> None:
+                    if glances.differ() and not self._backward.closed:
+                        raise RuntimeError(_changed_past_its_version(member.name))
+                    self._reach(member, graph, groups, around, bundle)
+
+                before_backward(watched, reach, number, self._graphs.calls)
         return output
 
     def _reach(
@@ -231,6 +239,13 @@ class Calls:
         self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
         if bundle is not None:
             self._offloader.reach(bundle)
+
+
+def _changed_past_its_version(name: str) -> str:
+    return (
+        f"A weight of {name!r} was changed through its `.data` between forward and backward. Under autocast, backward "
+        "needs the values that it had before, and they are gone. Change it after backward."
+    )
 
 
 def _direction() -> Pass:

@@ -41,6 +41,7 @@ from sp_lightning.pipeline.activations.surroundings import Surroundings
 from sp_lightning.pipeline.modules.functions import watch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.modules.tensors import tensors_in
+from sp_lightning.pipeline.weights.glances import Glances
 from sp_lightning.pipeline.weights.units import Member
 
 
@@ -175,6 +176,7 @@ class UnitCall:
         repeatable = obstacle is None and is_worth_it and is_possible
         self.footprint = self._measure_footprint(tensors, repeatable)
         if repeatable:
+            self._glances = Glances(self.member.groups)
             if self._checks:
                 self._sums = {index: _checksum(kept.get(), self._saved.twins) for index, kept in self._alive()}
             self.drop()
@@ -238,7 +240,8 @@ class UnitCall:
     @property
     def has_changed(self) -> bool:
         """Whether something that the forward has read was changed in place since, so that it cannot run again."""
-        return self._inputs.are_changed or self._effects.cannot_be_undone or self._weights_are_changed()
+        effects = self._inputs.are_changed or self._effects.cannot_be_undone
+        return effects or self._weights_are_changed() or self._glances.differ()
 
     @contextmanager
     def _with_original_leaves(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from sp_lightning.pipeline.weights.sections import divide
 from sp_lightning.pipeline.weights.weight import Weight
 
 ALIGNMENT = 256  # bytes; the strictest that kernels and quantised formats require of a tensor's address
+_GLANCE = 256  # words
 _WORD = 4  # bytes compared at once
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # Linux's MADV_WIPEONFORK and MADV_KEEPONFORK, for which Python has no names
 _LEAST_SAMPLES, _MOST_SAMPLES = 64, 1 << 17  # per weight
@@ -172,6 +173,7 @@ class GroupHost:
         with torch.inference_mode(False):
             self._words = masters.bytes[: masters.bytes.nbytes // _WORD * _WORD].view(torch.int32)
         self._sample_index = self._sampled_words()
+        self._glance_index = self._sample_index[:: max(1, len(self._sample_index) // _GLANCE)]
         self._lowered_copies: list[Tensor] = []
         if lowered:
             self.source_offsets, nbytes = lay_out([weight.compute_bytes for weight in self.weights])
@@ -190,6 +192,11 @@ class GroupHost:
         """Return the masters' present state."""
         with torch.inference_mode(False):
             return MasterState(self._versions(), self._words[self._sample_index])
+
+    def glance(self) -> MasterState:
+        """Return the masters' present state with a smaller sample, for every call of a unit."""
+        with torch.inference_mode(False):
+            return MasterState(self._versions(), self._words[self._glance_index])
 
     def has_changed(self, since: MasterState) -> bool:
         """Tell whether masters have been written to since they were in this state."""

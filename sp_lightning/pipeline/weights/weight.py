@@ -74,7 +74,8 @@ class Twin:
 
         Saved-tensor hooks switch off autograd's own check, so saved weights are checked against this.
         """
-        return self.weight.master._version + self.parameter._version - self._write_backs + self._replacements
+        changes_of_master = self.weight.master._version + self.weight.replacements
+        return changes_of_master + self.parameter._version - self._write_backs + self._replacements
 
     def changes(self) -> int:
         """Return a number that grows with every change, also with those in a forward that autograd does not count."""
