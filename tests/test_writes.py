@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 from .helpers import Run, assert_same_story, note_state
 from .lightning_modules import trainer
@@ -263,3 +264,51 @@ def test_data_that_is_changed_between_forward_and_backward(
         return
     with pytest.raises(RuntimeError, match=error):
         edited_between(strategy, edit, precision)
+
+
+def test_memory_that_is_swapped_within_a_step() -> None:
+    """Weights have to lie in memory of ours: values are moved there, over those that somebody holds."""
+    model = Chain([Block() for _ in range(4)])
+    pipe = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=Block))
+    weight = model.blocks[1].up.weight
+    before, x = weight.detach().clone(), torch.ones(1, WIDTH)
+    try:
+        with pipe.step(), torch.no_grad():
+            held = weight.data.clone()
+            weight.data = weight.data * 0.5
+            halved = model(x)
+            weight.data = held
+            assert not torch.equal(model(x), halved)
+        assert torch.equal(weight, before)
+        with pipe.step():
+            held = weight.data
+            weight.data = weight.data * 0.5
+            with pytest.raises(RuntimeError, match=r"'blocks.1.up.weight' was given other memory.*p.data.clone"):
+                model(x)
+        assert torch.equal(held, before)
+    finally:
+        pipe.detach()
+
+
+class StepsItself(nn.Module):
+    """Steps its own weight in its forward, as codebooks with an optimizer of their own do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(8, WIDTH))
+        self.optimizer = SGD([self.codes], lr=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (self.codes[:5] - x.detach()).square().mean().backward()
+        self.optimizer.step()
+        return x + self.codes.detach().mean()
+
+
+@pytest.mark.parametrize("resident", [(), ("blocks.1",)])
+def test_weights_that_are_stepped_in_their_own_forward(resident: tuple[str, ...]) -> None:
+    """It would go on with the old values."""
+    model = Chain([Block(), StepsItself(), Block()])
+    pipe = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=(Block, StepsItself), resident=resident))
+    with pytest.raises(RuntimeError, match="SGD is to step weight 'blocks.1.codes' inside of a forward"):
+        model(Run.rows(0))
+    pipe.detach()

@@ -90,6 +90,7 @@ class Optimizers:
             self._refuse_twins(optimizer)
             if not self._is_ours(optimizer):
                 return
+        self._refuse_weights_at_work(optimizer)
         if self._must_overlap and (reason := self.why_not_overlapped(optimizer)) is not None:
             raise ValueError(
                 f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to let this optimizer step as in plain training."
@@ -115,6 +116,18 @@ class Optimizers:
                     " in the middle of a forward, as Pyro's parameter store does. Give the optimizer what"
                     " `module.parameters()` yields outside of the forward; where that is not possible, train without"
                     " superpipeline."
+                )
+
+    def _refuse_weights_at_work(self, optimizer: Optimizer) -> None:
+        """Raise if a forward that is under way computes with weights that are to be stepped: it has the old values."""
+        groups = [group for group in self._window.groups if group.users]
+        stepped = set(map(id, _parameters_of(optimizer))) if groups else set()
+        for weight in [weight for group in groups for weight in group.host.weights]:
+            if id(weight.master) in stepped and weight.twin.group.users:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} is to step weight {weight.name!r} inside of a forward that computes"
+                    " with it, and would go on with the old values. Step it after that forward, in `training_step` for"
+                    " example."
                 )
 
     def after_step(self, optimizer: Optimizer) -> None:

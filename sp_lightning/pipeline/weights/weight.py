@@ -223,5 +223,11 @@ class Weight:
                     f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "
                     "or an optimizer has not stepped yet. Convert the module between steps."
                 )
+            if users_of_storage(self.host) > 1:
+                raise RuntimeError(
+                    f"Weight {self.name!r} was given other memory in the middle of a step (`p.data = ...`), and "
+                    "somebody still holds what it had (`kept = p.data`), which is about to be overwritten. Hold a copy "
+                    "(`p.data.clone()`), or swap weights between steps, in a hook."
+                )
             self.adopt(self.host)
             self.replacements += 1
