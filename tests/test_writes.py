@@ -140,14 +140,23 @@ def test_writes_that_change_nothing() -> None:
 class WritesToBuffer(Block):
     """Keeps a moving average in a buffer, as codebooks do."""
 
-    def __init__(self, write: Callable[[Tensor], object], elements: int) -> None:
+    def __init__(self, write: Callable[[Tensor], object], elements: int, calls_before: int = 0) -> None:
         super().__init__()
-        self.write = write
+        self.write, self.calls_before = write, calls_before
         self.register_buffer("average", torch.linspace(1, 2, elements))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.write(self.average)
+        if self.calls_before <= 0:
+            self.write(self.average)
+        self.calls_before -= 1
         return super().forward(x * self.average.mean())
+
+
+@pytest.mark.parametrize("calls_before", [1, 4])
+def test_buffers_that_are_written_to_later(calls_before: int) -> None:
+    """By then, a unit's first call has shown nothing."""
+    blocks = partial(WritesToBuffer, WRITES["data, not idempotent"], 100_000, calls_before)
+    assert_same_story(train, lambda: Chain([blocks() for _ in range(4)]), activations="recompute")
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])

@@ -133,7 +133,10 @@ class SideEffects:
         self._seen.clear()
         self._changed = [held.tensor for held in changed if held.copy is not None]
         self._copies = {id(held.tensor): held.copy for held in changed if held.copy is not None}
-        self._before = [*self._differing(self._before[: self._inputs_from]), *self._before[self._inputs_from :]]
+        own, inputs = self._before[: self._inputs_from], self._before[self._inputs_from :]
+        if all(_is_same(content, _read(place)) for place, content in own):
+            own = self._differing(own)  # else others may replace what it has changed, and the way there is needed
+        self._before = [*own, *inputs]
         lost = [held.tensor for held in changed if held.copy is None]
         if lost:
             return f"changes a tensor of shape {list(lost[0].shape)} in place"

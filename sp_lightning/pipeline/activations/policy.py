@@ -65,7 +65,8 @@ class Activations:
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._is_in_call = False
-        self._trusts_versions: dict[str, bool] = {}  # of a member, by its name (see effects.py)
+        self._recorded: Counter[str] = Counter()  # calls of a member, by its name
+        self._trusts_versions: dict[str, bool] = {}  # the same (see effects.py)
         self._warned: set[str] = set()
 
     def recompute_from_now_on(self) -> bool:
@@ -129,7 +130,10 @@ class Activations:
 
     def _recompute(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, UnitCall]:
         may_repeat = member.name not in self.never_again
-        effects = SideEffects(member.module, trusts_versions=self._trusts_versions.get(member.name))
+        self._recorded[member.name] += 1
+        looks = self._recorded[member.name].bit_count() == 1  # in the first call, the second, the fourth, ...
+        trusts_versions = None if looks else self._trusts_versions[member.name]
+        effects = SideEffects(member.module, trusts_versions=trusts_versions)
         call = UnitCall(
             member, self._saved, self._device, args, kwargs, self._repeating, effects, self._checks, may_repeat
         )

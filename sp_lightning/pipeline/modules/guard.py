@@ -138,6 +138,9 @@ class Guard:
         writes = _writes_to_a_master(func, args, kwargs)
         if writes or name in _RUN_ON_MASTER or self._has_host_operands(name, args, kwargs):
             return self._on_the_host(func, args, kwargs, writes)
+        if name == "clone" and not torch.is_grad_enabled():
+            # mostly of all weights, which somebody is about to swap for others: they need not stay on the device
+            return self._on_the_host(func, args, kwargs, writes=False).to(self.owner.device)
         with without_torch_function():
             if func in DIFFERENTIATING:
                 return differentiate(func, HostParameter, lambda master: _weight_of(master).leaves(), args, kwargs)

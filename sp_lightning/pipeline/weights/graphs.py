@@ -16,7 +16,7 @@ class Graph:
 
     Attributes:
         number: The number of the step.
-        done: Whether a backward has run through it since it was last added to.
+        done: Whether a backward has run through it.
         uncompiled: Members whose calls in it run uncompiled; a checkpoint's recomputation of them has to, too.
     """
 
@@ -50,8 +50,7 @@ class Graphs:
         return self.calls
 
     def watch_current(self) -> Graph:
-        """Return the current graph, which from now on counts as waiting for a backward, also if it has had one."""
-        self.current.done = False
+        """Return the current graph, which from now on counts as waiting for a backward, unless it has had one."""
         self._alive.add(self.current)
         return self.current
 

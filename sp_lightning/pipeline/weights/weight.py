@@ -225,9 +225,9 @@ class Weight:
                 )
             if users_of_storage(self.host) > 1:
                 raise RuntimeError(
-                    f"Weight {self.name!r} was given other memory in the middle of a step (`p.data = ...`), and "
-                    "somebody still holds what it had (`kept = p.data`), which is about to be overwritten. Hold a copy "
-                    "(`p.data.clone()`), or swap weights between steps, in a hook."
+                    f"Weight {self.name!r} was given other memory (`p.data = ...`) in the middle of a step, or while a "
+                    "graph waits for its backward, and somebody still holds what it had (`kept = p.data`), which is "
+                    "about to be overwritten. Hold a copy (`p.data.clone()`), or swap weights between steps, in a hook."
                 )
             self.adopt(self.host)
             self.replacements += 1

@@ -110,6 +110,18 @@ def test_a_change_is_undone_and_done(thing: Any, change: Callable[[Any], object]
     assert picture() == before
 
 
+def test_a_container_that_somebody_has_replaced() -> None:
+    """As a model does that takes what its blocks have collected: what runs again adds to the one that it knew."""
+    module = Holder(Box(rows=[]))
+    effects = SideEffects(module)
+    module.part.thing.rows.append(1)
+    assert effects.settle() is None
+    module.part.thing.rows = []
+    with effects.undone():
+        module.part.thing.rows.append(1)
+    assert module.part.thing.rows == []
+
+
 def test_objects_stay_the_same_objects() -> None:
     """Who else holds a list or a tensor holds the one that the module holds."""
     rows, tensor = [1], torch.ones(2)

@@ -14,13 +14,13 @@ def test_a_graph_waits_from_its_first_use_to_its_backward() -> None:
     assert not graphs.waiting()
 
 
-def test_a_graph_that_is_added_to_waits_again() -> None:
-    """In a step that runs backward, and then computes its loss."""
+def test_a_graph_that_has_had_a_backward_does_not_wait_again() -> None:
+    """What is computed after that may be kept for ever, such as a preview of a generator's images."""
     graphs = Graphs()
     graph = graphs.watch_current()
     graph.done = True
     assert graphs.watch_current() is graph
-    assert graphs.waiting()
+    assert not graphs.waiting()
 
 
 def test_a_graph_that_nobody_holds_does_not_wait() -> None:
