@@ -770,6 +770,29 @@ def test_an_exception_in_the_second_forward(error: type[BaseException]) -> None:
     assert_same_story(story, lambda: Chain([Block(), Bomb(), Block()]), activations="recompute")
 
 
+class LooksBack(Block):
+    """Asks for a gradient of a weight of the block before it, as VQGAN's loss does."""
+
+    before: tuple[Block, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), self.before[0].down.weight, retain_graph=True)
+        return y * gradient.norm()
+
+
+def test_a_second_forward_that_fails() -> None:
+    """It has no graph behind its inputs. The error says so, and under "auto" the unit is kept from then on."""
+    model = Chain([Block(), LooksBack(), Block()])
+    model.blocks[1].before = (model.blocks[0],)
+    with (
+        attached(model, activations="recompute") as pipe,
+        pytest.raises(CannotRunAgain, match=r"'blocks.1' failed when it ran again.*not have been used in the graph"),
+        pipe.step(),
+    ):
+        model(Run.rows(0)).sum().backward()
+
+
 class SparseValues(Block):
     """As peft's FRoD: autograd saves a sparse tensor whose values are a weight's memory."""
 

@@ -74,7 +74,7 @@ class Footprint(NamedTuple):
 
 
 class CannotRunAgain(RuntimeError):
-    """A unit's forward has to run again in backward, but something that it depends on has changed.
+    """A unit's forward has to run again in backward, but cannot: mostly, something that it depends on has changed.
 
     Args:
         reason: What has happened.
@@ -231,9 +231,11 @@ class UnitCall:
             ):
                 try:
                     self.member.module(*args, **kwargs)
-                except Exception:  # code in between may have made another exception of `_NothingMissing`
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # code in between may have made another exception of `_NothingMissing`
                     if refill.missing:
-                        raise
+                        raise CannotRunAgain(_failed(self.member.name, error)) from error
             if refill.missing or (self._checks and self._differs()):
                 raise CannotRunAgain(_computed_something_else(self.member.name))
 
@@ -382,6 +384,13 @@ def _changed_since(name: str) -> str:
     return (
         f"an input or a weight of {name!r} has been modified by an inplace operation between forward and backward, so "
         "its forward cannot run again"
+    )
+
+
+def _failed(name: str, error: Exception) -> str:
+    return (
+        f"the forward of {name!r} failed when it ran again in backward ({type(error).__name__}: {error}), where it is cut "
+        "off from the graph that its inputs came from"
     )
 
 
