@@ -134,10 +134,9 @@ class SideEffects:
         self._changed = [held.tensor for held in changed if held.copy is not None]
         self._copies = {id(held.tensor): held.copy for held in changed if held.copy is not None}
         own, inputs = self._before[: self._inputs_from], self._before[self._inputs_from :]
-        if all(_is_same(content, _read(place)) for place, content in own):  # else the way to what it has changed is
-            own = [
-                (place, content) for place, content in own if self._has_copies(content)
-            ]  # needed: it may be replaced
+        if all(_is_same(content, _read(place)) for place, content in own):
+            # otherwise others may replace what it has changed, and all places on the way there are needed
+            own = [(place, content) for place, content in own if self._has_copies(content)]
         self._before = [*own, *inputs]
         lost = [held.tensor for held in changed if held.copy is None]
         if lost:

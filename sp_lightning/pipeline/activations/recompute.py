@@ -389,8 +389,8 @@ def _changed_since(name: str) -> str:
 
 def _failed(name: str, error: Exception) -> str:
     return (
-        f"the forward of {name!r} failed when it ran again in backward ({type(error).__name__}: {error}), where it is cut "
-        "off from the graph that its inputs came from"
+        f"the forward of {name!r} failed when it ran again in backward ({type(error).__name__}: {error}), where it is "
+        "cut off from the graph that its inputs came from"
     )
 
 
