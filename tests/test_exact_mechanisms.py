@@ -456,6 +456,31 @@ def test_requires_grad_follows_the_user() -> None:
     assert_same_story(story, partial(chain, 4))
 
 
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_requires_grad_that_changes_before_backward(trains: bool, policy: str) -> None:
+    """Autograd asks whether a weight wants a gradient when it has one, and whether to build a graph before that."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        for step in range(3):
+            run.model.blocks[2].requires_grad_(not trains)
+            with run.step():
+                loss = run.model(run.rows(step)).square().mean()
+                run.model.blocks[2].requires_grad_(trains)
+                loss.backward()
+            run.note(f"loss {step}", loss)
+            note_gradients(run.trace, f"step {step}", dict(run.model.named_parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if policy == "keep":
+        assert_same_story(story, partial(chain, 4))
+    else:  # what a forward saves depends on it
+        with pytest.raises(RuntimeError, match="'blocks.2' has been modified .* or frozen, between"):
+            assert_same_story(story, partial(chain, 4), activations=policy)
+
+
 def lbfgs(run: Run) -> Callable[[int], None]:
     """Calls its closure several times in a step, with other weights each time."""
     optimizer = LBFGS(run.model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")

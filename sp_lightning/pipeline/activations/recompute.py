@@ -43,6 +43,7 @@ from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.modules.tensors import tensors_in
 from sp_lightning.pipeline.weights.glances import Glances
 from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.weight import Twin
 
 
 class Footprint(NamedTuple):
@@ -177,6 +178,7 @@ class UnitCall:
         self.footprint = self._measure_footprint(tensors, repeatable)
         if repeatable:
             self._glances = Glances(self.member.groups)
+            self._trained = self._trained_weights()
             if self._checks:
                 self._sums = {index: _checksum(kept.get(), self._saved.twins) for index, kept in self._alive()}
             self.drop()
@@ -201,6 +203,11 @@ class UnitCall:
             return any(twin.changes() != changes for twin, changes in self._weights) or any(
                 parameter._version != version for parameter, version in self._on_device
             )
+
+    def _trained_weights(self) -> set[Twin]:
+        """Return the weights that require a gradient: what a forward saves depends on them."""
+        with without_torch_function():
+            return {twin for twin, _ in self._weights if twin.weight.master.requires_grad}
 
     def _alive(self) -> Iterator[tuple[int, Kept]]:
         for index, reference in enumerate(self._kept):
@@ -243,7 +250,8 @@ class UnitCall:
     def has_changed(self) -> bool:
         """Whether something that the forward has read was changed in place since, so that it cannot run again."""
         effects = self._inputs.are_changed or self._effects.cannot_be_undone
-        return effects or self._weights_are_changed() or self._glances.differ()
+        weights = self._weights_are_changed() or self._trained != self._trained_weights() or self._glances.differ()
+        return effects or weights
 
     @contextmanager
     def _with_original_leaves(self) -> Iterator[None]:
@@ -382,8 +390,8 @@ def _is_data(value: Any) -> bool:
 
 def _changed_since(name: str) -> str:
     return (
-        f"an input or a weight of {name!r} has been modified by an inplace operation between forward and backward, so "
-        "its forward cannot run again"
+        f"an input or a weight of {name!r} has been modified by an inplace operation, or frozen, between forward and "
+        "backward, so its forward cannot run again"
     )
 
 

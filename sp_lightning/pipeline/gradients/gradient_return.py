@@ -153,7 +153,8 @@ class GradientReturn:
     def _collect(self, twin: Twin) -> None:
         self._on_arrival()
         gradient, twin.parameter.grad = twin.parameter.grad, None
-        assert gradient is not None
+        if gradient is None:  # frozen since the forward
+            return
         weight = twin.weight
         if gradient.requires_grad:
             raise RuntimeError(
