@@ -770,6 +770,29 @@ def test_an_exception_in_the_second_forward(error: type[BaseException]) -> None:
     assert_same_story(story, lambda: Chain([Block(), Bomb(), Block()]), activations="recompute")
 
 
+class FailsAtFirst(Block):
+    """Runs out of memory in its first forward."""
+
+    failed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.failed:
+            self.failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(x)
+
+
+def test_a_first_forward_that_fails() -> None:
+    """What a unit does is found out in the next one."""
+    model = Chain([Block(), FailsAtFirst(), Block()])
+    with attached(model, activations="recompute") as pipe:
+        with pytest.raises(torch.OutOfMemoryError):
+            model(Run.rows(0))
+        for _ in range(2):
+            model(Run.rows(0)).sum().backward()
+        assert pipe.stats.recomputed == 6
+
+
 class LooksBack(Block):
     """Asks for a gradient of a weight of the block before it, as VQGAN's loss does."""
 

@@ -132,7 +132,7 @@ class Activations:
         may_repeat = member.name not in self.never_again
         self._recorded[member.name] += 1
         looks = self._recorded[member.name].bit_count() == 1  # in the first call, the second, the fourth, ...
-        trusts_versions = None if looks else self._trusts_versions[member.name]
+        trusts_versions = None if looks else self._trusts_versions.get(member.name)
         effects = SideEffects(member.module, trusts_versions=trusts_versions)
         call = UnitCall(
             member, self._saved, self._device, args, kwargs, self._repeating, effects, self._checks, may_repeat

@@ -246,6 +246,7 @@ class GroupHost:
     def readopt(self) -> None:
         """Take the values of masters that were given other memory (`p.data = ...`) back into ours."""
         for weight in self.weights:
+            weight.check_not_held()
             weight.readopt()
 
     def _versions(self) -> tuple[int, ...]:

@@ -223,11 +223,17 @@ class Weight:
                     f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "
                     "or an optimizer has not stepped yet. Convert the module between steps."
                 )
-            if users_of_storage(self.host) > 1:
-                raise RuntimeError(
-                    f"Weight {self.name!r} was given other memory (`p.data = ...`) in the middle of a step, or while a "
-                    "graph waits for its backward, and somebody still holds what it had (`kept = p.data`), which is "
-                    "about to be overwritten. Hold a copy (`p.data.clone()`), or swap weights between steps, in a hook."
-                )
             self.adopt(self.host)
             self.replacements += 1
+
+    def check_not_held(self) -> None:
+        """Raise if the master was given other memory, and somebody holds ours: its values are about to be overwritten.
+
+        Between steps, the next arrangement makes new memory instead.
+        """
+        if self.master.data_ptr() != self.host.data_ptr() and users_of_storage(self.host) > 1:
+            raise RuntimeError(
+                f"Weight {self.name!r} was given other memory (`p.data = ...`) in the middle of a step, or while a "
+                "graph waits for its backward, and somebody still holds what it had (`kept = p.data`), which is about "
+                "to be overwritten. Hold a copy (`p.data.clone()`), or swap weights between steps, in a hook."
+            )
