@@ -19,18 +19,21 @@ class Glances:
     """What the masters of some groups look like after a forward.
 
     Args:
-        groups: The groups. One that an optimizer still steps is left out.
+        groups: The groups. One that an optimizer steps at either time is left out.
     """
 
     def __init__(self, groups: Iterable[Group]) -> None:
-        known = [group for group in groups if group.being_stepped is None or group.being_stepped.done]
         with without_torch_function():
-            self._seen = [(group, group.host.glance()) for group in known]
+            self._seen = [(group, group.host.glance()) for group in groups if _is_final(group)]
 
     def differ(self) -> bool:
         """Tell whether masters look different now, although no change of them was counted."""
         with without_torch_function():
-            seen = [(before, group.host.glance()) for group, before in self._seen]
+            seen = [(before, group.host.glance()) for group, before in self._seen if _is_final(group)]
         return any(
             now.versions == before.versions and not torch.equal(now.sample, before.sample) for before, now in seen
         )
+
+
+def _is_final(group: Group) -> bool:
+    return group.being_stepped is None or group.being_stepped.done
