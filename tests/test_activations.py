@@ -805,7 +805,7 @@ class LooksBack(Block):
 
 
 def test_a_second_forward_that_fails() -> None:
-    """It has no graph behind its inputs. The error says so, and under "auto" the unit is kept from then on."""
+    """It has no graph behind its inputs, and the error says so."""
     model = Chain([Block(), LooksBack(), Block()])
     model.blocks[1].before = (model.blocks[0],)
     with (
