@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 from hypothesis import example as hypothesis_example
-from hypothesis import given, note, settings
+from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,10 +21,11 @@ from sp_lightning.pipeline import HostBackend, PipelineOptions
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.choice import Policy
+from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.weights import sections
 
-from .helpers import Plan, assert_exact, autocast_forgets_gradients, reference_of
+from .helpers import Fingerprint, Plan, Trace, assert_exact, autocast_forgets_gradients, reference_of
 from .zoo import Case
 from .zoo.blocks import WIDTH, Block, Stashing, rows
 
@@ -33,10 +34,34 @@ AUTOCAST_FORGETS_GRADIENTS = autocast_forgets_gradients()
 Tree = tuple[Any, ...]  # the name of a node and its arguments, trees among them
 
 
-class Leaf(nn.Module):
-    """A layer of some kind: views as outputs, buffers, weights on ``ctx``, no weights at all."""
+def clamp(layer: nn.Module) -> None:
+    layer.weight.data.clamp_(-0.2, 0.2)
 
-    KINDS = ("block", "dropout", "linear", "batchnorm", "stash", "scale", "identity", "lstm", "view")
+
+def decay(layer: nn.Module) -> None:
+    layer.weight.data.mul_(0.99)
+
+
+def decay_counted(layer: nn.Module) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(0.99)
+
+
+def average(layer: nn.Module) -> None:
+    layer.average.data.mul_(0.9).add_(layer.weight.data, alpha=0.1)
+
+
+def average_counted(layer: nn.Module) -> None:
+    layer.average.mul_(0.9).add_(layer.weight.detach(), alpha=0.1)
+
+
+WRITERS = {write.__name__: write for write in (clamp, decay, decay_counted, average, average_counted)}
+
+
+class Leaf(nn.Module):
+    """A layer of some kind: views as outputs, buffers, weights on ``ctx``, writes to weights, no weights at all."""
+
+    KINDS = ("block", "dropout", "linear", "batchnorm", "stash", "scale", "identity", "lstm", "view", "norm")
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -53,8 +78,11 @@ class Leaf(nn.Module):
             self.inner = Stashing(inplace=True)
         elif kind == "lstm":
             self.inner = nn.LSTM(WIDTH, WIDTH)
-        elif kind == "view":
+        elif kind in ("view", "norm"):
             self.inner = nn.Linear(WIDTH, WIDTH)
+        elif kind in WRITERS:
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.inner.register_buffer("average", torch.zeros(WIDTH, WIDTH))
         else:
             self.inner = nn.Identity()
         self.scale = nn.Parameter(torch.randn(WIDTH)) if kind == "scale" else None
@@ -64,6 +92,10 @@ class Leaf(nn.Module):
             return self.inner(x)[0]
         if self.kind == "view":
             return self.inner(x[:, None])[:, 0]
+        if self.kind == "norm":
+            return self.inner(x) / (1 + self.inner.weight.norm())
+        if self.kind in WRITERS and self.training:
+            WRITERS[self.kind](self.inner)
         return self.inner(x) if self.scale is None else x * self.scale
 
 
@@ -150,18 +182,19 @@ def build(tree: Tree, pool: list[nn.Module]) -> nn.Module:
     return Node([*parts, Leaf("view")] if name == "inplace" else parts, NODES[name])
 
 
-leaves = st.one_of(
-    st.tuples(st.just("leaf"), st.sampled_from(Leaf.KINDS)),
-    st.tuples(st.just("again"), st.integers(0, 5)),
-)
-trees = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.tuples(st.sampled_from(sorted(NODES)), st.lists(inner, min_size=1, max_size=3)),
-        st.tuples(st.just("frozen"), inner),
-    ),
-    max_leaves=8,
-)
+def trees(kinds: Sequence[str]) -> st.SearchStrategy[Tree]:
+    leaves = st.one_of(
+        st.tuples(st.just("leaf"), st.sampled_from(kinds)),
+        st.tuples(st.just("again"), st.integers(0, 5)),
+    )
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.tuples(st.sampled_from(sorted(NODES)), st.lists(inner, min_size=1, max_size=3)),
+            st.tuples(st.just("frozen"), inner),
+        ),
+        max_leaves=8,
+    )
 
 
 def units_are_leaves(name: str, module: nn.Module) -> bool:
@@ -196,7 +229,7 @@ class Example:
 
 
 @st.composite
-def examples(draw: st.DrawFn) -> Example:
+def examples(draw: st.DrawFn, kinds: Sequence[str] = Leaf.KINDS) -> Example:
     k = draw(st.integers(1, 4))
     plan = Plan(
         steps=draw(st.integers(1, 3)),
@@ -210,8 +243,10 @@ def examples(draw: st.DrawFn) -> Example:
     policy = draw(st.sampled_from([None, units_are_leaves, units_are_nodes]))
     activations = draw(st.sampled_from(get_args(ActivationPolicy)))
     room = draw(st.sampled_from([None, 0, 4_000, 20_000]))
-    forest = draw(st.lists(trees, min_size=1, max_size=4))
-    if AUTOCAST_FORGETS_GRADIENTS and "reentrant" in str(forest):  # a forward without a graph under autocast
+    forest = draw(st.lists(trees(kinds), min_size=1, max_size=4))
+    writes = not WRITERS.keys().isdisjoint(kinds)
+    # A forward without a graph, under autocast: its cache would also give what was cast before a write.
+    if "reentrant" in str(forest) and (writes or AUTOCAST_FORGETS_GRADIENTS):
         plan = replace(plan, cast_cache=False)
     section = draw(st.sampled_from([64, sections.SECTION]))
     return Example(forest, k, draw(st.integers(1, k)), policy, activations, room, draw(st.booleans()), section, plan)
@@ -237,9 +272,28 @@ TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
 def test_random_graphs_are_exact(example: Example) -> None:
     """No graph, order, size of the window or policy for activations changes a number."""
     note(str(example))
+    check(example, reference_of(example.case(), example.plan))
+
+
+@settings(max_examples=60)
+@given(examples((*WRITERS, "block", "norm")))
+def test_random_graphs_that_write_to_weights_are_exact(example: Example) -> None:
+    """Neither does what forwards write, unless backward would need what was there before."""
+    note(str(example))
+    try:
+        reference = reference_of(example.case(), example.plan)
+    except RuntimeError as error:
+        note(str(error))
+        reject()  # plain training raises
+    try:
+        check(example, reference)
+    except CannotRunAgain:
+        reject()  # plain training does not run forwards again
+
+
+def check(example: Example, reference: tuple[Trace, Fingerprint]) -> None:
     case = example.case()
     options = PipelineOptions(k=example.k, k_prime=example.k_prime, activations=example.activations, debug=True)
-    reference = reference_of(case, example.plan)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # too little room

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
@@ -137,6 +138,30 @@ def test_writes_that_change_nothing() -> None:
     assert_same_story(story, partial(writers, lambda weight: weight.data.clamp_(-100, 100)), activations="recompute")
 
 
+class ChecksPoint(nn.Module):
+    """A user's checkpoint around a block, which backward runs again within the unit."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x.requires_grad_() if x.is_leaf else x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("unit", [ChecksPoint, Writes])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["counted", "data, not idempotent", "assigned data"])
+def test_weights_in_a_checkpoint(name: str, reentrant: bool, frozen: bool, unit: type[nn.Module]) -> None:
+    """Within a unit or around one, what runs again in backward writes once more, as in plain training."""
+
+    def build() -> nn.Module:
+        return Chain([ChecksPoint(Writes(WRITES[name], frozen=frozen), reentrant) for _ in range(4)])
+
+    assert_same_story(train, build, units=unit)
+
+
 class WritesToBuffer(Block):
     """Keeps a moving average in a buffer, as codebooks do."""
 
@@ -236,23 +261,52 @@ def test_clones_of_all_weights() -> None:
     assert_same_story(story, lambda: Chain([Block() for _ in range(4)]))
 
 
-class EditsBetween(LightningModule):
-    """Changes weights after the forward, in a hook that comes before backward."""
+class Trains(LightningModule):
+    """Trains a network as most do: the optimizer may step in backward."""
 
-    def __init__(self, edit: Write) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net = Chain([Block() for _ in range(4)])
-        self.edit = edit
+        self.net = net
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).square().mean()
 
-    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        for parameter in self.net.parameters():
-            self.edit(parameter)
+    def on_train_end(self) -> None:
+        pipeline = getattr(self.trainer.strategy, "pipeline", None)
+        self.steps_in_backward = 0 if pipeline is None else pipeline.stats.steps_in_backward
 
     def configure_optimizers(self) -> Optimizer:
         return SGD(self.parameters(), lr=0.1)
+
+
+def weights_after_training(module: LightningModule, strategy: Any, precision: Any = "32-true") -> list[Tensor]:
+    data = DataLoader(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)), batch_size=4)
+    trainer(strategy, precision=precision).fit(module, data)
+    return list(module.parameters())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_in_a_checkpoint_whose_unit_is_stepped_in_backward(frozen: bool) -> None:
+    """What was written to them is there before they are stepped."""
+    results = []
+    for strategy in ("auto", SuperpipelineStrategy(k=1, units=ChecksPoint)):
+        torch.manual_seed(0)
+        module = Trains(Chain([ChecksPoint(Writes(scale, frozen=frozen), reentrant=False) for _ in range(4)]))
+        results.append(weights_after_training(module, strategy))
+    assert all(map(torch.equal, *results))
+    assert module.steps_in_backward == 4 * 3  # all but those of the first batch
+
+
+class EditsBetween(Trains):
+    """Changes weights after the forward, in a hook that comes before backward."""
+
+    def __init__(self, edit: Write) -> None:
+        super().__init__(Chain([Block() for _ in range(4)]))
+        self.edit = edit
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        for parameter in self.net.parameters():
+            self.edit(parameter)
 
 
 def scale(weight: nn.Parameter) -> None:
@@ -265,10 +319,7 @@ def replace(weight: nn.Parameter) -> None:
 
 def edited_between(strategy: Any, edit: Write, precision: Any) -> list[Tensor]:
     torch.manual_seed(0)
-    module = EditsBetween(edit)
-    data = DataLoader(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)), batch_size=4)
-    trainer(strategy, precision=precision).fit(module, data)
-    return list(module.parameters())
+    return weights_after_training(EditsBetween(edit), strategy, precision)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ class Assembly:
             stats,
             arrangement.host_share.pin_gradients,
             on_arrival=lambda: self.backward.note(),
+            on_departure=lambda: self.outside.write_back_again(),
             averaging=self._averaging(),
         )
         self.gradients = self.returns.gradients

@@ -71,6 +71,7 @@ class OutsideUse:
         self._backward = backward
         self._settle = settle
         self._served: set[Weight] = set()
+        self._written: set[Weight] = set()
         self.guard = Guard(self, arrangement.weights)
         for weight in arrangement.weights:
             if weight.lowered:
@@ -173,6 +174,12 @@ class OutsideUse:
         with self._at_work:
             self.write_back(served)
 
+    def write_back_again(self) -> None:
+        """Write back what a checkpoint within a unit writes to weights when backward runs it again."""
+        if self._written:
+            with self._at_work:
+                self.write_back(self._written)
+
     def write_back(self, weights: Iterable[Weight]) -> None:
         """Copy weights that were written to on the device to the masters, which hold the authoritative values."""
         with without_torch_function():
@@ -184,6 +191,7 @@ class OutsideUse:
                 continue
             if twin.is_replaced:
                 twin.adopt_replacement()
+            self._written.add(twin.weight)
             self._write_back(twin.weight)
 
     def _write_back(self, weight: Weight) -> None:

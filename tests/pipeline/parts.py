@@ -286,7 +286,7 @@ class GradientScene:
         self.stats = Stats()
         self.arrivals = 0
         self.stepper = FakeStepper()
-        self.returns = GradientReturn([self.placed.unit], backend, self.stats, False, self._count)
+        self.returns = GradientReturn([self.placed.unit], backend, self.stats, False, self._count, lambda: None)
         self.returns.stepper = self.stepper
         for twin in self.placed.twins:
             self.returns.watch(twin)

@@ -7,7 +7,8 @@ missing.
 
 Saved-tensor hooks switch off autograd's own check for in-place changes, so it is done here, for weights and for
 everything else. Autograd calls only the innermost pair of hooks, so what is not a weight is passed on to the pair
-below.
+below. A checkpoint gets weights, too: it runs a forward again when the first tensor is asked for and stops after the
+last one, and backward reads weights as they are then.
 """
 
 from __future__ import annotations
@@ -189,7 +190,10 @@ class SavedTensors:
                 exists.
         """
         if isinstance(packed, _Delegated):
-            return packed.unpack(packed.packed)
+            tensor = packed.unpack(packed.packed)
+            if (twin := self.twins.get(storage_key(tensor))) is not None:
+                self.require(twin)
+            return tensor
         if isinstance(packed, Kept):
             return packed.get()
         if isinstance(packed, Offloaded):
@@ -207,7 +211,10 @@ class SavedTensors:
 
 
 class _Chained:
-    """The engine's hooks, pushed over another pair, which gets everything that is not a weight."""
+    """The engine's hooks, pushed over another pair, which gets everything that is not a weight.
+
+    A weight may leave the device before backward, which other hooks cannot know; only a checkpoint does not keep it.
+    """
 
     def __init__(
         self, saved: SavedTensors, outer_pack: Callable[[Tensor], Any], outer_unpack: Callable[[Any], Tensor]
@@ -215,9 +222,11 @@ class _Chained:
         self.saved = saved
         self._outer_pack = outer_pack
         self._outer_unpack = outer_unpack
+        self._is_checkpoint = getattr(outer_pack, "__module__", "") == "torch.utils.checkpoint"
 
     def pack(self, tensor: Tensor) -> _Handle | _Delegated:
-        return self.saved.handle(tensor) or _Delegated(self._outer_pack(tensor), self._outer_unpack)
+        handle = None if self._is_checkpoint else self.saved.handle(tensor)
+        return handle or _Delegated(self._outer_pack(tensor), self._outer_unpack)
 
 
 def _changed_in_place(what: str) -> str:

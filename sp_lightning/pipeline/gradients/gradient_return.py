@@ -87,6 +87,7 @@ class GradientReturn:
         stats: Counters.
         pin: Whether to pin host memory.
         on_arrival: Called when autograd has finished a gradient.
+        on_departure: Called before gradients are sent off: backward leaves a unit, or has all gradients of it.
         averaging: Averages gradients with those of other processes, if there are any.
 
     Attributes:
@@ -105,11 +106,13 @@ class GradientReturn:
         stats: Stats,
         pin: bool,
         on_arrival: Callable[[], None],
+        on_departure: Callable[[], None],
         averaging: Averaging | None = None,
     ) -> None:
         self._backend = backend
         self._stats = stats
         self._on_arrival = on_arrival
+        self._on_departure = on_departure
         self._averaging = averaging
         self._units = list(units)
         self._gathered: dict[Unit, dict[Weight, Tensor]] = {}
@@ -190,12 +193,14 @@ class GradientReturn:
 
     def ship_all_but(self, units: Sequence[Unit]) -> None:
         """Ship what all other units have gathered: backward has moved on to these."""
+        self._on_departure()  # also if the unit that it left is frozen
         for unit in [unit for unit in self._gathered if unit not in units]:
             self._ship(unit)
 
     @torch.no_grad()
     def _ship(self, unit: Unit) -> None:
         """Send what a unit has gathered to the host, averaged first if there are other processes."""
+        self._on_departure()
         gathered = self._gathered.pop(unit)
         if not gathered:  # another process's turn has taken it already
             return

@@ -26,7 +26,9 @@ def way_home(
     *placed: Placed, backend: Backend, pin: bool = False, averaging: Averaging | None = None
 ) -> GradientReturn:
     """The way home for the gradients of several units, which nobody steps in backward."""
-    returns = GradientReturn([made.unit for made in placed], backend, Stats(), pin, lambda: None, averaging)
+    returns = GradientReturn(
+        [made.unit for made in placed], backend, Stats(), pin, lambda: None, lambda: None, averaging
+    )
     returns.stepper = FakeStepper()
     for made in placed:
         for twin in made.twins:
