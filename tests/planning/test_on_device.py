@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
@@ -227,6 +227,27 @@ def test_where_state_goes() -> None:
         assert (state["step"].device.type == "cpu") == steps_stay
         assert here.device == optimizer.state[here]["exp_avg"].device
         assert on_device.state_bytes([optimizer], here) == sum(v.nbytes for v in optimizer.state[here].values())
+
+
+@pytest.mark.parametrize("fails", range(6))
+def test_gradients_survive_when_memory_runs_out_on_the_way(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an accumulation: units also move between its micro-batches."""
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.ones(3)
+    to, copies = Tensor.to, []
+
+    def fail(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copies.append(tensor)
+        if len(copies) > fails:
+            raise torch.OutOfMemoryError("no room")
+        return to(tensor, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "to", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            on_device.move(weights, torch.device("cpu"), [])
+    assert all(weight.grad is not None for weight in weights)
 
 
 def test_an_optimizer_that_looks_at_all_weights_keeps_them_on_the_host() -> None:

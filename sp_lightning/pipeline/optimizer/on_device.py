@@ -19,10 +19,11 @@ def move(parameters: Collection[nn.Parameter], device: torch.device, optimizers:
     """Move parameters with their gradients and optimizer state; the Parameter objects stay the same."""
     with torch.inference_mode(False), torch.no_grad():
         for parameter in parameters:
-            gradient, parameter.grad = parameter.grad, None
-            # copied even if it is there already, so that memory shared with other weights is freed
-            parameter.data = parameter.data.to(device, copy=True)
-            parameter.grad = None if gradient is None else gradient.to(device, copy=True)
+            # copied even if it is there already, so that memory shared with other weights is freed; and both before
+            # either is set, as memory may run out here: no gradient must be lost
+            data = parameter.data.to(device, copy=True)
+            gradient = None if parameter.grad is None else parameter.grad.to(device, copy=True)
+            parameter.data, parameter.grad = data, gradient
         for optimizer in optimizers:
             move_state(optimizer, parameters)
 
