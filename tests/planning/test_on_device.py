@@ -256,7 +256,8 @@ def test_an_optimizer_that_looks_at_all_weights_keeps_them_on_the_host() -> None
 
     for cls in (AdamW, Whole):
         model, pipeline = attach([(2, 1)])
-        take_steps(model, cls(model.parameters()), 2)
+        optimizer = cls(model.parameters())
+        take_steps(model, optimizer, 2)
         nbytes = [pipeline.survey.bytes_on_device(unit) for unit in pipeline.arrangement.units]
         assert all(nbytes) == (cls is AdamW)
         pipeline.detach()

@@ -13,6 +13,7 @@ operation to the next. All bits are as after `optimizer.step()`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, chain
@@ -93,7 +94,9 @@ class UnitStep:
     """
 
     def __init__(self, optimizer: Optimizer, masters: Sequence[nn.Parameter]) -> None:
-        self._optimizer = optimizer
+        # so that the user can drop it, with its state: a step under way keeps it alive (`Share.optimizer`), and between
+        # steps nothing here reads it
+        self._reference = weakref.ref(optimizer)
         self._masters = list(masters)
         self._cuts_before = [0, *accumulate(len(cuts_in(master.numel())) for master in masters)]
         self._flat_state: FlatState | None = None
@@ -136,6 +139,12 @@ class UnitStep:
         changed = [m for m, gradient in zip(self._masters, gradients, strict=True) if gradient is not None]
         return _step_sections(update, sections, self._runs, changed)
 
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
+
     def _find_runs(self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
         """Find what can be stepped as one, unless everything lies where it lay in the last call."""
         if self._last_layout == self._layout(update, gradients, copies) and all(
@@ -156,9 +165,9 @@ class UnitStep:
             first = neighbours[0]
             is_cut = first.has_sections or first.memory.numel() > update.limit
             if len(neighbours) > 1 or (is_cut and first.state_signature is not None):
-                self._runs.append(Run(self._optimizer, neighbours, self._flat_state))
+                self._runs.append(Run(weakref.proxy(self._optimizer), neighbours, self._flat_state))
             else:
-                self._singles.append(Single(self._optimizer, first))
+                self._singles.append(Single(weakref.proxy(self._optimizer), first))
         self._last_layout = self._layout(update, gradients, copies)
 
     def _candidate(

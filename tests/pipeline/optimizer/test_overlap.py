@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -323,6 +325,25 @@ def test_whoever_looks_sees_a_finished_step(step: Step, look: Callable[[nn.Modul
     model = chain()
     with attached(model) as pipeline:
         assert same(expected, story(model, pipeline))
+
+
+def test_a_step_whose_optimizer_is_dropped_is_finished() -> None:
+    """The step keeps it alive."""
+    expected = train(adam, steps=2)
+    model = chain()
+    with attached(model) as pipeline:
+        optimizer = adam(model)
+        plain_step(model, optimizer)  # makes the state
+        with held_up(pipeline) as gate:
+            plain_step(model, optimizer)
+            alive = weakref.ref(optimizer)
+            del optimizer
+            gc.collect()
+            assert alive() is not None
+            assert not pipeline._assembly.overlap.settled
+            open_soon(gate)
+            seen = everything(model)
+            assert same(expected[: len(seen)], seen)
 
 
 def test_settling_waits_for_all() -> None:
@@ -786,6 +807,22 @@ def test_a_param_group_that_is_added_later() -> None:
     model = chain()
     with attached(model):
         assert same(expected, story(model))
+
+
+def test_an_optimizer_that_is_dropped_is_freed() -> None:
+    """With its state, which is twice as large as the model. Somebody makes a new one for each phase of a training."""
+    model = chain()
+    with attached(model) as pipeline:
+        for _ in range(2):
+            optimizer = adam(model)
+            for _ in range(2):
+                plain_step(model, optimizer)
+            pipeline.settle()
+            alive = weakref.ref(optimizer)
+            del optimizer
+            gc.collect()
+            assert alive() is None
+            assert pipeline.summary().optimizer_bytes == 0
 
 
 def test_state_that_is_loaded() -> None:
