@@ -166,8 +166,6 @@ class Assembly:
         except torch.OutOfMemoryError:
             on_device.move(parameters, _HOST, lasting.optimizers.seen)
             raise
-        for known in lasting.known_optimizers.values():
-            known.forget_units(parameters)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""

@@ -57,7 +57,7 @@ class Lasting:
         activations: Applies the policy for activations to each call.
         optimizers: Notices optimizer steps.
         settle: Finishes all steps, of whatever arrangement there is by then.
-        known_optimizers: For each optimizer, how it steps unit by unit.
+        known_optimizers: What is known of each optimizer that steps unit by unit.
         spent: Identities of masters whose gradients were used as they arrived, and not kept.
     """
 

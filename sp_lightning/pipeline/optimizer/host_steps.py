@@ -35,12 +35,10 @@ class KnownOptimizer:
         settle: Finishes all steps; called before the optimizer's state is saved or loaded as a whole.
 
     Attributes:
-        units: A `UnitStep` for the weights of each group, by the identities of their masters.
         stepped_before: Masters that it has stepped since its state was last loaded, by identity.
     """
 
     def __init__(self, optimizer: Optimizer, settle: Callable[[], None]) -> None:
-        self.units: dict[tuple[int, ...], UnitStep] = {}
         self.stepped_before: set[int] = set()
 
         def before_load(*_: Any) -> None:
@@ -51,11 +49,6 @@ class KnownOptimizer:
             optimizer.register_state_dict_pre_hook(lambda _: settle()),
             optimizer.register_load_state_dict_pre_hook(before_load),
         ]
-
-    def forget_units(self, masters: Sequence[nn.Parameter]) -> None:
-        """Give back the memory for the state of masters that are not stepped on the host any more."""
-        gone = set(map(id, masters))
-        self.units = {key: unit for key, unit in self.units.items() if gone.isdisjoint(key)}
 
     def forget(self) -> None:
         """Remove the hooks from the optimizer."""
@@ -140,6 +133,8 @@ class HostSteps:
         self._known = known
         self._settle_all = settle
         self._under_way: list[Group] = []
+        # of this arrangement's groups: those of another one would hold memory for state that lies elsewhere by now
+        self._unit_steps: weakref.WeakKeyDictionary[Optimizer, dict[Group, UnitStep]] = weakref.WeakKeyDictionary()
 
     def has_stepped_before(self, optimizer: Optimizer, weights: Iterable[Weight]) -> bool:
         """Tell whether an optimizer has stepped all of these before, so that they have state."""
@@ -188,11 +183,10 @@ class HostSteps:
     def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:
         if optimizer not in self._known:
             self._known[optimizer] = KnownOptimizer(optimizer, self._settle_all)
-        units = self._known[optimizer].units
-        key = tuple(id(weight.master) for weight in group.host.weights)
-        if key not in units:
-            units[key] = UnitStep(optimizer, [weight.master for weight in group.host.weights])
-        return units[key]
+        unit_steps = self._unit_steps.setdefault(optimizer, {})
+        if group not in unit_steps:
+            unit_steps[group] = UnitStep(optimizer, [weight.master for weight in group.host.weights])
+        return unit_steps[group]
 
     def finish_step(self, group: Group) -> None:
         """Wait until no step reads or writes the memory of a group any more."""

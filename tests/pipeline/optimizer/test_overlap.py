@@ -20,6 +20,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.modules.guard import HostParameter
+from sp_lightning.pipeline.optimizer import stepping
+from sp_lightning.pipeline.optimizer.flat import FlatState
 from sp_lightning.pipeline.optimizer.stepping import UnitStep
 from sp_lightning.pipeline.transfer.threads import ThreadTicket
 
@@ -823,6 +825,41 @@ def test_an_optimizer_that_is_dropped_is_freed() -> None:
             gc.collect()
             assert alive() is None
             assert pipeline.summary().optimizer_bytes == 0
+
+
+def test_units_that_lose_a_weight_do_not_leave_memory_for_its_state_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their state moves together once more; where it was before is given back."""
+    made: weakref.WeakSet[FlatState] = weakref.WeakSet()
+
+    class Block(nn.Sequential):
+        """A unit of three weights, of which the second is used outside of it in later steps."""
+
+    class Noted(FlatState):
+        def __init__(self, masters: Any) -> None:
+            super().__init__(masters)
+            made.add(self)
+
+    monkeypatch.setattr(stepping, "FlatState", Noted)
+    blocks = [Block(*[nn.Linear(64, 64, bias=False) for _ in range(3)]) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+
+    def held() -> int:
+        gc.collect()
+        return sum(buffer.nbytes for state in made for buffer in state._buffers.values())
+
+    with attached(model, units=Block) as pipeline:
+        optimizer = adam(model)
+        seen = []
+        for outside in (False, False, True, True, True):
+            optimizer.zero_grad()
+            with pipeline.step():
+                penalty = sum(block[1].weight.square().mean() for block in blocks) if outside else 0
+                (model(torch.ones(2, 64)).square().mean() + penalty).backward()
+            optimizer.step()
+            pipeline.settle()
+            seen.append(held())
+        assert len(pipeline.arrangement.groups) == len(blocks) + 1
+    assert seen[-1] < 1.5 * seen[1]
 
 
 def test_state_that_is_loaded() -> None:
