@@ -77,6 +77,7 @@ class Clipping:
 
         ticket = self._backend.work(job, self._gradients.tickets_of(found.weights))
         self._gradients.multiply(found.weights, factor)
+        self._gradients.forget_norms(found.weights)  # or another clip would read the factor before it is there
         self._gradients.mark_under_way(found.weights, ticket)
         if found.on_device:
             self._backend.synchronize(ticket)

@@ -348,6 +348,41 @@ def test_a_step_whose_optimizer_is_dropped_is_finished() -> None:
             assert same(expected[: len(seen)], seen)
 
 
+def test_clipping_again_does_not_read_a_factor_that_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decided by what was in fresh memory, here a power of two, whether it can have torch's bits."""
+
+    def clip_with_a_factor_in_ones(pipeline: Pipeline, parameters: list[nn.Parameter], max_norm: float) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", torch.ones)
+            pipeline.optimizers.clip_grad_norm(parameters, max_norm)
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizer, parameters = momentum(model), list(model.parameters())
+        gradients = []
+        for step in range(8):
+            loss = model(X).square().mean()
+            if pipeline is None:
+                loss.backward()
+                nn.utils.clip_grad_norm_(parameters, 0.01 / (step + 1))
+                nn.utils.clip_grad_norm_(parameters, 1e-4)
+            else:
+                with pipeline.optimizers.measuring_norms():
+                    loss.backward()
+                with held_up(pipeline) as gate:
+                    clip_with_a_factor_in_ones(pipeline, parameters, 0.01 / (step + 1))
+                    open_soon(gate)
+                    pipeline.optimizers.clip_grad_norm(parameters, 1e-4)
+            optimizer.step()
+            gradients += [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+            optimizer.zero_grad()
+        return gradients
+
+    expected = story(chain(), None)
+    model = chain()
+    with attached(model) as pipeline:
+        assert same(expected, story(model, pipeline))
+
+
 def test_settling_waits_for_all() -> None:
     expected = train(adam, steps=2)
     model = chain()
