@@ -45,7 +45,7 @@ class Homes:
     def weights_in_home(self, unit: Unit, weights: Sequence[Weight]) -> list[Weight]:
         """Return all weights whose gradients share, or would share, a home with those of these weights of a unit."""
         home = self._homes.get(unit)
-        if home is not None and set(weights) <= set(home.weights):
+        if home is not None and home.indices.keys() >= set(weights):
             return home.weights
         return [weight for weight in unit.weights if weight.master.requires_grad or weight in weights]
 
@@ -75,10 +75,10 @@ class Homes:
                 return home.memory
         return None
 
-    def only_show(self, unit: Unit, gradient: int) -> bool:
-        """Tell whether nobody but a home of this unit and `.grad` holds a gradient (see `Home.only_shows`)."""
-        home = self._homes.get(unit)
-        return home is not None and home.only_shows(gradient)
+    def is_only_shown(self, weight: Weight, gradient: int) -> bool:
+        """Tell whether nobody but a home and `.grad` holds a weight's gradient (see `Home.is_only_shown`)."""
+        home = self._homes.get(weight.unit)
+        return home is not None and home.is_only_shown(weight, gradient)
 
     def has_lower(self, unit: Unit) -> bool:
         """Tell whether a unit has a home for gradients in a lower dtype."""
@@ -123,6 +123,7 @@ class Home:
 
     def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype], backend: Backend, pin: bool) -> None:
         self.weights = list(weights)
+        self.indices = {weight: index for index, weight in enumerate(weights)}
         self.dtypes = list(dtypes)
         self._backend = backend
         self._pin = pin
@@ -151,7 +152,7 @@ class Home:
 
     def room_for(self, weight: Weight) -> Tensor:
         """Return memory for one weight's gradient that nobody else holds."""
-        index = self.weights.index(weight)
+        index = self.indices[weight]
         place = self.tensors[index] = self._places[index]  # another tensor of this home would count as a user
         if not _is_free(place):
             return torch.empty_like(weight.host)
@@ -162,17 +163,18 @@ class Home:
         """Tell whether its memory is that of exactly these gradients."""
         return len(gradients) == len(self._places) and all(map(_lies_in, gradients, self._places))
 
-    def only_shows(self, gradient: int) -> bool:
+    def is_only_shown(self, weight: Weight, gradient: int) -> bool:
         """Tell whether only this home and `.grad` hold a gradient, so that nobody can see when exactly it changes.
 
         Args:
+            weight: The weight.
             gradient: The `id` of a tensor for which the caller has one name.
         """
-        for tensor, place, count in zip(self.tensors, self._places, _references(self.tensors), strict=True):
-            if id(tensor) == gradient:
-                held = count > _SHOWN_REFERENCES or users_of_tensor(tensor) > 2 or users_of_storage(place) > 2
-                return _lies_in(tensor, place) and not held
-        return False
+        index = self.indices.get(weight)
+        if index is None or id(self.tensors[index]) != gradient or _references(self.tensors, index) > _SHOWN_REFERENCES:
+            return False
+        tensor, place = self.tensors[index], self._places[index]
+        return _lies_in(tensor, place) and users_of_tensor(tensor) <= 2 and users_of_storage(place) <= 2
 
 
 def _is_free(place: Tensor) -> bool:
@@ -185,16 +187,16 @@ def _lies_in(gradient: Tensor, place: Tensor) -> bool:
     return is_there and gradient.shape == place.shape and gradient.stride() == place.stride()
 
 
-def _references(tensors: Sequence[Tensor]) -> list[int]:
-    """Count references to each tensor, always in here: what a call adds depends on whether dynamo is at work."""
-    return [sys.getrefcount(tensor) for tensor in tensors]
+def _references(tensors: Sequence[Tensor], index: int) -> int:
+    """Count references to a tensor, always in here: what a call adds depends on whether dynamo is at work."""
+    return sys.getrefcount(tensors[index])
 
 
 def _references_of_a_shown_gradient() -> int:
     parameter, home = torch.nn.Parameter(torch.empty(0)), [torch.empty(0)]
     parameter.grad = home[0]
-    gradient = parameter.grad  # noqa: F841 - the name counts, as does the caller's of `only_shows`
-    return _references(home)[0]
+    gradient = parameter.grad  # noqa: F841 - the name counts, as does the caller's of `is_only_shown`
+    return _references(home, 0)
 
 
 # of a gradient that its home and `.grad` hold, and that has one name: what `.grad` adds depends on torch's version

@@ -117,8 +117,8 @@ class HostGradients:
         return gradient, scaling
 
     def is_only_shown(self, weight: Weight, gradient: int) -> bool:
-        """Tell whether nobody but its home and `.grad` holds a gradient (see `Home.only_shows`)."""
-        return self._homes.only_show(weight.unit, gradient)
+        """Tell whether nobody but its home and `.grad` holds a gradient (see `Home.is_only_shown`)."""
+        return self._homes.is_only_shown(weight, gradient)
 
     def tickets_of(self, weights: Iterable[Weight]) -> list[Ticket]:
         """Return the tickets to wait for before the gradients of these weights may be read."""

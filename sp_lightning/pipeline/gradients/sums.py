@@ -97,7 +97,7 @@ class Sums:
         if total is None:
             total = self._gradients.get(weight)
         if total is not None and total.dtype == weight.master.dtype:
-            if not self._homes.of(weight.unit, [weight]).only_shows(id(total)):
+            if not self._homes.is_only_shown(weight, id(total)):
                 self.must_settle = True
             self._totals[weight] = total
             return _Addition(total, None, arrived, onto=True)

@@ -103,7 +103,7 @@ def test_a_gradient_that_was_given_other_memory_comes_home_the_next_time(elsewhe
     point(parameter.grad, elsewhere)
     total = parameter.grad
     assert not home.consists_of([total, home.tensors[1]])
-    assert not home.only_shows(id(total)), "who gave it its memory may hold that"
+    assert not home.is_only_shown(home.weights[0], id(total)), "who gave it its memory may hold that"
     del total
     parameter.grad = None
     home.vacate()
@@ -144,7 +144,7 @@ def test_room_where_a_gradient_was_given_other_memory() -> None:
     home.tensors[1].data = torch.zeros(6)
     room = home.room_for(home.weights[1])
     assert room.data_ptr() == where
-    assert home.only_shows(id(room))
+    assert home.is_only_shown(home.weights[1], id(room))
 
 
 def test_room_for_one_gradient() -> None:
@@ -164,7 +164,7 @@ def test_a_gradient_that_is_only_shown() -> None:
     home = home_of(torch.ones(4), torch.ones(6))
     parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])
     total = parameter.grad  # as the engine holds it while it asks
-    assert home.only_shows(id(total))
+    assert home.is_only_shown(home.weights[0], id(total))
 
 
 def test_nothing_is_taken_for_held_when_dynamo_has_failed() -> None:
@@ -185,16 +185,16 @@ def test_a_gradient_that_somebody_holds_is_not_only_shown(way: str) -> None:
     parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])
     total = parameter.grad
     held = HOLD[way](total)
-    assert not home.only_shows(id(total))
+    assert not home.is_only_shown(home.weights[0], id(total))
     del held
-    assert home.only_shows(id(total))
+    assert home.is_only_shown(home.weights[0], id(total))
 
 
 def test_a_users_own_gradient_is_not_only_shown() -> None:
     """It is nobody's home: who made it may hold it."""
     home = home_of(torch.ones(4))
     total = torch.ones(4)
-    assert not home.only_shows(id(total))
+    assert not home.is_only_shown(home.weights[0], id(total))
 
 
 # ------------------------------------------------------------------------------------------------------- homes of units
