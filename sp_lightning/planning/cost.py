@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from sp_lightning.pipeline.activations.choice import Way, peak
-from sp_lightning.pipeline.gradients.landing import PIECES
 from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
 from sp_lightning.planning.replay import Layout, Replay
 from sp_lightning.planning.workload import Machine, Workload
@@ -113,7 +112,8 @@ def weight_bytes(workload: Workload, choice: Choice) -> int:
 
 def gradient_bytes(workload: Workload) -> int:
     """Return the device memory for gradients on their way to the host."""
-    return PIECES * max(workload.piece_bytes, *(u.gradient_bytes for u in (*workload.units, workload.resident)))
+    largest = max(unit.gradient_bytes for unit in (*workload.units, workload.resident))
+    return workload.pieces * max(workload.piece_bytes, largest)
 
 
 def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:

@@ -85,6 +85,7 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
         turn_bytes=observed.turn_bytes,
         outside_bytes=max(0, observed.activation_peak - by_choice) if auto is None else observed.outside_bytes,
         piece_bytes=max(map(gradient_bytes, arrangement.all_units)),
+        pieces=arrangement.gradient_pieces,
         reserve_bytes=observed.reserve_bytes,
         calls=calls,
     )

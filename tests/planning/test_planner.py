@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as hf
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Recording, Survey
+from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.layout.device_layout import sent_bytes
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.planning import AutoPlanner, Choice, Workload, choose, planner, predict
+from sp_lightning.planning.cost import gradient_bytes
 from sp_lightning.planning.measure import machine_of, workload_of
 from sp_lightning.planning.planner import _Measurement
 from sp_lightning.planning.workload import calls_in_order
@@ -130,6 +133,33 @@ def test_a_unit_that_is_called_in_several_places(
     for k in (2, 4):
         seconds = trained(None, k=k, k_prime=1).seconds[-1]
         assert predict(*measured[0], Choice(k, 1)).seconds == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("processes", ["one", "several"])
+def test_gradients_on_their_way_take_what_they_are_planned_with(
+    processes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several processes a third unit's gradients are on the device, and a plan must leave room for them."""
+    counted: list[int] = []
+
+    def plan(survey: Survey, seen: _Measurement) -> str:
+        counted.append(gradient_bytes(workload_of(survey, seen.recording, seen.observed())))
+        return "no plan is needed"
+
+    monkeypatch.setattr(planner, "_plan", plan)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = chain(6)
+    options = PipelineOptions(units=is_block, memory_budget="100MiB")
+    replicas = Replicas() if processes == "several" else None
+    pipeline = Pipeline(model, "cpu", options=options, planner=AutoPlanner(lambda _: None), replicas=replicas)
+    try:
+        optimizer = SGD(model.parameters(), 0.1)
+        for _ in range(8):
+            step(model, optimizer, *rows())
+        assert counted == [pipeline.arrangement.streaming_bytes() - pipeline.arrangement.device_bytes()]
+    finally:
+        pipeline.detach()
+        dist.destroy_process_group()
 
 
 def test_a_loop_over_tokens_is_not_replayed() -> None:
