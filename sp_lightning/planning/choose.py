@@ -137,9 +137,10 @@ def _choose_streaming(
     room = budget - workload.reserve_bytes - gradient_bytes(workload)
     least_weights = min(weight_bytes(workload, Choice(*window)) for window in windows)
     candidates: list[_Candidate] = []
+    fastest = math.inf
     for ways in _splits(workload, room - least_weights):
         left = room - activation_bytes(workload, ways)
-        least, fastest = least_seconds(workload, machine, ways), _fastest(candidates)
+        least = least_seconds(workload, machine, ways)
         if least > fastest:
             continue
         for window in sorted([*windows, *_largest_windows(workload, windows, left)]):
@@ -149,14 +150,11 @@ def _choose_streaming(
                 continue
             for each in {choice, _filled(workload, choice, left)} if fill else {choice}:
                 candidates.append(_Candidate(each, predict(workload, machine, each), arena))
-            if _fastest(candidates) <= _TIE * least:
+                fastest = min(fastest, candidates[-1].seconds)
+            if fastest <= _TIE * least:
                 break  # larger windows cannot be faster than that
-    tied = [candidate for candidate in candidates if candidate.seconds <= _TIE * _fastest(candidates)]
+    tied = [candidate for candidate in candidates if candidate.seconds <= _TIE * fastest]
     return min(tied, key=_Candidate.rank)
-
-
-def _fastest(candidates: Sequence[_Candidate]) -> float:
-    return min((candidate.seconds for candidate in candidates), default=math.inf)
 
 
 def _windows(
