@@ -15,7 +15,7 @@ from typing import Any
 import bench
 import pytest
 import torch
-from suite import host_memory, rooflines, runner
+from suite import host_memory, rooflines, runner, worker
 from suite.demand import demand_of, describe
 from suite.module import Batches, Clock
 from suite.networks import Network
@@ -612,6 +612,17 @@ def test_the_target_for_memory(seconds, device, met):
     )
     assert first[1] == ("no" if device > 40 else met)
     assert smallest == ("86% less (qwen2.5-1.5b-8k)", "yes")
+
+
+def test_a_peak_that_our_system_has_torch_count_anew_is_not_lost(monkeypatch):
+    """A rival's, which reports none of its own, is what torch has counted."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9)
+    for facts, peak in [({}, 5), ({"counted_device_peak_bytes": 7}, 7), ({"counted_device_peak_bytes": 3}, 5)]:
+        assert worker._device_memory(torch.device("cuda"), facts) == {
+            "device_peak_bytes": peak,
+            "device_reserved_bytes": 9,
+        }
 
 
 def test_the_targets_for_memory_know_who_asks_for_less():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from sp_lightning.pipeline import Lane, Pipeline
 from sp_lightning.timeline import Breakdown
 
@@ -93,9 +91,8 @@ def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
     Args:
         pipeline: The engine. On a device whose memory torch does not count, its own counters are used.
     """
-    api = torch.get_device_module(pipeline.device)
-    if hasattr(api, "mem_get_info"):
-        free, _ = api.mem_get_info(pipeline.device)
-        return api.max_memory_allocated(pipeline.device), free + api.memory_reserved(pipeline.device)
-    summary, stats = pipeline.summary(), pipeline.stats
-    return summary.device_bytes + summary.gradient_bytes + stats.activation_peak_bytes, None
+    peak = pipeline.survey.peak_memory
+    if peak is None:
+        summary = pipeline.summary()
+        peak = summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes
+    return peak, pipeline.survey.usable_memory

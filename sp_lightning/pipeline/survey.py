@@ -78,6 +78,16 @@ class Survey:
         return self._lasting.meter.step_peak
 
     @property
+    def peak_memory(self) -> int | None:
+        """The peak bytes of device memory so far, whoever has allocated them; None if the device does not tell."""
+        return self._lasting.backend.peak_memory()
+
+    @property
+    def usable_memory(self) -> int | None:
+        """The bytes of device memory that this process has or can have; None if the device does not tell."""
+        return self._lasting.backend.usable_memory()
+
+    @property
     def backward_passes(self) -> int:
         """Number of backward passes that have ended."""
         return self._lasting.activations.backward_passes

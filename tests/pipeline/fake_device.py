@@ -115,6 +115,8 @@ class FakeDeviceModule:
         self.synchronized_by: list[str] = []
         self.chosen: dict[str, torch.device] = {}  # by thread
         self.clock = 0
+        self.peak = 0
+        self.fraction = 1.0
         self._names = iter(["compute", "up", *["up behind work"] * _STREAMS_BEHIND_WORK, "down"])
         self._compute = self.Stream()
         self._current = threading.local()
@@ -155,6 +157,15 @@ class FakeDeviceModule:
 
     def memory_allocated(self, device: torch.device) -> int:
         return 1 << 10
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.memory_allocated(device)
+
+    def get_per_process_memory_fraction(self, device: torch.device) -> float:
+        return self.fraction
 
     def compute(self, work: Callable[[], None]) -> None:
         """Launch a kernel."""

@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -137,7 +137,7 @@ def measure(job: Job) -> dict[str, Any]:
         _run_trainer(module, workload, system, batches, clock, device)
     else:
         _run_plainly(module, workload, batches, clock, device)
-    seconds = clock.seconds()
+    seconds, facts = clock.seconds(), system.facts()
     return record(
         job,
         "ok",
@@ -146,10 +146,10 @@ def measure(job: Job) -> dict[str, Any]:
         warm_up_seconds=seconds[: job.warm_up],
         step_seconds=seconds[job.warm_up : job.warm_up + job.steps],
         values=clock.values(),
-        **_device_memory(device),
+        **_device_memory(device, facts),
         host_peak_bytes=host_memory.peak_bytes(),
         waits=system.waits(),
-        facts=system.facts(),
+        facts=facts,
     )
 
 
@@ -201,12 +201,16 @@ def _device(workload: Workload) -> torch.device:
     return device
 
 
-def _device_memory(device: torch.device) -> dict[str, int | None]:
-    """Return the peaks of allocated and reserved memory; None on a CPU, where torch counts neither."""
+def _device_memory(device: torch.device, facts: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return the peaks of allocated and reserved memory; None on a CPU, where torch counts neither.
+
+    Our own system has torch count anew in the steps that it measures, and reports the peak of allocated memory from
+    before that; the peak of reserved memory is then that of the later steps.
+    """
     if device.type != "cuda":
         return {"device_peak_bytes": None, "device_reserved_bytes": None}
     return {
-        "device_peak_bytes": torch.cuda.max_memory_allocated(device),
+        "device_peak_bytes": max(torch.cuda.max_memory_allocated(device), facts.get("counted_device_peak_bytes", 0)),
         "device_reserved_bytes": torch.cuda.max_memory_reserved(device),
     }
 

@@ -75,6 +75,7 @@ class AcceleratorBackend(Backend):
     def __init__(self, device: torch.device, poison: bool = False, cores: HostCores = ANYWHERE) -> None:
         super().__init__(device, poison)
         self._cores = cores
+        self._peak_before_reset = 0
         self._api: Any = torch.get_device_module(device)
         if not hasattr(self._api, "Stream"):
             raise ValueError(f"`device={device}`: torch has no streams for {device.type!r}, so nothing can stream.")
@@ -267,9 +268,20 @@ class AcceleratorBackend(Backend):
         return min(int(self._api.mem_get_info(self.device)[0]) + cached, max(0, allowed - used))
 
     @override
+    def usable_memory(self) -> int | None:
+        free = self.free_memory()
+        return None if free is None else free + int(self._api.memory_allocated(self.device))
+
+    @override
+    def peak_memory(self) -> int | None:
+        most = self.most_memory_in_use()
+        return None if most is None else max(self._peak_before_reset, most)
+
+    @override
     def memory_in_use(self) -> int | None:
         if not hasattr(self._api, "reset_peak_memory_stats"):
             return None
+        self._peak_before_reset = max(self._peak_before_reset, int(self._api.max_memory_allocated(self.device)))
         self._api.reset_peak_memory_stats(self.device)
         return int(self._api.memory_allocated(self.device))
 

@@ -124,6 +124,14 @@ class Backend(Lanes):
         """Return the bytes of device memory that can be allocated now, or None if unknown."""
         return None
 
+    def usable_memory(self) -> int | None:
+        """Return the bytes of device memory that are allocated or can be, or None if unknown."""
+        return None
+
+    def peak_memory(self) -> int | None:
+        """Return the peak of allocated bytes so far, or None if unknown."""
+        return None
+
     def memory_in_use(self) -> int | None:
         """Return the bytes of device memory that are allocated, or None if unknown, and reset their peak."""
         return None

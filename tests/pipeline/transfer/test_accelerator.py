@@ -382,6 +382,26 @@ def test_device_memory_is_known(scene: Scene) -> None:
     assert scene.backend.total_memory() == 7 << 20
 
 
+def test_usable_memory_is_limited_as_the_process_is(scene: Scene) -> None:
+    """By `torch.cuda.set_per_process_memory_fraction`; what the device has free, the process may not have."""
+    assert scene.backend.usable_memory() == (3 << 20) + (5 << 10)
+    scene.api.fraction = 2 / 7
+    assert scene.backend.usable_memory() == 2 << 20
+
+
+def test_the_peak_is_that_of_the_run(scene: Scene) -> None:
+    """And not since the engine has last counted it anew."""
+    scene.api.peak = 9 << 10
+    scene.backend.memory_in_use()
+    assert scene.backend.most_memory_in_use() == 1 << 10
+    assert scene.backend.peak_memory() == 9 << 10
+    scene.api.peak = 8 << 10
+    scene.backend.memory_in_use()
+    assert scene.backend.peak_memory() == 9 << 10
+    scene.api.peak = 10 << 10
+    assert scene.backend.peak_memory() == 10 << 10
+
+
 def test_a_device_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     with pytest.raises(ValueError, match="`device=mps`.*no streams"):

@@ -121,7 +121,7 @@ class _Observer(L.Callback):
             "k_prime": plan.k_prime,
             "pinned": plan.pinned,
             "host_bytes_per_parameter": plan.host_bytes_per_parameter,
-            # On a CPU, where torch counts nothing, this is the memory that a device would hold.
+            # Of the whole run; on a CPU, where torch counts nothing, this is the memory that a device would hold.
             "counted_device_peak_bytes": device_memory(pipeline)[0],
             "misses": pipeline.stats.misses,
             "recomputed": pipeline.stats.recomputed,
