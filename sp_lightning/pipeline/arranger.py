@@ -262,10 +262,16 @@ class Arranger:
         """Make the policy that chooses for each unit; None where activations have no memory limit."""
         if not self._activations.chooses or self.survey.budget is None:
             return None
-        never_again = self._activations.never_again
         lasting = self._lasting
         is_planned = self._planner is not None and "auto" in (self._options.k, self._options.k_prime)
-        return AutoPolicy(lasting.backend, lasting.meter, self._room_for_activations, never_again, warns=not is_planned)
+        return AutoPolicy(
+            lasting.backend,
+            lasting.meter,
+            self._room_for_activations,
+            self._activations.never_again,
+            pin=self.arrangement.host_share.pinnable_bytes() != 0,
+            warns=not is_planned,
+        )
 
     def _room_for_activations(self) -> int:
         """Return the bytes of device memory left for activations; only meaningful where there is a limit."""

@@ -35,6 +35,7 @@ class AutoPolicy:
         meter: Counts what is held for backward.
         budget: Returns how many bytes activations may take now.
         never_again: Members that must not recompute, because that has failed in backward.
+        pin: Whether host memory for activations is pinned.
         warns: Whether to warn if nothing fits. A planner can still make room, and warns by itself.
 
     Attributes:
@@ -45,12 +46,20 @@ class AutoPolicy:
     """
 
     def __init__(
-        self, backend: Backend, meter: Meter, budget: Callable[[], int], never_again: Set[str], warns: bool = True
+        self,
+        backend: Backend,
+        meter: Meter,
+        budget: Callable[[], int],
+        never_again: Set[str],
+        *,
+        pin: bool,
+        warns: bool = True,
     ) -> None:
         self._backend = backend
         self._meter = meter
         self._budget = budget
         self._never_again = never_again
+        self._pin = pin
         self._link: Link | None = None
         self._step = self._pass = 0
         self._units: dict[str, Measured] = {}  # in the order of the forward
@@ -232,5 +241,5 @@ class AutoPolicy:
         if not large or (room is not None and room < _HOST_ROOM * large):
             return None
         if self._link is None:
-            self._link = Link.measured(self._backend)
+            self._link = Link.measured(self._backend, self._pin)
         return self._link

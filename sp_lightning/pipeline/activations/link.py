@@ -39,12 +39,17 @@ class Link(NamedTuple):
         return sending + fetching + _HIDDEN_COST * nbytes * (1 / self.up + 1 / self.down)
 
     @staticmethod
-    def measured(backend: Backend) -> Link:
-        """Measure the link by small copies in both directions; the host waits for them."""
+    def measured(backend: Backend, pin: bool) -> Link:
+        """Measure the link by small copies in both directions; the host waits for them.
+
+        Args:
+            backend: Copies.
+            pin: Whether to pin host memory for it, as that for activations is: the rates are others if it is not.
+        """
         free = backend.free_memory()
         nbytes = _PROBE_BYTES if free is None else min(_PROBE_BYTES, max(1, free // 4))
         device = backend.allocate(nbytes)
-        host = HostBuffer(nbytes, backend, backend.can_pin)
+        host = HostBuffer(nbytes, backend, pin)
 
         def rate(copy: Callable[[], Any]) -> float:
             backend.synchronize(copy())

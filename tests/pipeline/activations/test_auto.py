@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sp_lightning.pipeline import AcceleratorBackend
+from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import auto
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.link import Link
@@ -16,8 +16,11 @@ from sp_lightning.pipeline.activations.measured import Measured
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.recompute import Footprint
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.units import Member
 
+from ...helpers import is_block
+from ...zoo.blocks import chain, rows
 from ..parts import RecordingBackend, host_backend
 
 FAST, SLOW = Link(1e12, 1e12), Link(1.0, 1.0)
@@ -29,9 +32,9 @@ def member(name: str) -> Member:
 
 
 def policy(room: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> AutoPolicy:
-    monkeypatch.setattr(Link, "measured", staticmethod(lambda backend: link))
+    monkeypatch.setattr(Link, "measured", staticmethod(lambda backend, pin: link))
     backend = RecordingBackend()
-    return AutoPolicy(backend, Meter(backend.device, Stats()), lambda: room, never_again=set())
+    return AutoPolicy(backend, Meter(backend.device, Stats()), lambda: room, never_again=set(), pin=False)
 
 
 def measure(chooser: AutoPolicy, steps: int = 2, size: int = 8, seconds: float = 1.0, **changes: Any) -> dict[str, str]:
@@ -203,7 +206,7 @@ def test_what_operations_take_is_left_free(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Link, "measured", staticmethod(lambda backend: SLOW))
     backend, units = TellsMemory(), [member(name) for name in "abc"]
     meter = Meter(backend.device, Stats())
-    chooser = AutoPolicy(backend, meter, lambda: 600, never_again=set())
+    chooser = AutoPolicy(backend, meter, lambda: 600, never_again=set(), pin=False)
 
     def take(nbytes: int) -> None:
         backend.allocate_more(nbytes)
@@ -257,7 +260,7 @@ def test_the_probe_of_the_link_fits_what_is_free(monkeypatch: pytest.MonkeyPatch
             sizes.append(nbytes)
             return super().allocate(nbytes)
 
-    Link.measured(Small())
+    Link.measured(Small(), pin=False)
     assert sizes == [1 << 18]
 
 
@@ -287,9 +290,36 @@ def test_calls_of_one_step_add_up() -> None:
 
 def test_a_link_is_measured() -> None:
     with host_backend() as backend:
-        link = Link.measured(backend)
+        link = Link.measured(backend, pin=False)
         assert 1e6 < link.up < 1e13
         assert 1e6 < link.down < 1e13
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_the_link_is_measured_with_memory_as_activations_have_it(
+    pin_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not page-locked is copied more slowly, and offloading costs more."""
+    pinned: list[bool] = []
+
+    def measured(backend: Backend, pin: bool) -> Link:
+        pinned.append(pin)
+        return FAST
+
+    monkeypatch.setattr(Link, "measured", staticmethod(measured))
+    model = chain(6)
+    options = PipelineOptions(
+        units=is_block,
+        k=2,
+        activations="auto",
+        memory_budget="1GiB",
+        pin_memory=pin_memory,
+    )
+    pipeline = Pipeline(model, "cpu", options=options, backend=RecordingBackend(can_pin=True))
+    for _ in range(3):
+        model(*rows(1 << 16)).sum().backward()
+    pipeline.detach()
+    assert pinned == [pin_memory]
 
 
 @pytest.mark.parametrize(
