@@ -589,9 +589,13 @@ def test_advice_needs_evidence(monkeypatch, changes, advice):
 
 def test_advice_on_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)  # of a container, say
     assert "OMP_NUM_THREADS=1 holds them to 1 of 16 cores" in diagnose(evidence(step=7e-3))[-1]
     assert "OMP_NUM_THREADS" not in diagnose(evidence(step=7e-3, host_threads=4))[-1]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # `torchrun` has set it, so it holds nobody back
+    assert "OMP_NUM_THREADS" not in diagnose(evidence(step=7e-3))[-1]
 
 
 def test_advice_where_no_unit_computes():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sp_lightning.pipeline import Kind, Lane, PipelineOptions, Summary, readable_bytes
+from sp_lightning.pipeline.transfer.cores import allowed_cores, user_chose_threads
 from sp_lightning.timeline import Breakdown, headline, readable_seconds
 
 _MUCH = 0.3  # the least share of a lane's work that is worth doing something about
@@ -96,9 +97,10 @@ def _host(evidence: Evidence) -> Iterator[str]:
             f"The optimizer's steps take {stepping} of the host's time in a step: a larger batch, or"
             " `accumulate_grad_batches`, steps less often for the same data."
         )
-    limit, cores = os.environ.get("OMP_NUM_THREADS"), os.cpu_count() or 1
-    if evidence.options.host_threads == "auto" and limit is not None and limit.isdecimal() and int(limit) < cores // 2:
-        yield f"OMP_NUM_THREADS={limit} holds them to {limit} of {cores} cores: `host_threads` overrides it."
+    if evidence.options.host_threads == "auto" and user_chose_threads():
+        limit, cores = os.environ["OMP_NUM_THREADS"], len(allowed_cores())
+        if limit.isdecimal() and int(limit) < cores // 2:
+            yield f"OMP_NUM_THREADS={limit} holds them to {limit} of {cores} cores: `host_threads` overrides it."
 
 
 def _elsewhere(evidence: Evidence) -> Iterator[str]:
