@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import sweep_k
 import torch
 import yaml
 from PIL import Image
@@ -435,6 +436,16 @@ def test_the_benchmark_of_the_host_step_measures(tmp_path):
     ]
     assert all(value > 0 for row in rows for value in row["ms"].values())
     assert f"{rows[0]['fused / by unit, fused']:.2f}" in output
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [(None, "GPU None"), ("cuda", "GPU cuda"), ("cuda:1", "GPU cuda:1"), ("cpu", "CPU, emulated device")],
+)
+def test_memory_and_time_over_k_tell_what_device_they_are_of(device, name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    assert sweep_k.device_name(device) == name
 
 
 def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path):

@@ -88,10 +88,16 @@ def sweep(arguments: argparse.Namespace) -> dict[str, object]:
         peak = max(point.device_bytes for point in measured)
         points.append(Point(k, measured[0].k_prime, seconds, peak))
         print(f"k={k:<4} {1e3 * seconds:9.2f} ms a step {peak / 2**20:10.1f} MiB on the device")
-    on_cuda = torch.cuda.is_available() and arguments.device in (None, "cuda")
-    device = torch.cuda.get_device_name() if on_cuda else "CPU, emulated device"
     title = f"{arguments.blocks} blocks of width {arguments.width}, batch of {arguments.rows}, {arguments.activations}"
+    device = device_name(arguments.device)
     return {"title": title, "device": device, "torch": torch.__version__, "points": [vars(point) for point in points]}
+
+
+def device_name(device: str | None) -> str:
+    """Return the name of the device that is measured."""
+    if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "CPU, emulated device"
 
 
 def main() -> None:
