@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-_CGROUP = Path("/sys/fs/cgroup")
+from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
+
 _LARGEST_PIECE, _LEAST_PIECE = 1 << 30, 1 << 24  # what is allocated at once
 _KEPT = 0.04  # of all memory: twice the reserve below which the benchmark ends a process
 _PATIENCE = 15.0  # seconds without progress before giving up
@@ -20,18 +21,12 @@ _PATIENCE = 15.0  # seconds without progress before giving up
 
 def total_bytes() -> int:
     """Return the total memory of this machine or container."""
-    limit = _cgroup("memory.max")
-    total = _meminfo()["MemTotal"]
-    return total if limit is None else min(total, limit)
+    return total_host_memory() or 0
 
 
 def free_bytes() -> int:
     """Return the memory that a new process could have; file caches count as free."""
-    free = _meminfo()["MemAvailable"]
-    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-    if limit is None or used is None:
-        return free
-    return min(free, limit - used + _file_cache())
+    return available_host_memory() or 0
 
 
 def grow(target: int) -> dict[str, float]:
@@ -70,24 +65,3 @@ def peak_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/self/status has no VmHWM")
-
-
-def _meminfo() -> dict[str, int]:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
-
-
-def _cgroup(name: str) -> int | None:
-    """Return a number of this container; None if there is no such file, or no limit."""
-    try:
-        text = (_CGROUP / name).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-def _file_cache() -> int:
-    for line in (_CGROUP / "memory.stat").read_text().splitlines():
-        if line.startswith("inactive_file "):
-            return int(line.split()[1])
-    return 0
