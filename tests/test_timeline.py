@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import sp_lightning
-from sp_lightning.pipeline import Kind, Lane, Pipeline, PipelineOptions, Recording, Span
-from sp_lightning.timeline import break_down, headline, readable_seconds, write_timeline
+from sp_lightning.pipeline import Kind, Lane, Pipeline, PipelineOptions, Recording, Span, readable_seconds
+from sp_lightning.timeline import break_down, headline, write_timeline
 from sp_lightning.timeline.breakdown import length, union, without
 from sp_lightning.timeline.drawing import COLORS, Box, Text
 from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline, where_time_goes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sp_lightning.timeline import readable_seconds
+from sp_lightning.pipeline import readable_seconds
 from sp_lightning.timeline.drawing import Dot, Drawing, Line, Text, save_png, text_width, to_svg
 from sp_lightning.timeline.scale import round_steps
 

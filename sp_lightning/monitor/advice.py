@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sp_lightning.pipeline import Kind, Lane, PipelineOptions, Summary, readable_bytes
+from sp_lightning.pipeline import Kind, Lane, PipelineOptions, Summary, readable_bytes, readable_seconds
 from sp_lightning.pipeline.transfer.cores import allowed_cores, user_chose_threads
-from sp_lightning.timeline import Breakdown, headline, readable_seconds
+from sp_lightning.timeline import Breakdown, headline
 
 _MUCH = 0.3  # the least share of a lane's work that is worth doing something about
 _WORTH_ROOM = 0.1  # the least share of device memory that a larger batch or window could use

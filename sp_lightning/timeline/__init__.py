@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sp_lightning.pipeline import Recording, readable_seconds
+from sp_lightning.pipeline import Recording
 from sp_lightning.timeline.breakdown import Breakdown, break_down
 from sp_lightning.timeline.chrome import to_chrome_trace
 from sp_lightning.timeline.drawing import require_pillow, save_png
 from sp_lightning.timeline.page import to_page
 from sp_lightning.timeline.picture import draw_timeline, headline
 
-__all__ = ["Breakdown", "break_down", "check_timeline_path", "headline", "readable_seconds", "write_timeline"]
+__all__ = ["Breakdown", "break_down", "check_timeline_path", "headline", "write_timeline"]
 
 _SUFFIXES = (".html", ".png", ".json")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from plot_k import COLORS, plot
 
-from sp_lightning.pipeline import readable_bytes
-from sp_lightning.timeline import readable_seconds, save_png
+from sp_lightning.pipeline import readable_bytes, readable_seconds
+from sp_lightning.timeline import save_png
 from sp_lightning.timeline.drawing import Box, Drawing, Line, Text, text_width, to_svg
 from suite.results import Entry, entries
 
