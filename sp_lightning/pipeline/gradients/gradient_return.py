@@ -49,11 +49,7 @@ def slots_in_ring(units: int, together: int) -> int:
 
 
 class Stepper(Protocol):
-    """The interface through which `GradientReturn` has units stepped in backward (implemented in in_backward.py).
-
-    Attributes:
-        keeps_gradients: Whether gradients that arrive in a lower dtype are kept after the optimizer has used them.
-    """
+    """The interface through which `GradientReturn` has units stepped in backward (implemented in in_backward.py)."""
 
     @property
     def keeps_gradients(self) -> bool:

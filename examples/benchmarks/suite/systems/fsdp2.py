@@ -3,9 +3,9 @@
 Written against torch 2.15 and lightning 2.6.6. The settings, with their reasons:
 
 - Each block is its own group, and the rest of the model belongs to the root, as in FSDP2's documentation and
-torchtitan. - `CPUOffloadPolicy(pin_memory=True)` is the default: weights, gradients and optimizer state are in pinned
-memory. - `bf16-mixed` is FSDP2's own `MixedPrecisionPolicy`: masters stay fp32 and blocks compute in bf16. Autocast on
-top of
+  torchtitan.
+- `CPUOffloadPolicy(pin_memory=True)` is the default: weights, gradients and optimizer state are in pinned memory.
+- `bf16-mixed` is FSDP2's own `MixedPrecisionPolicy`: masters stay fp32 and blocks compute in bf16. Autocast on top of
   it would find nothing left to cast. Gradients are also reduced in bf16: with one process, nothing is added up.
 - The process group uses gloo in addition to nccl, because without it the norm of gradients on the host cannot be
   computed (pytorch#148532).
