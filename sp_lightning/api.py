@@ -55,7 +55,7 @@ def superpipeline(
         pin_memory: Whether to use pinned (page-locked) host memory, which makes copies fast. `"auto"` pins where the
             device gains by it.
         host_threads: Number of threads that step the optimizer and add up gradients on the host. `"auto"` uses
-            `OMP_NUM_THREADS` if you set it, else three quarters of the cores near the device.
+            `OMP_NUM_THREADS` if you set it, else three quarters of the cores near the device; on a CPU, torch's number.
         compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` does; units that
             are alike share one graph. Blocks that you compiled yourself stay as they are.
         debug: Whether to delay copies at random, poison free slots and check every access to a weight.

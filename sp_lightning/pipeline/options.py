@@ -41,7 +41,8 @@ class PipelineOptions:
             units stream.
         pin_memory: Whether to use pinned (page-locked) host memory. `"auto"` pins where the device gains by it.
         host_threads: Number of threads that step the optimizer and add up gradients on the host. `"auto"` uses
-            `OMP_NUM_THREADS` if the user set it, else three quarters of the cores near the device.
+            `OMP_NUM_THREADS` if the user set it, else three quarters of the cores near the device; on a CPU, torch's
+            own number.
         compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` does.
         debug: Whether to delay copies at random, poison free slots and check every access to a weight.
 
