@@ -1,9 +1,9 @@
 """Checkpoints without a second copy of the model in host memory.
 
 Lightning's default serializes into memory before it writes, and reads through a file object: save and load each take
-the checkpoint's size once more (hazard 22). Here the checkpoint is serialized straight into a temporary file beside the
-target, and memory-mapped on load. The content is what Lightning writes: same keys, dtypes and values, loadable without
-this package.
+the checkpoint's size once more. Here the checkpoint is serialized straight into a temporary file beside the target, and
+memory-mapped on load. The content is what Lightning writes: same keys, dtypes and values, loadable without this
+package.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from sp_lightning._namespace import Namespace
 def materialize(module: nn.Module, lightning: Namespace) -> None:
     """Give every meta tensor of `module` memory on the CPU and have its owner fill it with `reset_parameters`.
 
-    Parameter objects are kept (optimizers may already hold them, hazard 5), and so are ties: a weight shared by two
-    modules is filled by the first one in `named_modules`.
+    Parameter objects are kept (optimizers may already hold them), and so are ties: a weight shared by two modules is
+    filled by the first one in `named_modules`.
 
     Args:
         module: Any module; without meta tensors nothing happens.

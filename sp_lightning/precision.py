@@ -36,9 +36,9 @@ class HostGradScaler(torch.amp.GradScaler):
 
     torch puts the scale on the device of the loss. Gradients are on the host here, so `unscale_` would copy the
     inverse scale and the overflow flag device -> host with `non_blocking=True`, which does not wait: the kernel could
-    read them before they arrive (hazard 14). With the scale on the host there is no copy in that direction, and the
-    step needs no device synchronization. The only copy is host -> device, in `scale`, from pageable memory: it is
-    staged before the call returns, so that a later `update` cannot change what arrives.
+    read them before they arrive. With the scale on the host there is no copy in that direction, and the step needs no
+    device synchronization. The only copy is host -> device, in `scale`, from pageable memory: it is staged before the
+    call returns, so that a later `update` cannot change what arrives.
 
     Args:
         init_scale: The initial scale.

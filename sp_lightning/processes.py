@@ -1,8 +1,8 @@
 """Topology: which device this process uses, and how it communicates with the other processes, if any.
 
-With one process there is neither a launcher (hazard 27: notebooks) nor a process group, and the cluster environment is
-not asked for ranks (hazard 26: variables are missing in an interactive SLURM shell). With more, each has a device and a
-replica of the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
+With one process there is no launcher, as notebooks cannot use one, and no process group; and the cluster environment is
+not asked for ranks, as an interactive SLURM shell lacks the variables. With more, each has a device and a replica of
+the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
 """
 
 from __future__ import annotations

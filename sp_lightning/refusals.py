@@ -55,7 +55,7 @@ def check_callbacks(callbacks: Iterable[Any], device: torch.device, lightning: N
 
 
 def _check_averaging(callback: Any, device: torch.device, lightning: Namespace) -> None:
-    """Refuse an averaging callback whose copy of the model is on the device, which is the default (hazard 9)."""
+    """Refuse an averaging callback whose copy of the model is on the device, which is the default."""
     name, chosen = type(callback).__name__, callback._device
     lightning.check(
         torch.device(chosen or device).type == "cpu",

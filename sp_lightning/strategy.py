@@ -2,8 +2,7 @@
 
 `SuperpipelineMixin` is the whole implementation. Each namespace combines it with its own `ParallelStrategy` (see
 `lightning.py` and `pytorch_lightning.py`), because the Trainer of one namespace refuses classes of the other.
-"Hazard N" in comments is the N-th way in which Lightning's defaults go wrong for weights in host memory; tests of that
-name in `tests/test_strategy_hazards.py` demonstrate each.
+`tests/test_strategy_hazards.py` demonstrates how Lightning's defaults go wrong for weights in host memory.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class SuperpipelineMixin(ProcessesMixin):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # Hazard 3: the base class builds the whole model on the device.
+        # The base class builds the whole model on the device.
         with (
             self.lightning.empty_init(enabled=bool(empty_init)),
             torch.device("cpu"),
@@ -131,7 +130,7 @@ class SuperpipelineMixin(ProcessesMixin):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        # Not calling the base class: it moves the model, and then the optimizer state, to the device (hazard 4).
+        # Not calling the base class: it moves the model, and then the optimizer state, to the device.
         self._detach()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -169,7 +168,7 @@ class SuperpipelineMixin(ProcessesMixin):
             )
             self._steps = Steps(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
             lend(self.precision_plugin, self.pipeline, self._steps, self.lightning)
-        # Hazard 1: `self.device`, `self.log` and others rely on the device property, and no `.to()` has set it.
+        # `self.device`, `self.log` and others rely on the device property, and no `.to()` has set it.
         self.lightning.update_properties(module, device=self.root_device)
 
     @property
@@ -248,7 +247,7 @@ class SuperpipelineMixin(ProcessesMixin):
             after = list(self._module.parameters())
             if len(before) == len(after) and all(old is new for old, new in zip(before, after, strict=True)):
                 self.pipeline.weights_changed()
-            else:  # a user's `load_state_dict` that assigns (hazard 5)
+            else:  # a user's `load_state_dict` that assigns
                 self.pipeline.rebuild()
         if self._steps is not None and self._steps.gave_up:
             self._start_over()
@@ -260,7 +259,7 @@ class SuperpipelineMixin(ProcessesMixin):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # Hazard 4: the base class moves optimizer state to the device, but state belongs where its weight is.
+        # The base class moves optimizer state to the device, but state belongs where its weight is.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
             own_memory(optimizer)
@@ -300,7 +299,7 @@ class SuperpipelineMixin(ProcessesMixin):
 
     @override
     def teardown(self) -> None:
-        # Whatever happened before, the user gets a plain module on the CPU back (hazard 10).
+        # Whatever happened before, the user gets a plain module on the CPU back.
         try:
             self._detach()
         finally:
@@ -342,7 +341,7 @@ class SuperpipelineMixin(ProcessesMixin):
 
 
 def _move_metric(metric: Metric, device: torch.device) -> None:
-    """Move a metric's states (hazard 2), but not the weights of networks inside it, which are streamed."""
+    """Move a metric's states, but not the weights of networks inside it, which are streamed."""
     hidden = {name: metric.__dict__[name] for name in ("_parameters", "_modules")}
     metric.__dict__.update({name: {} for name in hidden})
     try:
