@@ -93,11 +93,6 @@ class Entry:
         return self._most("host_peak_bytes")
 
     @property
-    def host_taken_bytes(self) -> int | None:
-        """The largest drop in the machine's free host memory while it ran."""
-        return self._most("host_taken_bytes")
-
-    @property
     def value(self) -> float | None:
         """The value that the last measured step computed."""
         run = self.runs[0]
