@@ -28,7 +28,7 @@ class Replicas:
         count: Number of processes.
         accumulates: Whether a later micro-batch will add to the gradients of the backward passes that run now.
         passes: Number of backward passes that this process has taken part in.
-        unaveraged: Masters, by identity, whose gradients are sums that were not averaged over processes yet.
+        summed_here: Masters, by identity, whose gradients are sums that were not averaged over processes yet.
     """
 
     def __init__(self, host_group: dist.ProcessGroup | None = None, on_this_machine: int = 1) -> None:
@@ -37,7 +37,7 @@ class Replicas:
         self.count = dist.get_world_size()
         self.accumulates = False
         self.passes = 0
-        self.unaveraged: set[int] = set()
+        self.summed_here: set[int] = set()
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
@@ -46,7 +46,7 @@ class Replicas:
         Raises:
             ValueError: The processes have built different models, or a weight has no values on the host.
         """
-        self.unaveraged.clear()
+        self.summed_here.clear()
         for name, parameter in module.named_parameters():
             check_parameter(name, parameter, on_meta=False)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -51,11 +51,11 @@ class Unaveraged:
 
     def note(self, weights: Iterable[Weight]) -> None:
         """Note that gradients of these weights go to the host without being averaged."""
-        self._replicas.unaveraged.update(id(weight.master) for weight in weights)
+        self._replicas.summed_here.update(id(weight.master) for weight in weights)
 
     def among(self, weights: Iterable[Weight]) -> list[Weight]:
         """Return those of these weights whose gradient is such a sum."""
-        known = self._replicas.unaveraged
+        known = self._replicas.summed_here
         return [w for w in weights if id(w.master) in known and self._gradients.get(w) is not None]
 
     def fetch(self, unit: Unit) -> None:
@@ -82,7 +82,7 @@ class Unaveraged:
         for weight in summed:
             self._gradients.drop(weight)
             weight.master.grad = None
-        self._replicas.unaveraged.difference_update(id(weight.master) for weight in weights)
+        self._replicas.summed_here.difference_update(id(weight.master) for weight in weights)
         return taken
 
     def forget(self) -> None:

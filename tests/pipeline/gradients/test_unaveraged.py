@@ -21,7 +21,7 @@ def summed(*values: float, lowered: torch.dtype | None = None) -> Iterator[tuple
     """A unit whose gradients are on the host, and waits for the last micro-batch."""
     shapes = [(2, 3), (4,), (5,)][: len(values)]
     with gradient_scene(*shapes, lowered=lowered) as s:
-        replicas = SimpleNamespace(accumulates=True, unaveraged=set())
+        replicas = SimpleNamespace(accumulates=True, summed_here=set())
         sums = Unaveraged(cast("Any", replicas), s.returns.gradients, s.backend, s.stats)
         sums.note(s.weights)
         s.backward(*values)
@@ -41,21 +41,21 @@ def test_a_units_sums_come_back_in_one_copy(lowered: torch.dtype | None) -> None
         sums.fetch(s.placed.unit)
         sums.fetch(s.placed.unit)
         assert uploads(s) == 1
-        assert replicas.unaveraged, "they are on the host still"
+        assert replicas.summed_here, "they are on the host still"
         taken = sums.take(s.weights)
         assert uploads(s) == 1
         assert [taken[w].unique().tolist() for w in s.weights] == [[2], [3]]
         assert {tensor.dtype for tensor in taken.values()} == {lowered or torch.float32}
         assert s.stats.bytes_to_device == 512
         assert s.gradients() == [None, None]
-        assert not replicas.unaveraged
+        assert not replicas.summed_here
         assert sums.among(s.weights) == []
 
 
 def test_the_host_does_not_wait_for_what_is_still_added() -> None:
     """The copy does."""
     with host_backend(poison=True) as backend, gradient_scene((3,), (4,), backend=backend) as s:
-        replicas = SimpleNamespace(accumulates=True, unaveraged=set())
+        replicas = SimpleNamespace(accumulates=True, summed_here=set())
         sums = Unaveraged(cast("Any", replicas), s.returns.gradients, backend, s.stats)
         sums.note(s.weights)
         s.backward(1, 2)
