@@ -222,9 +222,8 @@ class HostSteps:
             kept = [state for parameter, state in states if id(parameter) not in elsewhere]
         return sum(value.nbytes for state in kept for value in list(state.values()) if isinstance(value, Tensor))
 
-    @property
-    def done(self) -> bool:
-        """Whether no step is under way."""
+    def note_finished(self) -> bool:
+        """Note which steps are over, and tell whether none is under way any more; does not wait."""
         for group in self._under_way:
             if group.being_stepped is not None and group.being_stepped.done:
                 self._window.finish_step(group)

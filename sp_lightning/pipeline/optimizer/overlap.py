@@ -232,4 +232,4 @@ class Overlap:
     @property
     def settled(self) -> bool:
         """Whether all masters are as they would be in plain training."""
-        return self._steps.done and self.in_backward.is_concluded
+        return self._steps.note_finished() and self.in_backward.is_concluded
