@@ -61,6 +61,9 @@ class Assembly:
         members = arrangement.streamed_members
         groups = [member.unit.group for member in members if member.unit is not None]
         self.schedule = Schedule(len(members))
+        self.window = Window(
+            arrangement.groups, groups, self.schedule, backend, stats, lambda group: self.backward.evict(group)
+        )
         self.returns = GradientReturn(
             arrangement.all_units,
             backend,
@@ -68,12 +71,10 @@ class Assembly:
             arrangement.host_share.pin_gradients,
             on_arrival=lambda: self.backward.note(),
             on_departure=lambda: self.outside.write_back_again(),
+            finish_step=self.window.finish_step,
             averaging=self._averaging(),
         )
         self.gradients = self.returns.gradients
-        self.window = Window(
-            arrangement.groups, groups, self.schedule, backend, stats, lambda group: self.backward.evict(group)
-        )
         self.steps = HostSteps(self.window, backend, lasting.known_optimizers, lasting.settle)
         self.overlap = Overlap(
             arrangement.weights_by_master,

@@ -286,7 +286,15 @@ class GradientScene:
         self.stats = Stats()
         self.arrivals = 0
         self.stepper = FakeStepper()
-        self.returns = GradientReturn([self.placed.unit], backend, self.stats, False, self._count, lambda: None)
+        self.returns = GradientReturn(
+            [self.placed.unit],
+            backend,
+            self.stats,
+            False,
+            self._count,
+            lambda: None,
+            lambda group: self.stepper.finish_step(group),
+        )
         self.returns.stepper = self.stepper
         for twin in self.placed.twins:
             self.returns.watch(twin)

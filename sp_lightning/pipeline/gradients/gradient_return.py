@@ -67,9 +67,6 @@ class Stepper(Protocol):
     def end_of_backward(self) -> None:
         """Hand shipments that were not stepped after all to `GradientReturn.take_back`."""
 
-    def finish_step(self, group: Group) -> None:
-        """Wait until no step reads the gradients of a group any more."""
-
     def abandon(self) -> None:
         """Finish the steps that were begun, and begin no other, after an exception."""
 
@@ -84,6 +81,7 @@ class GradientReturn:
         pin: Whether to pin host memory.
         on_arrival: Called when autograd has finished a gradient.
         on_departure: Called before gradients are sent off: backward leaves a unit, or has all gradients of it.
+        finish_step: Waits until no step reads the gradients of a group any more.
         averaging: Averages gradients with those of other processes, if there are any.
 
     Attributes:
@@ -103,12 +101,14 @@ class GradientReturn:
         pin: bool,
         on_arrival: Callable[[], None],
         on_departure: Callable[[], None],
+        finish_step: Callable[[Group], None],
         averaging: Averaging | None = None,
     ) -> None:
         self._backend = backend
         self._stats = stats
         self._on_arrival = on_arrival
         self._on_departure = on_departure
+        self._finish_step = finish_step
         self._averaging = averaging
         self._units = list(units)
         self._gathered: dict[Unit, dict[Weight, Tensor]] = {}
@@ -239,7 +239,7 @@ class GradientReturn:
         unit, weights = parcel.unit, parcel.weights
         if self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights):
             parcel.measure()
-        self.stepper.finish_step(unit.group)
+        self._finish_step(unit.group)
         self.gradients.apply_pending(weights)
         complete = len(weights) == self._expected.get(unit)
         steps_now = complete and self._is_final(weights) and self.stepper.wants(unit)

@@ -224,10 +224,6 @@ class InBackward:
         for shipment in self._arriving.pop(group):
             self._take_back(shipment)
 
-    def finish_step(self, group: Group) -> None:
-        """Wait until no step reads or writes the memory of a group any more."""
-        self._steps.finish_step(group)
-
     # ------------------------------------------------------------------------------------------------- after backward
 
     @property

@@ -27,7 +27,7 @@ def way_home(
 ) -> GradientReturn:
     """The way home for the gradients of several units, which nobody steps in backward."""
     returns = GradientReturn(
-        [made.unit for made in placed], backend, Stats(), pin, lambda: None, lambda: None, averaging
+        [made.unit for made in placed], backend, Stats(), pin, lambda: None, lambda: None, lambda group: None, averaging
     )
     returns.stepper = FakeStepper()
     for made in placed:

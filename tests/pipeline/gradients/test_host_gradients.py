@@ -261,7 +261,7 @@ def test_norms_are_those_of_plain_training(lowered: torch.dtype | None, count: i
     ]
     with host_backend(poison=True, max_delay=0.004) as backend:
         made = place(tensors, backend, lowered)
-        returns = GradientReturn([made.unit], backend, Stats(), False, lambda: None, lambda: None)
+        returns = GradientReturn([made.unit], backend, Stats(), False, lambda: None, lambda: None, lambda group: None)
         returns.stepper = FakeStepper()
         returns.measures_norms = True
         for twin in made.twins:
@@ -359,7 +359,7 @@ def test_norms_of_other_masters_are_not_measured(dtype: torch.dtype, batches: in
     """`clip_grad_norm_` would compute them in the masters' dtype."""
     with host_backend() as backend:
         made = place([torch.ones(4, dtype=dtype), torch.ones(4)], backend)
-        returns = GradientReturn([made.unit], backend, Stats(), False, lambda: None, lambda: None)
+        returns = GradientReturn([made.unit], backend, Stats(), False, lambda: None, lambda: None, lambda group: None)
         returns.stepper = FakeStepper()
         returns.measures_norms = True
         for twin in made.twins:
@@ -636,7 +636,9 @@ def test_a_failure_does_not_make_backward_wait_for_ever(what: str) -> None:
     """Slots whose gradients nobody could read are free again: more units follow than there are slots."""
     with host_backend(poison=True) as backend:
         units = [place([torch.ones(5)], backend, name=f"unit {index}") for index in range(6)]
-        returns = GradientReturn([made.unit for made in units], backend, Stats(), False, lambda: None, lambda: None)
+        returns = GradientReturn(
+            [made.unit for made in units], backend, Stats(), False, lambda: None, lambda: None, lambda group: None
+        )
         returns.stepper = FakeStepper()
         for made in units:
             returns.watch(made.twins[0])
