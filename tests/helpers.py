@@ -12,10 +12,12 @@ import gc
 import pickle
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -25,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Planner
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Planner
 
 from .zoo import CASES, Batch, Case
 from .zoo.blocks import WIDTH, Block
@@ -362,6 +364,22 @@ def attached(model: nn.Module, **options: Any) -> Iterator[Pipeline]:
 def is_block(name: str, module: nn.Module) -> bool:
     """The unit policy for models of Blocks."""
     return isinstance(module, Block)
+
+
+@contextmanager
+def slow_host(seconds: float = 0.02) -> Iterator[None]:
+    """Every job on the host takes this long: an optimizer's step is still under way when the next forward begins."""
+    work = HostBackend.work
+
+    def slow(self: HostBackend, job: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+        def later() -> None:
+            time.sleep(seconds)
+            job()
+
+        return work(self, later, *args, **kwargs)
+
+    with patch.object(HostBackend, "work", slow):
+        yield
 
 
 def assert_same_story(story: Callable[[Run], None], build: Callable[[], nn.Module], **options: Any) -> None:

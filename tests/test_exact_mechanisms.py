@@ -127,6 +127,33 @@ def test_an_exception_that_the_user_catches_inside_of_a_step(where: str) -> None
     assert_same_story(story, bombs)
 
 
+def test_graphs_that_use_one_weight_outside_of_its_unit() -> None:
+    """They share the node of its gradient, which does not tell which of them backward runs through."""
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+
+        def loss(number: int) -> Tensor:
+            outside = nn.functional.linear(run.rows(number), run.model.blocks[3].up.weight)
+            return run.model(run.rows(number)).square().mean() + outside.tanh().mean()
+
+        with run.step():
+            waiting = loss(0)
+        with run.step():
+            loss(1).backward()
+        with run.step():
+            last = loss(2)
+        with run.step():
+            waiting.backward()
+        with run.step():
+            last.backward()
+        note_gradients(run.trace, "gradients", dict(run.model.named_parameters()))
+        optimizer.step()
+        run.normal_step("after", optimizer)
+
+    assert_same_story(story, lambda: Chain([Block() for _ in range(5)]))
+
+
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_a_graph_from_before_an_exception_that_the_user_catches(activations: str) -> None:
     """No forward comes in between that would tell that the failed backward is over."""

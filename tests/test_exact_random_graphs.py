@@ -25,7 +25,7 @@ from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.weights import sections
 
-from .helpers import Fingerprint, Plan, Trace, assert_exact, autocast_forgets_gradients, reference_of
+from .helpers import Fingerprint, Plan, Trace, assert_exact, autocast_forgets_gradients, reference_of, slow_host
 from .zoo import Case
 from .zoo.blocks import WIDTH, Block, Stashing, rows
 
@@ -217,6 +217,7 @@ class Example:
     room: int | None  # for activations, on a device that tells how much memory is free
     mixed: bool  # each call draws a policy of its own
     section: int  # elements after which weights are cut
+    lag: float  # seconds that each job on the host takes longer
     plan: Plan
 
     def case(self) -> Case:
@@ -249,7 +250,8 @@ def examples(draw: st.DrawFn, kinds: Sequence[str] = Leaf.KINDS) -> Example:
     if "reentrant" in str(forest) and (writes or AUTOCAST_FORGETS_GRADIENTS):
         plan = replace(plan, cast_cache=False)
     section = draw(st.sampled_from([64, sections.SECTION]))
-    return Example(forest, k, draw(st.integers(1, k)), policy, activations, room, draw(st.booleans()), section, plan)
+    k_prime, mixed, lag = draw(st.integers(1, k)), draw(st.booleans()), draw(st.sampled_from([0, 0.01]))
+    return Example(forest, k, k_prime, policy, activations, room, mixed, section, lag, plan)
 
 
 # Found once: a block twice in a reentrant checkpoint, whose graph is built in backward, under autocast without a cache.
@@ -262,13 +264,27 @@ TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
     room=None,
     mixed=False,
     section=sections.SECTION,
+    lag=0,
     plan=Plan(steps=1, accumulate=2, clip=None, autocast=True, cast_cache=False, sanity=False, set_to_none=False),
+)
+
+# Found once: a reentrant checkpoint within a unit runs another unit again, whose backward comes before the rest of its.
+ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT = replace(
+    TWICE_IN_A_REENTRANT_CHECKPOINT,
+    trees=[
+        ("checkpoint", [("inplace", [("leaf", "linear"), ("leaf", "linear")]), ("reentrant", [("leaf", "linear")])]),
+        ("again", 2),
+        ("chain", [("again", 2), ("leaf", "linear")]),
+    ],
+    units=units_are_nodes,
+    plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False, set_to_none=True),
 )
 
 
 @settings(max_examples=100)
 @given(examples())
 @hypothesis_example(TWICE_IN_A_REENTRANT_CHECKPOINT)
+@hypothesis_example(ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT)
 def test_random_graphs_are_exact(example: Example) -> None:
     """No graph, order, size of the window or policy for activations changes a number."""
     note(str(example))
@@ -299,6 +315,7 @@ def check(example: Example, reference: tuple[Trace, Fingerprint]) -> None:
         warnings.simplefilter("ignore")  # too little room
         stack.enter_context(patch.object(HostBackend, "free_memory", return_value=example.room))
         stack.enter_context(patch.object(sections, "SECTION", example.section))
+        stack.enter_context(slow_host(example.lag))
         if example.mixed:
             chance = random.Random(0)
             stack.enter_context(patch.object(AutoPolicy, "policy", lambda *args: chance.choice(get_args(Policy))))

@@ -22,9 +22,9 @@ from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients import landing
 from sp_lightning.pipeline.weights import sections
 
-from .helpers import Trace, assert_same_trace, frozen, note_state
+from .helpers import Run, Trace, assert_same_story, assert_same_trace, frozen, note_state, slow_host
 from .lightning_modules import trainer
-from .zoo.blocks import WIDTH, Block
+from .zoo.blocks import WIDTH, Block, Chain
 
 BLOCKS = 6
 
@@ -405,6 +405,85 @@ def test_host_bytes_per_parameter(
         assert summary.host_bytes_per_parameter > 14
     finally:
         pipeline.detach()
+
+
+class Nests(Block):
+    """Calls another block inside of its own call, once that is switched on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return sum((inner(x) for inner in self.inner), y)
+
+
+class LeavesAutocast(Chain):
+    """Calls one block outside of autocast, once that is switched on."""
+
+    precise = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            enabled = torch.is_autocast_enabled("cpu") and not (self.precise and number == 4)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                x = block(x.float())
+        return x
+
+
+def nest(model: nn.Module) -> None:
+    model.blocks[0].inner.append(model.blocks[4])  # in the same place on the device
+
+
+def leave_autocast(model: nn.Module) -> None:
+    model.precise = True
+
+
+@pytest.mark.parametrize(
+    ("build", "change", "autocast"),
+    [
+        (lambda: Chain([Nests() for _ in range(6)]), nest, False),
+        (lambda: LeavesAutocast([Block() for _ in range(6)]), leave_autocast, True),
+    ],
+    ids=["nested", "precise"],
+)
+@pytest.mark.parametrize("overlap", ["auto", False])
+def test_weights_that_become_resident_while_they_are_stepped(
+    build: Callable[[], nn.Module], change: Callable[[nn.Module], None], autocast: bool, overlap: Any
+) -> None:
+    def story(run: Run) -> None:
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        for number in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+                loss = run.model(run.rows(number)).float().sum()
+            loss.backward()
+            optimizer.step()
+        change(run.model)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast), run.step():
+            run.note("changed", run.model(run.rows(0)))
+
+    with slow_host():
+        assert_same_story(story, build, units=Block, overlap_optimizer=overlap, debug=False)
+
+
+def test_resident_weights_that_are_stepped_several_times_in_a_step() -> None:
+    """They have become resident in that step, through a use outside of their unit."""
+
+    def story(run: Run) -> None:
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        with run.step():
+            for number in range(4):
+                optimizer.zero_grad()
+                x = run.rows(number)
+                loss = run.model(x).sum() + (x * run.model.blocks[4].norm.weight).sum()
+                loss.backward()
+                optimizer.step()
+                run.note(f"loss {number}", loss)
+
+    with slow_host():
+        assert_same_story(story, lambda: Chain([Block() for _ in range(6)]), debug=False)
 
 
 # --------------------------------------------------------------------------------------------------------- Lightning

@@ -246,7 +246,11 @@ class Arranger:
             lasting.module, self._options, self._learned, lasting.backend, autocast, self._progress, lasting.replicas
         )
         assembly = Assembly(arrangement, lasting, self._in_step)
-        assembly.install(self._keeper)
+        try:
+            assembly.install(self._keeper)
+        except BaseException:
+            arrangement.release_copies()
+            raise
         self.assembly = assembly
         self._is_arranged = True
         self._activations.auto = self._auto_policy()  # other units: measured anew

@@ -185,8 +185,7 @@ class Assembly:
         self.guard.disarm()
         lasting.backend.drain()
         self.returns.give_up_memory()
-        for group in arrangement.groups:
-            group.host.release_copies()
+        arrangement.release_copies()
         on_device.move(arrangement.on_device, _HOST, lasting.optimizers.seen)
         move_unmanaged(arrangement.unmanaged.values(), _HOST)  # the next arrangement checks them as if new
 

@@ -102,8 +102,10 @@ class Calls:
         if autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
             forward = without_autocast_cache(forward)
         number = self._enter(member)
-        pushed = self._saved.push()
+        pushed = False
         try:
+            self._begin(member)
+            pushed = self._saved.push()
             if autocast is not None and self._under_autocast.needs_watching(member):
                 output = self._under_autocast.run_watched(member, forward, args, kwargs)
             elif member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
@@ -127,7 +129,7 @@ class Calls:
     # --------------------------------------------------------------------------------------------------------- a call
 
     def _enter(self, member: Member) -> int:
-        """Begin a call, and return its number."""
+        """Bring what a call needs, and return the call's number."""
         with self._at_work:
             number = self._graphs.number_call()
             self._arrangement.unused_in_step = False
@@ -142,16 +144,22 @@ class Calls:
             self._outside.unblock(member)
             for group in member.groups:
                 self._window.bring(group)
+            for group in member.groups:
                 group.users += 1
             member.running += 1
+            if self._inside:
+                member.called_in.update(*self._inside)
             self._inside.append(member.groups)
-            swap_in(member, self._returns.follow_requires_grad)
-            self._window.prefetch(self._backward.in_use)
-            if direction is not Pass.BACKWARD and len(self._inside) == 1:
-                self._backend.trace.begin(Kind.FORWARD, member.unit_name)
             if self._activations.may_offload and member.is_streamed:
                 self._offloader.enter(member, self._activations.offloads)
             return number
+
+    def _begin(self, member: Member) -> None:
+        with self._at_work:
+            swap_in(member, self._returns.follow_requires_grad)
+            self._window.prefetch(self._backward.in_use)
+            if len(self._inside) == 1 and not in_backward():
+                self._backend.trace.begin(Kind.FORWARD, member.unit_name)
 
     def _leave(self, member: Member) -> None:
         with self._at_work:
@@ -207,12 +215,17 @@ class Calls:
             watched = [tensor for tensor in tensors if tensor.requires_grad]
             if watched:
                 graph = self._graphs.watch_current()
+                graph.has_calls = True
                 *outer, groups = self._inside
                 around = [group for each in outer for group in each]
+                if in_backward():  # the call that it was inside of is over, but the backward of that is not
+                    around += [group for group in self._backward.in_use if group in member.called_in]
                 bundle = self._offloader.current
-                with self._at_work:
-                    self._outside.write_back(place.weight for place in member.places)
-                glances = Glances(group for group in groups if group.host.keeps_lowered_copies)
+                lowered = [group for group in groups if group.host.keeps_lowered_copies]
+                if lowered:  # what this call has written must not look like a change since then
+                    with self._at_work:
+                        self._outside.write_back(place.weight for place in member.places)
+                glances = Glances(lowered)
 
                 def reach() -> None:
                     if glances.differ() and not self._backward.closed:

@@ -116,8 +116,8 @@ class OutsideUse:
                     hold_while_needed(weight.twin.parameter, graph, self._reach_leaf)
 
     def _reach_leaf(self, graph: Graph) -> None:
-        """Note that backward has reached a weight of a graph that used it outside of unit calls."""
-        if not self._backward.closed:
+        """Note that backward has reached a weight that a graph used outside of unit calls, or another graph did."""
+        if not (self._backward.closed or graph.has_calls):
             self._backward.note_graph(graph)
 
     def before_access(self, weight: Weight) -> None:
@@ -198,7 +198,7 @@ class OutsideUse:
         with torch.inference_mode(False), torch.no_grad():
             arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
             self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
-            self._window.finish_step(weight.twin.group)
+            self._window.finish_step(weight.unit.group)
             self._stats.host_syncs += 1
             if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
                 weight.twin.note_unchanged()
@@ -225,8 +225,8 @@ class OutsideUse:
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device until the next arrangement, which is due."""
+        self._window.finish_step(weight.unit.group)  # it is sent at once
         self._stats.promotions += 1
         twin = self._arrangement.make_resident(weight)
-        self._window.groups.append(twin.group)
         self._learned.outdated = True
         return twin

@@ -54,9 +54,9 @@ def readable_bytes(count: int) -> str:
 
 def readable_seconds(seconds: float) -> str:
     """Format a time with three digits and a unit."""
-    for size, unit in UNITS_OF_TIME:
-        if abs(seconds) >= 0.9995 * size or unit == "µs":
-            value = seconds / size
-            digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-            return "0 s" if not value else f"{value:.{digits}f} {unit}"
-    raise AssertionError("the last unit takes any time")
+    if not seconds:
+        return "0 s"
+    size, unit = next((each for each in UNITS_OF_TIME if abs(seconds) >= 0.9995 * each[0]), UNITS_OF_TIME[-1])
+    value = seconds / size
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"

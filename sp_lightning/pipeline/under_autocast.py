@@ -5,7 +5,6 @@ The rules are in lowering.py; this module applies them to the calls of an arrang
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -85,9 +84,9 @@ class UnderAutocast:
             self._recomputed |= outermost
             return
         for weight in outermost:
-            if weight.last_graph is not None and weight.last_graph() is self._graphs.current:
+            if weight.last_graph == self._graphs.current.number:
                 self._outside.keep_as_is(weight)
-            weight.last_graph = weakref.ref(self._graphs.current)
+            weight.last_graph = self._graphs.current.number
 
     def end_recomputation(self) -> None:
         """Note that backward goes on with the nodes of what was recomputed: what runs again next is another graph."""

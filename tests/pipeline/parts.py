@@ -199,9 +199,9 @@ def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
         group.place = arena[slot * nbytes : (slot + 1) * nbytes]
         groups.append(group)
     for group in groups:
-        group.conflicts = [
+        group.conflicts = frozenset(
             other for other in groups if other is not group and (other.index - group.index) % window == 0
-        ]
+        )
     return groups
 
 

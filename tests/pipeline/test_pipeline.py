@@ -26,6 +26,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.modules.guard import _guarded
 from sp_lightning.pipeline.modules.suspension import guards_suspended
+from sp_lightning.pipeline.weights.window import Window
 
 from .parts import RecordingBackend
 
@@ -162,6 +163,26 @@ def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
         assert all(map(torch.equal, one_step(), expected))
     finally:
         pipeline.detach()
+
+
+def test_a_call_that_cannot_begin_is_not_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds that a step on the host has failed, and the user catches that in the middle of the next step."""
+    model, x = layers(6), torch.ones(1, 8)
+    with attached(model) as pipeline, pipeline.step():
+        arrangement = pipeline.arrangement
+
+        def fail(self: Window, *_: object) -> None:
+            if any(group.users for group in arrangement.groups):
+                raise ArithmeticError("the optimizer is lost")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Window, "prefetch", fail)
+            with pytest.raises(ArithmeticError, match="the optimizer is lost"):
+                model(x)
+        assert not any(group.users for group in arrangement.groups)
+        assert not any(member.running for member in arrangement.members)
+        model(x)
+        assert pipeline.stats.promotions == 0
 
 
 def test_weights_changed_is_heard_from_any_optimizer() -> None:

@@ -88,7 +88,7 @@ class _Descent:
         self._seen.add(id(inner))
         children = self._tree.streamable_children(module)
         if not children:
-            return [here] if self._tree.may_be_member(module) and (is_block or nbytes >= max(self._small, 1)) else []
+            return [here] if self._tree.may_be_member(module) and (is_block or nbytes >= self._small) else []
         if self._stays_whole(module, is_block):
             return [here]
         children_are_blocks = isinstance(inner, _LISTS) and len(children) > 1

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.weights.host import is_dense
 
 
-def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield full name, owner, key and parameter for every place of every parameter (shared ones once per place)."""
+def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield full name, owner and parameter for every place of every parameter (shared ones once per place)."""
     for module_name, module in root.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                yield f"{module_name}.{key}" if module_name else key, module, key, parameter
+                yield f"{module_name}.{key}" if module_name else key, module, parameter
 
 
 def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:

@@ -43,7 +43,7 @@ def _owned_outside(tree: Tree, atoms: Sequence[Atom]) -> set[int]:
     inside = {id(module) for atom in atoms for module in atom.module.modules()}
     return {
         id(parameter)
-        for _, owner, _, parameter in named_own_parameters(tree.root)
+        for _, owner, parameter in named_own_parameters(tree.root)
         if id(owner) not in inside and id(parameter) in tree.weights
     }
 

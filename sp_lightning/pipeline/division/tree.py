@@ -85,12 +85,14 @@ class Tree:
         named = list(named_own_parameters(self.root))
         if not named:
             raise ValueError(f"`{type(self.root).__name__}` has no parameters, so there is nothing to stream.")
-        for name, _, _, parameter in named:
+        for name, _, parameter in named:
             check_parameter(name, parameter, on_meta)
         tied = set() if on_meta else tied_by_memory(self.root)
-        for name, owner, _, parameter in named:
-            if id(parameter) in self.weights or any(parameter is other for other in self.unmanaged.values()):
+        seen: set[int] = set()
+        for name, owner, parameter in named:
+            if id(parameter) in seen:
                 continue
+            seen.add(id(parameter))
             if is_manageable(owner, parameter) and id(parameter) not in tied:
                 self.weights[id(parameter)] = Weight(name, parameter)
             else:

@@ -159,6 +159,11 @@ class Arrangement:
                 twin.data = twin.parameter.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
         self.twins.clear()  # twins are known by their memory, which others may get now
 
+    def release_copies(self) -> None:
+        """Unpin all lowered copies."""
+        for group in self.groups:
+            group.host.release_copies()
+
     @property
     def is_pinned(self) -> bool:
         """Whether all host memory that is sent is pinned; units that live on the device have none."""
@@ -182,6 +187,7 @@ class Arrangement:
             self._assign_places()
         except BaseException:
             learned.buffers = {**old_buffers, **learned.buffers}  # somebody has to release them
+            self.release_copies()
             raise
         for key, buffer in old_buffers.items():
             if key not in learned.buffers:
@@ -239,7 +245,7 @@ class Arrangement:
         self.arena = self._backend.allocate(self._arena_bytes)
         for group, offset, others in zip(streamed, offsets, overlaps(offsets, sizes), strict=True):
             group.place = self.arena[offset : offset + group.nbytes]
-            group.conflicts = [streamed[other] for other in others]
+            group.conflicts = frozenset(streamed[other] for other in others)
         for group in [group for group in self.groups if group.kept]:
             group.place = self._backend.allocate(group.nbytes)
 

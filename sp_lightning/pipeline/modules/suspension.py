@@ -8,31 +8,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_stepping: list[tuple[int, FrameType]] = []  # thread and frame of the optimizer steps that are running
+
+class _Stepping(threading.local):
+    """The optimizer steps that are running in this thread, by their frames."""
+
+    def __init__(self) -> None:
+        self.frames: list[FrameType] = []
+
+
+_stepping = _Stepping()
 
 
 def suspend_guards(step: FrameType) -> None:
     """Suspend guards for the optimizer step that runs in this frame."""
-    _stepping.append((threading.get_ident(), step))
+    _stepping.frames.append(step)
 
 
 def resume_guards() -> None:
     """Undo the last `suspend_guards`, because its optimizer has stepped."""
-    if _stepping:
-        _stepping.pop()
+    if _stepping.frames:
+        _stepping.frames.pop()
 
 
 def guards_suspended() -> bool:
     """Tell whether an optimizer is stepping now, in this thread."""
     forget_ended_steps()
-    return bool(_stepping) and _stepping[-1][0] == threading.get_ident()
+    return bool(_stepping.frames)
 
 
 def forget_ended_steps() -> None:
     """Forget steps that ended with an exception: torch does not tell, and their frames would hold closure and batch."""
-    thread = threading.get_ident()
-    while _stepping and _stepping[-1][0] == thread and not _is_running(_stepping[-1][1]):
-        _stepping.pop()
+    while _stepping.frames and not _is_running(_stepping.frames[-1]):
+        _stepping.frames.pop()
 
 
 def _is_running(wanted: FrameType) -> bool:
@@ -44,15 +51,15 @@ def _is_running(wanted: FrameType) -> bool:
 
 def resume_all_guards() -> None:
     """Resume guards after an exception, when no optimizer is stepping any more."""
-    _stepping.clear()
+    _stepping.frames.clear()
 
 
 @contextmanager
 def guards_resumed() -> Iterator[None]:
     """Resume guards for the duration of the block: in a closure that an optimizer calls, the model computes again."""
     forget_ended_steps()
-    stepping, _stepping[:] = list(_stepping), []
+    suspended, _stepping.frames = _stepping.frames, []
     try:
         yield
     finally:
-        _stepping[:] = stepping
+        _stepping.frames = suspended

@@ -179,6 +179,8 @@ class HostSteps:
             self._backend.trace.moved(Kind.STEP, group.name, nbytes, tickets[cut])
         group.being_stepped = Ticket.of_parts(tickets)
         self._under_way.append(group)
+        if any(weight.twin.group is not group for weight in group.host.weights):
+            self._window.finish_step(group)  # weights made resident are in groups that do not wait for this one's step
 
     def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:
         if optimizer not in self._known:

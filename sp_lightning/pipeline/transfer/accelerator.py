@@ -107,7 +107,9 @@ class AcceleratorBackend(Backend):
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         computing, pinned = self._api.current_stream(self.device), source.is_pinned()
-        if after is not None and not after.done:
+        if after is not None and after.done:
+            after.join()  # raises if it failed: there is nothing to copy
+        elif after is not None:
             computed = computing.record_event()  # the stream waits for it when the copy is issued, and no sooner
             stream = self._stream_behind_work
             return self._copy_later(self._upload_staging, stream, target, source, pinned, after, computed)
@@ -178,7 +180,8 @@ class AcceleratorBackend(Backend):
                 if begin is not None:
                     begin.record(stream)
                 if pinned:
-                    self._copy(stream, target, source)
+                    with self._api.stream(stream):
+                        target.copy_(source, non_blocking=True)
                 else:
                     staging.copy(target, source, lambda to, frm: self._copy(stream, to, frm))
                 event.record(stream)

@@ -127,10 +127,14 @@ class _JobThread(ABC):
         """Wait for the next job, and return it; None if the thread is to end."""
 
     def _run(self) -> None:
-        self._on_start()
+        failed: BaseException | None = None
+        try:
+            self._on_start()
+        except BaseException as error:
+            failed = error  # whoever waits for a job has to hear of it
         while (job := self._next()) is not None:
             ticket = job.ticket
-            _run_job(job)
+            _run_job(job, failed)
             del job  # so that what it held is free by the time its ticket is done
             ticket.finish()
             del ticket
@@ -179,7 +183,7 @@ class CopyThread(_JobThread):
             self._count -= 1
 
     def drain(self) -> None:
-        """Block until every job is done."""
+        """Block until every job in the queue is done, which those that wait for another thread's are not in yet."""
         if self._thread is not None:
             self.submit(_do_nothing).join()
 
@@ -281,8 +285,10 @@ class Worker(_JobThread):
         return chosen
 
 
-def _run_job(job: _Job) -> None:
+def _run_job(job: _Job, failed: BaseException | None) -> None:
     try:
+        if failed is not None:
+            raise failed
         for earlier in job.after:
             earlier.join()
         with job.ticket.timed():

@@ -158,12 +158,12 @@ class Trace:
 
         Recordings may overlap: a planner's and a timeline's do not know of each other.
         """
+        origin = self._lanes.origin()
         if self._entries is None:
             self._entries, self._steps = [], []
         self._recordings += 1
         self._lanes.timed = True
         recording, first, first_step = Recording(), len(self._entries), len(self._steps)
-        origin = self._lanes.origin()
         try:
             yield recording
         finally:

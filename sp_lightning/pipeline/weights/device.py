@@ -71,7 +71,7 @@ class Group:
         self.name = name
         self.place: Tensor
         self.kept = resident or kept
-        self.conflicts: list[Group] = []
+        self.conflicts: frozenset[Group] = frozenset()
         self.users = 0
         self.residency = Residency.ABSENT
         self.tickets: list[Ticket] = []

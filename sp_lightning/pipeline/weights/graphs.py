@@ -16,12 +16,14 @@ class Graph:
 
     Attributes:
         number: The number of the step.
+        has_calls: Whether units were called in it, so that their nodes tell when backward runs through it.
         done: Whether a backward has run through it.
         uncompiled: Members whose calls in it run uncompiled; a checkpoint's recomputation of them has to, too.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.has_calls = False
         self.done = False
         self.uncompiled: set[object] = set()
 

@@ -191,19 +191,19 @@ class GroupHost:
     def state(self) -> MasterState:
         """Return the masters' present state."""
         with torch.inference_mode(False):
-            return MasterState(self._versions(), self._words[self._sample_index])
+            return MasterState(self._versions(), self._words.index_select(0, self._sample_index))
 
     def glance(self) -> MasterState:
         """Return the masters' present state with a smaller sample, for every call of a unit."""
         with torch.inference_mode(False):
-            return MasterState(self._versions(), self._words[self._glance_index])
+            return MasterState(self._versions(), self._words.index_select(0, self._glance_index))
 
     def has_changed(self, since: MasterState) -> bool:
         """Tell whether masters have been written to since they were in this state."""
         if self._versions() != since.versions:
             return True
         with torch.inference_mode(False):
-            return not torch.equal(self._words[self._sample_index], since.sample)
+            return not torch.equal(self._words.index_select(0, self._sample_index), since.sample)
 
     @property
     def keeps_lowered_copies(self) -> bool:
@@ -246,8 +246,9 @@ class GroupHost:
     def readopt(self) -> None:
         """Take the values of masters that were given other memory (`p.data = ...`) back into ours."""
         for weight in self.weights:
-            weight.check_not_held()
-            weight.readopt()
+            if weight.is_elsewhere:
+                weight.check_not_held()
+                weight.readopt()
 
     def _versions(self) -> tuple[int, ...]:
         """Return a number for each master that grows with every change that torch counts, and when it is replaced."""

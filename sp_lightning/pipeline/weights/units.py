@@ -36,6 +36,7 @@ class Member:
         recurrent: RNN modules at or below it, with the weights in their own list (`_flat_weights`).
         groups: Groups that have to be on the device for its call.
         twins: All twins of the arrangement, by the identity of their memory.
+        called_in: Groups of other calls that its calls were inside of.
         running: How many of its calls are under way.
         entered: How many times it has been called since it was attached.
         observed: The modes in which its forward has been watched under autocast: without a graph (False), with one
@@ -54,6 +55,7 @@ class Member:
         self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
+        self.called_in: set[Group] = set()
         self.running = 0
         self.entered = 0
         self.observed: set[bool] = set()

@@ -7,7 +7,6 @@ twins take the masters' places in the module tree, so the graph is built on the 
 
 from __future__ import annotations
 
-import weakref
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, TwinParam
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.weights.device import Group
-    from sp_lightning.pipeline.weights.graphs import Graph
     from sp_lightning.pipeline.weights.units import Unit
 
 
@@ -155,7 +153,7 @@ class Weight:
         compute_dtype: The dtype in which it is sent: the master's, or the one that autocast lowers it to.
         averaged: Whether its gradient is averaged over several processes.
         unit: The unit that it belongs to.
-        last_graph: The graph that last used it, where that matters (autocast without its cache).
+        last_graph: The number of the graph that last used it, where that matters (autocast without its cache).
         replacements: How often values were moved back from other memory that the master was given.
         lowered_leaves: The leaf of an earlier twin, if it was lowered until something used it as it is.
         twin: Its current twin.
@@ -170,7 +168,7 @@ class Weight:
         self.host = master.data
         self.compute_dtype = master.dtype
         self.averaged = False
-        self.last_graph: weakref.ref[Graph] | None = None
+        self.last_graph = -1
         self.replacements = 0
         self.lowered_leaves: list[nn.Parameter] = []
 
@@ -200,38 +198,42 @@ class Weight:
         self.host = host
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether the master was given other memory (`p.data = ...`)."""
+        return self.master.data_ptr() != self.host.data_ptr()
+
+    @property
     def is_replaced(self) -> bool:
         """Whether the master was given other memory whose values cannot simply be moved back into ours.
 
         Either somebody keeps our memory, as an EMA does that swaps the weights back later, or dtype or shape differ
         (`module.double()`).
         """
-        return self.master.data_ptr() != self.host.data_ptr() and (
-            self._is_converted or users_of_storage(self.host) > 1
-        )
+        return self.is_elsewhere and (self._is_converted or users_of_storage(self.host) > 1)
 
     @property
     def _is_converted(self) -> bool:
         return self.master.dtype != self.host.dtype or self.master.shape != self.host.shape
 
     def readopt(self) -> None:
-        """If the master was given other memory (`p.data = ...`), move its values back into ours."""
-        if self.master.data_ptr() != self.host.data_ptr():
-            if self._is_converted:
-                raise RuntimeError(
-                    f"Weight {self.name!r} was {self.host.dtype} of shape {list(self.host.shape)} and is "
-                    f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "
-                    "or an optimizer has not stepped yet. Convert the module between steps."
-                )
-            self.adopt(self.host)
-            self.replacements += 1
+        """If the master is elsewhere, move its values back into our memory."""
+        if not self.is_elsewhere:
+            return
+        if self._is_converted:
+            raise RuntimeError(
+                f"Weight {self.name!r} was {self.host.dtype} of shape {list(self.host.shape)} and is "
+                f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "
+                "or an optimizer has not stepped yet. Convert the module between steps."
+            )
+        self.adopt(self.host)
+        self.replacements += 1
 
     def check_not_held(self) -> None:
-        """Raise if the master was given other memory, and somebody holds ours: its values are about to be overwritten.
+        """Raise if the master is elsewhere, and somebody holds our memory, whose values are about to be overwritten.
 
         Between steps, the next arrangement makes new memory instead.
         """
-        if self.master.data_ptr() != self.host.data_ptr() and users_of_storage(self.host) > 1:
+        if users_of_storage(self.host) > 1:
             raise RuntimeError(
                 f"Weight {self.name!r} was given other memory (`p.data = ...`) in the middle of a step, or while a "
                 "graph waits for its backward, and somebody still holds what it had (`kept = p.data`), which is about "

@@ -31,14 +31,12 @@ from sp_lightning.pipeline.weights.device import Group, Residency
 from sp_lightning.pipeline.weights.lookahead import Lookahead
 from sp_lightning.pipeline.weights.schedule import Schedule
 
-_NONE: frozenset[Group] = frozenset()
-
 
 class Window:
     """Brings groups to the device and evicts others to make room.
 
     Args:
-        groups: All groups, resident ones included.
+        groups: All groups, resident ones included; others may be added to this list.
         group_of_member: The group of each streamed member, by its index in the schedule.
         schedule: Predicts what is used next.
         backend: Makes the copies.
@@ -55,11 +53,10 @@ class Window:
         stats: Stats,
         on_evict: Callable[[Group], None],
     ) -> None:
-        self.groups = list(groups)
+        self.groups = groups
         self._backend = backend
         self._stats = stats
         self._on_evict = on_evict
-        self._conflicts = {group: frozenset(group.conflicts) for group in groups if group.conflicts}
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         self._ahead = Lookahead(schedule, group_of_member)
 
@@ -204,15 +201,15 @@ class Window:
 
     def _in_the_way_of(self, group: Group) -> list[Group]:
         """Return the groups on the device that occupy its place, or part of it."""
-        return [other for other in self._conflicts.get(group, _NONE) & self._last_in_place if other.loaded]
+        return [other for other in group.conflicts & self._last_in_place if other.loaded]
 
     def _load(self, group: Group) -> None:
         for other in self._in_the_way_of(group):
             self._evict(other)
-        for other in (group, *(self._conflicts.get(group, _NONE) & self._last_in_place)):
+        for other in (group, *(group.conflicts & self._last_in_place)):
             self._wait_for_copies(other)  # if nobody has used them: copies to the device need not keep their order
-        if group in self._conflicts:
-            self._last_in_place -= self._conflicts[group]
+        if group.conflicts:
+            self._last_in_place -= group.conflicts
             self._last_in_place.add(group)
         if self._is_being_stepped(group):
             self._upload_behind_step(group)
@@ -229,7 +226,8 @@ class Window:
 
     def _wait_for_copies(self, group: Group) -> None:
         while group.tickets:
-            self._backend.trace.wait(group.tickets.pop(0), "weights")
+            self._backend.trace.wait(group.tickets[0], "weights")
+            del group.tickets[0]  # only now: a copy that failed has not come
 
     def _upload_behind_step(self, group: Group) -> None:
         """Send each section of the group when it has been stepped."""

@@ -287,6 +287,30 @@ def test_an_optimizer_steps_in_its_own_thread(scene: Scene) -> None:
     assert seen == [False]
 
 
+def test_optimizers_step_in_two_threads() -> None:
+    """One does not end the other's suspension."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def steps() -> None:
+        suspend_guards(sys._getframe())
+        begun.set()
+        ended.wait()
+        resume_guards()
+
+    suspend_guards(sys._getframe())
+    other = threading.Thread(target=steps)
+    other.start()
+    begun.wait()
+    assert guards_suspended()
+    with guards_resumed():
+        assert not guards_suspended()
+        ended.set()
+        other.join()
+    assert guards_suspended()
+    resume_guards()
+    assert not guards_suspended()
+
+
 def test_the_engine_reads_masters_itself(scene: Scene) -> None:
     at_work = EngineAtWork()
     assert not at_work

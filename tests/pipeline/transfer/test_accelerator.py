@@ -306,6 +306,17 @@ def test_an_error_of_work_surfaces_where_its_upload_is_waited_for(scene: Scene, 
     assert slot.plain.tolist() == [4]
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_nothing_is_sent_after_work_that_has_failed_already(scene: Scene, pinned: bool) -> None:
+    scene.pinned = pinned
+    failed = PendingTicket()
+    failed.finish(ArithmeticError("the optimizer is lost"))
+    slot = scene.on_device(1)
+    with pytest.raises(ArithmeticError, match="the optimizer is lost"):
+        scene.backend.upload(slot, scene.on_host(2), failed)
+    assert slot.plain.tolist() == [1]
+
+
 class LostEvent:
     """Of a device on which a kernel has failed: whoever asks is told."""
 
@@ -474,6 +485,25 @@ def test_what_is_sent_is_page_locked_and_released(runtime: FakeRuntime) -> None:
     pipe.detach()
     assert not runtime.registered
     assert backend.cleared == 0
+
+
+def run_out_of_memory(nbytes: int) -> Tensor:
+    raise torch.OutOfMemoryError(f"{nbytes} bytes")
+
+
+def test_a_failed_arrangement_leaves_nothing_page_locked(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowered copies are made before places on the device, for which there may be no memory."""
+    pipe, backend = attach(chain(), pin_memory=True)
+    x = torch.ones(1, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.module(x).sum().backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "allocate", run_out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                pipe.module(x)
+        pipe.module(x).sum().backward()
+    pipe.detach()
+    assert not runtime.registered
 
 
 def test_a_failed_page_lock_is_cleared_and_warned_about(runtime: FakeRuntime) -> None:

@@ -192,6 +192,19 @@ def test_an_error_in_a_thread_surfaces_where_it_is_waited_for() -> None:
     assert names() == set()
 
 
+def fail() -> None:
+    raise OSError("no such cores")
+
+
+@pytest.mark.parametrize("thread", [Worker("worker", fail), CopyThread("copies", fail)], ids=["worker", "copies"])
+def test_a_thread_that_cannot_start_tells_whoever_waits(thread: Worker | CopyThread) -> None:
+    tickets = [thread.submit(pytest.fail), thread.submit(pytest.fail)]
+    for ticket in tickets:
+        with pytest.raises(OSError, match="no such cores"):
+            ticket.join()
+    thread.close()
+
+
 def test_jobs_run_in_order_in_one_thread() -> None:
     thread, seen = CopyThread("test-thread"), list[tuple[int, str]]()
     for number in range(20):

@@ -71,6 +71,16 @@ def test_what_is_absent_is_a_miss_and_is_waited_for() -> None:
     assert (scene.stats.misses, scene.stats.loads, scene.stats.bytes_to_device) == (1, 1, 4)
 
 
+def test_a_copy_that_failed_has_not_come() -> None:
+    """Nor has it for whoever asks again."""
+    scene = Scene(2, 2)
+    scene.backend.fail_next("upload", OSError("the bus is gone"))
+    for _ in range(2):
+        with pytest.raises(OSError, match="the bus is gone"):
+            scene.window.bring(scene.groups[0])
+        assert not scene.groups[0].readable
+
+
 def test_computing_waits_once_for_a_copy() -> None:
     """And again for the next one."""
     scene = Scene(2, 2)
