@@ -127,6 +127,26 @@ def test_an_exception_that_the_user_catches_inside_of_a_step(where: str) -> None
     assert_same_story(story, bombs)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_call_outside_of_a_step_for_which_units_are_arranged_anew(grad: bool) -> None:
+    """Through a method, not through the model's own call: it goes on with the units as they are then."""
+
+    def story(run: Run) -> None:
+        for number in range(4):
+            with torch.set_grad_enabled(grad):
+                hidden = run.rows(number)
+                for block in run.model.blocks:
+                    hidden = block(hidden)
+                    run.note(f"{number}", hidden)
+            if number == 1 and run.pipe is not None:
+                arrangements = run.pipe.stats.arrangements
+                run.pipe._arranger._learned.outdated = True
+            if number == 2 and run.pipe is not None:
+                assert run.pipe.stats.arrangements == arrangements + 1
+
+    assert_same_story(story, lambda: Chain([Block() for _ in range(5)]))
+
+
 def test_graphs_that_use_one_weight_outside_of_its_unit() -> None:
     """They share the node of its gradient, which does not tell which of them backward runs through."""
 

@@ -407,6 +407,29 @@ def test_host_bytes_per_parameter(
         pipeline.detach()
 
 
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_units_are_being_stepped_when_step_has_returned(autocast: bool, clip: bool) -> None:
+    """All but in the first step, also where some of a unit's gradients came in a lower dtype."""
+    model = Chain([Block() for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=Block))
+    try:
+        with slow_host():
+            for number in range(4):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+                    loss = model(Run.rows(number)).float().sum()
+                loss.backward()
+                if clip:
+                    pipeline.optimizers.clip_grad_norm(model.parameters(), 1.0)
+                optimizer.step()
+                steps = [group.being_stepped for group in pipeline.arrangement.groups]
+                assert number == 0 or any(step is not None and not step.done for step in steps)
+    finally:
+        pipeline.detach()
+
+
 class Nests(Block):
     """Calls another block inside of its own call, once that is switched on."""
 
@@ -574,6 +597,32 @@ def test_in_backward_with(
     assert arranged_again <= (precision == "bf16-mixed")
     probing = runs_out and arranged_again and "accumulate_grad_batches" not in arguments
     assert stats.steps_in_backward == (4 - probing) * BLOCKS
+
+
+def clamp_gradient(parameter: Tensor) -> None:
+    parameter.grad.clamp_(-1e-4, 1e-4)
+
+
+class Clamps(Module):
+    """Has a hook on one weight that changes its gradient, and one on another that looks at it."""
+
+    def on_fit_start(self) -> None:
+        first, second, *_ = self.parameters()
+        first.register_post_accumulate_grad_hook(clamp_gradient)
+        second.register_post_accumulate_grad_hook(self.note_gradient)
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        self.losses.append(parameter.grad.norm())
+
+
+@pytest.mark.parametrize("overlap", ["auto", True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_hooks_on_accumulated_gradients(precision: str, accumulate: int, overlap: Any) -> None:
+    """They are called when backward has ended, so their units are stepped after that, and others in backward."""
+    strategy = {"overlap_optimizer": overlap}
+    stats = assert_same_fit(Clamps, strategy, precision=precision, accumulate_grad_batches=accumulate)
+    assert stats.steps_in_backward == 4 * (BLOCKS - 1)
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3])

@@ -364,7 +364,10 @@ class Pipeline:
             with guards_resumed():
                 return self.call(member, forward, args, kwargs)
         if self._depth == 0:
+            arrangement = self.arrangement
             with self._scope():
+                if self.arrangement is not arrangement:
+                    return member.module(*args, **kwargs)  # as a member of the new arrangement
                 return self.call(member, forward, args, kwargs)
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled

@@ -77,8 +77,8 @@ class Homes:
 
     def is_only_shown(self, weight: Weight, gradient: int) -> bool:
         """Tell whether nobody but a home and `.grad` holds a weight's gradient (see `Home.is_only_shown`)."""
-        home = self._homes.get(weight.unit)
-        return home is not None and home.is_only_shown(weight, gradient)
+        homes = (self._homes.get(weight.unit), self._lower.get(weight.unit))
+        return any(home is not None and home.is_only_shown(weight, gradient) for home in homes)
 
     def has_lower(self, unit: Unit) -> bool:
         """Tell whether a unit has a home for gradients in a lower dtype."""

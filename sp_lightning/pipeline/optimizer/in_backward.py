@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline._private import users_of_storage
+from sp_lightning.pipeline._private import post_accumulate_hooks, users_of_storage
 from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
@@ -184,7 +184,10 @@ class InBackward:
             return False
         trainable = _trainable(unit.group)
         return self._steps.has_stepped_before(self._current.optimizer, trainable) and all(
-            weight in self._current.param_group_of and not is_aliased(weight) for weight in trainable
+            weight in self._current.param_group_of
+            and not is_aliased(weight)
+            and not post_accumulate_hooks(weight.master)  # they are called when backward has ended
+            for weight in trainable
         )
 
     def has_stepped(self, weight: Weight) -> bool:
