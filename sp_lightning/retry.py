@@ -27,6 +27,7 @@ from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 from sp_lightning.pipeline.activations.surroundings import RandomStates
 from sp_lightning.pipeline.modules.tensors import tensor_bytes, tensors_in
+from sp_lightning.pipeline.transfer.backend import is_out_of_memory
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -315,12 +316,14 @@ def _try(run: Callable[[], T]) -> tuple[T | None, _Failure | None]:
     """Return the result of an attempt, or why there is none. In that case, all that the attempt held is released."""
     try:
         return run(), None
-    except torch.OutOfMemoryError as error:
-        return None, _Failure(torch.OutOfMemoryError, str(error))
     except CannotRunAgain as error:
         if not error.is_avoided:
             raise
         return None, _Failure(RuntimeError, str(error), f"{error.reason}: what it saves is held from now on")
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, _Failure(torch.OutOfMemoryError, str(error))
 
 
 def _loss_in(output: Any) -> Tensor | None:

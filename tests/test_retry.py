@@ -41,6 +41,7 @@ class Device:
 
     def __init__(self, where: str, fits: Any, step: int = 0) -> None:
         self.where, self.fits, self.step = where, fits, step
+        self.error: RuntimeError = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         self.failures = 0
 
     def use(self, where: str, module: Module) -> None:
@@ -48,7 +49,7 @@ class Device:
         pipeline = getattr(strategy, "pipeline", None)
         if pipeline is not None and where == self.where and module.calls > self.step and not self.fits(pipeline):
             self.failures += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise type(self.error)(*self.error.args)  # another one, as a traceback holds what failed
 
 
 class Watched(torch.autograd.Function):
@@ -160,6 +161,28 @@ def test_nothing_changes_but_the_window(returns: str, where: str, fits: Any) -> 
     with pytest.warns(UserWarning, match="memory did not suffice.*runs again"):
         assert same(reference(returns), streamed(memory, returns))
     assert memory.failures == (2 if fits is one_unit else 1)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "message",
+    ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "CUDA error: out of memory"],
+)
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_libraries_that_find_no_memory(message: str, where: str) -> None:
+    """They do not ask torch for it, which reports that as an ordinary error."""
+    memory = Device(where, one_unit)
+    memory.error = RuntimeError(message)
+    assert same(reference("loss"), streamed(memory, "loss"))
+    assert memory.failures == 2
+
+
+def test_other_errors_are_no_reason_to_run_again() -> None:
+    memory = Device("forward", one_unit)
+    memory.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        streamed(memory, "loss")
+    assert memory.failures == 1
 
 
 PLAIN: dict[str, Any] = {}

@@ -41,6 +41,7 @@ from sp_lightning.pipeline.activations.surroundings import Surroundings
 from sp_lightning.pipeline.modules.functions import watch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.modules.tensors import tensors_in
+from sp_lightning.pipeline.transfer.backend import is_out_of_memory
 from sp_lightning.pipeline.weights.glances import Glances
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin
@@ -238,9 +239,9 @@ class UnitCall:
             ):
                 try:
                     self.member.module(*args, **kwargs)
-                except torch.OutOfMemoryError:
-                    raise
                 except Exception as error:  # code in between may have made another exception of `_NothingMissing`
+                    if is_out_of_memory(error):
+                        raise
                     if refill.missing:
                         raise CannotRunAgain(_failed(self.member.name, error)) from error
             if refill.missing or (self._checks and self._differs()):

@@ -34,7 +34,24 @@ from torch import Tensor
 from sp_lightning.pipeline.transfer.lanes import Lanes, Ticket
 from sp_lightning.pipeline.transfer.trace import Trace
 
+_OUT_OF_MEMORY = (
+    "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
+)
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that the device has no memory left.
+
+    The driver and libraries take memory of their own, and report in their own words that there is none.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
 class Backend(Lanes):
