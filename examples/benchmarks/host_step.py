@@ -74,7 +74,6 @@ def plain_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
 def unit_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
     """Return a step that does the same work unit by unit."""
     optimizer = torch.optim.AdamW(unit.masters, lr=1e-4, **options)
-    hyper = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     gradients = unit.arrived if work == "mixed" else unit.gradients
     copies: Sequence[Tensor | None] = unit.copies if work == "mixed" else [None] * len(unit.masters)
     scaling = Scaling() if work == "update" else Scaling((torch.tensor(FACTOR),))
@@ -82,6 +81,7 @@ def unit_step(unit: Unit, work: str, **options: Any) -> Callable[[], None]:
 
     @torch.no_grad()
     def step() -> None:
+        hyper = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         for _ in stepper.sections(hyper, gradients, scaling, copies, wait_for_all=lambda: None):
             pass
 

@@ -89,7 +89,8 @@ class UnitStep:
     """Steps weights of a group, those of one param group in each call.
 
     Args:
-        optimizer: The user's optimizer. Its state is read and written for these weights, its param groups never.
+        optimizer: The user's optimizer, which is not kept alive. Its state is read and written for these weights, its
+            param groups never.
         masters: The masters of the group, in their order in memory.
     """
 
