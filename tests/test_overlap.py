@@ -467,7 +467,7 @@ def leave_autocast(model: nn.Module) -> None:
     ("build", "change", "autocast"),
     [
         (lambda: Chain([Nests() for _ in range(6)]), nest, False),
-        (lambda: LeavesAutocast([Block() for _ in range(6)]), leave_autocast, True),
+        (lambda: LeavesAutocast([nn.Linear(WIDTH, WIDTH) for _ in range(6)]), leave_autocast, True),
     ],
     ids=["nested", "precise"],
 )
@@ -488,7 +488,7 @@ def test_weights_that_become_resident_while_they_are_stepped(
             run.note("changed", run.model(run.rows(0)))
 
     with slow_host():
-        assert_same_story(story, build, units=Block, overlap_optimizer=overlap, debug=False)
+        assert_same_story(story, build, units=(Block, nn.Linear), overlap_optimizer=overlap, debug=False)
 
 
 def test_resident_weights_that_are_stepped_several_times_in_a_step() -> None:
