@@ -118,8 +118,7 @@ def choose_device_layout(
         raise ValueError(
             f"`memory_budget={options.memory_budget!r}` is too small with `k={layout.k}`: slots take "
             f"{readable_bytes(layout.slot_bytes())}, resident weights {readable_bytes(resident)}, gradients on their "
-            f"way {readable_bytes(gradients)}. The least budget that works, with k=1, is {least} bytes "
-            f"({readable_bytes(least)})."
+            f"way {readable_bytes(gradients)}. It takes at least {least} bytes ({readable_bytes(least)}), with k=1."
         )
     return layout
 
