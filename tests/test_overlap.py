@@ -451,7 +451,7 @@ class LeavesAutocast(Chain):
         for number, block in enumerate(self.blocks):
             enabled = torch.is_autocast_enabled("cpu") and not (self.precise and number == 4)
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                x = block(x.float())
+                x = block(x.float()).tanh()
         return x
 
 
