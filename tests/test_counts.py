@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline.modules.guard import Guard
 
 from .helpers import attached
 from .zoo.blocks import Block, Chain, chain
@@ -165,6 +167,24 @@ def test_no_host_synchronisation_inside_of_a_step(k: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             assert pipe.stats.host_syncs <= 1
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_the_engine_does_not_go_through_its_own_guard(activations: Any, autocast: bool, monkeypatch: Any) -> None:
+    """It knows what it reads; a guarded read, meant for users, makes the host wait for copies."""
+    with attached(blocks(), activations=activations) as pipe:
+        optimizer = SGD(pipe.module.parameters(), lr=0.1)
+
+        def step() -> None:
+            with pipe.step(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                pipe.module(torch.randn(5, WIDTH)).square().mean().backward()
+            optimizer.step()
+
+        step()
+        monkeypatch.setattr(Guard, "redirect", lambda guard, func, *_: pytest.fail(f"guarded: {func}"))
+        for _ in range(3):
+            step()
 
 
 def test_no_host_synchronisation_in_evaluation() -> None:

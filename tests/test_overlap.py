@@ -22,7 +22,7 @@ from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients import landing
 from sp_lightning.pipeline.weights import sections
 
-from .helpers import Run, Trace, assert_same_story, assert_same_trace, frozen, note_state, slow_host
+from .helpers import Run, Trace, assert_same_story, assert_same_trace, attached, frozen, note_state, slow_host
 from .lightning_modules import trainer
 from .zoo.blocks import WIDTH, Block, Chain
 
@@ -428,6 +428,21 @@ def test_units_are_being_stepped_when_step_has_returned(autocast: bool, clip: bo
                 assert number == 0 or any(step is not None and not step.done for step in steps)
     finally:
         pipeline.detach()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_units_whose_step_ends_while_they_are_called_run_again_in_backward(autocast: bool) -> None:
+    """The step's end is no write of their forward."""
+    model = Chain([Block() for _ in range(BLOCKS)])
+    with attached(model, debug=False, activations="recompute") as pipeline, slow_host(0.005):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(1, 5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+                loss = model(torch.ones(2, WIDTH)).float().square().mean()
+            loss.backward()
+            assert pipeline.stats.recomputed == number * BLOCKS
+            optimizer.step()
 
 
 class Nests(Block):

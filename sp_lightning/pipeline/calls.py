@@ -98,6 +98,7 @@ class Calls:
         if member.unit is None:
             return self._run_around_units(member, forward, args, kwargs)
         if self._activations.manages(member):
+            self._finish_steps(member)  # later, their end would look like a write by the forward
             return self._activations.run(member, args, kwargs)  # calls the module, which comes here once more
         if autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
             forward = without_autocast_cache(forward)
@@ -127,6 +128,11 @@ class Calls:
         self._under_autocast.end_recomputation()
 
     # --------------------------------------------------------------------------------------------------------- a call
+
+    def _finish_steps(self, member: Member) -> None:
+        with self._at_work:
+            for group in member.groups:
+                self._window.finish_step(group)
 
     def _enter(self, member: Member) -> int:
         """Bring what a call needs, and return the call's number."""

@@ -140,7 +140,8 @@ class UnitCall:
         self._effects.include(self._inputs.objects)
         self._held = self._meter.bytes - self._bytes_before
         self._surroundings = Surroundings(device)
-        self._weights = [(twin, twin.changes()) for twin in {place.weight.twin for place in member.places}]
+        with without_torch_function():
+            self._weights = [(twin, twin.changes()) for twin in {place.weight.twin for place in member.places}]
         self._on_device = [(parameter, parameter._version) for parameter in member.on_device]
 
     # ------------------------------------------------------------------------------------------------ first forward
