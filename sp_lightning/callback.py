@@ -27,11 +27,31 @@ else:
 
 
 class CallbackMixin(_Base):
-    """The implementation of `SuperpipelineCallback`, shared by both namespaces."""
+    """Logs streaming metrics, draws a timeline and reports where the time went. It only observes.
+
+    While a model trains, the Trainer's loggers receive metrics under `superpipeline/`. Every now and then a step is
+    recorded to measure times; at the end of each recording the host waits once for the device.
+
+    Args:
+        timeline: The file to write a picture of where the time of a step goes to. Its suffix selects the format:
+            ".html" (a page to zoom into), ".png", or ".json" (a Chrome trace). The file is written as soon as the first
+            recording is complete, and again with later steps at the end of the run.
+        timeline_steps: The number of steps in the timeline.
+        summary: Whether to print the plan as a table when a run begins and, at the end, what was streamed and what
+            would make it faster. Without this callback, the table is printed if the Trainer prints a model summary.
+
+    Raises:
+        ImportError: If `timeline` ends in ".png" and Pillow is not installed.
+        ValueError: If `timeline` has another suffix, or `timeline_steps` is less than one.
+
+    Example::
+
+        trainer = Trainer(strategy="superpipeline", callbacks=SuperpipelineCallback(timeline="timeline.html"))
+    """
 
     lightning: ClassVar[Namespace]
 
-    def __init__(self, timeline: str | Path | None, timeline_steps: int, summary: bool) -> None:
+    def __init__(self, timeline: str | Path | None = None, timeline_steps: int = 1, summary: bool = True) -> None:
         super().__init__()
         if timeline_steps < 1:
             raise ValueError(f"`timeline_steps={timeline_steps}` must be at least 1.")

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sp_lightning._namespace import Namespace
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.retry import StepRetry
-from sp_lightning.when_to_step import SteppingPlan, is_users, plan_stepping
+from sp_lightning.when_to_step import SteppingPlan, WhenToStep, is_users
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -34,10 +34,7 @@ class Steps:
         self, pipeline: Pipeline, module: LightningModule, precision: Any, strategy: type, lightning: Namespace
     ) -> None:
         self._pipeline = pipeline
-        self._module = module
-        self._precision = precision
-        self._strategy = strategy
-        self._lightning = lightning
+        self.plan = WhenToStep(pipeline, module, precision, strategy, lightning).plan
         # If a step ran again in one process only, the others would be left waiting. A user's own `backward` may not
         # call ours, which joins the graphs of a step that may run again.
         alone = pipeline.replicas is None and not is_users(strategy, "backward")
@@ -114,9 +111,3 @@ class Steps:
         finally:
             self._steps_next = None
         self._pipeline.weights_changed()
-
-    def plan(self, optimizer: Optimizer, automatic: bool) -> SteppingPlan:
-        """Plan when the next step of an optimizer steps which weights."""
-        return plan_stepping(
-            self._pipeline, self._module, optimizer, automatic, self._precision, self._strategy, self._lightning
-        )

@@ -8,14 +8,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
@@ -35,20 +37,63 @@ from sp_lightning.steps import Steps
 from sp_lightning.when_to_step import SteppingPlan
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins import CheckpointIO, Precision
 
 
 class SuperpipelineMixin(ProcessesMixin):
-    """The implementation of `SuperpipelineStrategy`, shared by both namespaces.
+    """Trains, validates, tests and predicts with models larger than device memory.
 
-    Attributes:
-        presets: Further registered names, with the arguments that each stands for.
-        streaming_checkpoint_io: The namespace's default checkpoint plugin.
-        callback: The namespace's `SuperpipelineCallback`.
-        options: The user's options.
-        pipeline: The engine, from `setup` to `teardown`; `None` otherwise.
+    Weights, gradients and optimizer state live in host memory. The model is split into units (layers, blocks), `k` of
+    which are on the device at a time, and units are copied while others compute. Losses, gradients and weights are
+    those of plain training.
+
+    Args:
+        accelerator: Set by the Trainer, as in every Lightning strategy.
+        parallel_devices: Set by the Trainer, as in every Lightning strategy. With more than one device, each has a
+            process with its own replica of the model, and gradients are averaged as in DDP.
+        cluster_environment: Set by the Trainer, as in every Lightning strategy.
+        checkpoint_io: The plugin that writes and reads checkpoints. The default streams them, without a second copy
+            in host memory.
+        precision_plugin: Set by the Trainer, as in every Lightning strategy.
+        process_group_backend: The `torch.distributed` backend for training on several devices. None uses torch's
+            default for the device.
+        timeout: How long a process waits for the others.
+        k: Number of units on the device at once. With `k` at least the number of units, nothing is streamed. "auto"
+            starts with two, then chooses what the first steps show to be fastest within `memory_budget`.
+        k_prime: Number of units moved together in one transfer, at most `k`. "auto" starts with one, and is then chosen
+            with `k`.
+        memory_budget: Device memory that weights, gradients on their way to the host and activations may take: a number
+            of bytes, text such as "12GB", or a fraction of the device's memory. None means 90 % of what is free, and no
+            limit on the CPU. A window that needs more is refused.
+        units: The modules to use as units: classes, class names, or a callable `(name, module) -> bool`. None finds
+            them automatically.
+        resident: Names of modules or parameters to keep on the device at all times.
+        activations: What to do with the tensors that a unit saves for backward. "keep" leaves them on the device,
+            "recompute" keeps only the unit's inputs and runs its forward again in backward, "offload" moves them to
+            host memory until backward. "auto" measures two steps, then chooses for each unit so that everything fits.
+        overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. "auto" does so where
+            the result is that of a plain step; True makes anything else an error.
+        resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
+            `k="auto"` finds memory to spare. The optimizer steps them there, and only the other units stream.
+        pin_memory: Whether to use pinned (page-locked) host memory, which makes copies fast. "auto" pins where the
+            device gains by it.
+        host_threads: Number of threads that step the optimizer and add up gradients on the host. "auto" uses
+            `OMP_NUM_THREADS` if you set it, else three quarters of the cores near the device; on a CPU, torch's number.
+        compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` does; units that
+            are alike share one graph. Blocks that you compiled yourself stay as they are.
+        debug: Whether to delay copies at random, poison free slots and check every access to a weight.
+
+    Raises:
+        ValueError: If an argument has an invalid value.
+        MisconfigurationException: If the Trainer's other arguments do not work with this strategy.
+
+    Example::
+
+        trainer = Trainer(strategy="superpipeline", precision="bf16-mixed")
+        trainer = Trainer(strategy=SuperpipelineStrategy(k=4, memory_budget="12GB"))
     """
 
     strategy_name = "superpipeline"
@@ -58,9 +103,51 @@ class SuperpipelineMixin(ProcessesMixin):
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
     callback: ClassVar[type[Any]]
 
-    def __init__(self, *, options: PipelineOptions, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.options = options
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        k: int | Literal["auto"] = "auto",
+        k_prime: int | Literal["auto"] = "auto",
+        memory_budget: int | float | str | None = None,
+        units: str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None,
+        resident: Sequence[str] = (),
+        activations: Literal["keep", "recompute", "offload", "auto"] = "auto",
+        overlap_optimizer: bool | Literal["auto"] = "auto",
+        resident_optimizer: bool = False,
+        pin_memory: bool | Literal["auto"] = "auto",
+        host_threads: int | Literal["auto"] = "auto",
+        compile: bool = False,
+        debug: bool = False,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.options = PipelineOptions(
+            k=k,
+            k_prime=k_prime,
+            memory_budget=memory_budget,
+            units=units,
+            resident=resident,
+            activations=activations,
+            overlap_optimizer=overlap_optimizer,
+            resident_optimizer=resident_optimizer,
+            pin_memory=pin_memory,
+            host_threads=host_threads,
+            compile=compile,
+            debug=debug,
+        )
         self.pipeline: Pipeline | None = None
         self._progress = SetUpProgress()
         self._narrator = Narrator(self.lightning, self.callback)
@@ -86,7 +173,7 @@ class SuperpipelineMixin(ProcessesMixin):
             io = self._checkpoint_io = self.streaming_checkpoint_io()
         elif isinstance(io, self.lightning.wrapping_checkpoint_io):
             # Set the wrapped plugin; the wrapper's setter keeps one that the user chose.
-            io.checkpoint_io = self.streaming_checkpoint_io()  # type: ignore[attr-defined]
+            io.checkpoint_io = self.streaming_checkpoint_io()
         return cast("CheckpointIO", io)
 
     @checkpoint_io.setter

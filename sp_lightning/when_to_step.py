@@ -62,71 +62,69 @@ class SteppingPlan:
     keeps_gradients: bool
 
 
-def plan_stepping(
-    pipeline: Pipeline,
-    module: LightningModule,
-    optimizer: Optimizer,
-    automatic: bool,
-    precision: Any,
-    strategy: type,
-    lightning: Namespace,
-) -> SteppingPlan:
-    """Decide when the next step of an optimizer steps which weights.
+class WhenToStep:
+    """Plans the steps of the optimizers of a module.
 
     Args:
         pipeline: The engine.
         module: The user's module, attached to its Trainer.
-        optimizer: The optimizer about to step.
-        automatic: Whether Lightning's own loop steps it.
         precision: The precision plugin.
         strategy: The class of the strategy, which may be a user's subclass.
         lightning: The namespace that the module belongs to.
-
-    Returns:
-        The plan.
     """
-    trainer: Any = module.trainer
-    clips = bool(trainer.gradient_clip_val)
-    by_value = clips and trainer.gradient_clip_algorithm == "value"
-    scales = getattr(precision, "scaler", None) is not None
-    reasons = _hindrances(module, trainer.callbacks, automatic, precision, strategy, lightning)
-    if pipeline.options.overlap_optimizer is False:
-        why_not: str | None = "`overlap_optimizer=False`"
-    else:
-        why_not = pipeline.optimizers.why_not_overlapped(optimizer)
-    if clips and not by_value:
-        reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")
-    if scales:
-        reasons.append("the loss scaler has to look at all gradients")
-    return SteppingPlan(
-        why_not,
-        reasons[0] if reasons else None,
-        needs_norms=scales or (clips and not by_value) or is_users(module, "configure_gradient_clipping"),
-        clamp=float(trainer.gradient_clip_val) if by_value else None,
-        keeps_gradients=any(_overridden([module, *trainer.callbacks], _AFTER_THE_STEP)),
-    )
 
+    def __init__(
+        self, pipeline: Pipeline, module: LightningModule, precision: Any, strategy: type, lightning: Namespace
+    ) -> None:
+        self._pipeline = pipeline
+        self._module = module
+        self._precision = precision
+        self._strategy = strategy
+        self._lightning = lightning
 
-def _hindrances(
-    module: LightningModule,
-    callbacks: Iterable[Any],
-    automatic: bool,
-    precision: Any,
-    strategy: type,
-    lightning: Namespace,
-) -> list[str]:
-    """List what may read or change gradients between backward and the step."""
-    hindrances = []
-    if not automatic:
-        hindrances.append("the step is not one of automatic optimization")
-    elif not isinstance(precision, lightning.precisions) and type(precision) is not lightning.precision:
-        hindrances.append(f"`{type(precision).__name__}` may do anything to gradients")
-    # Look at the classes: on the objects, some of these methods are ours.
-    for cls, hooks in ((type(precision), _OF_THE_PRECISION), (strategy, _OF_THE_STRATEGY)):
-        hindrances += [f"`{cls.__name__}.{hook}` is overridden" for hook in hooks if is_users(cls, hook)]
-    hindrances += [f"`{name}` is overridden" for name in _overridden([module], _OF_THE_MODULE)]
-    hindrances += [f"`{name}` is overridden" for name in _overridden(callbacks, _SEES_GRADIENTS)]
-    return hindrances
+    def plan(self, optimizer: Optimizer, automatic: bool) -> SteppingPlan:
+        """Decide when the next step of an optimizer steps which weights.
+
+        Args:
+            optimizer: The optimizer about to step.
+            automatic: Whether Lightning's own loop steps it.
+        """
+        trainer: Any = self._module.trainer
+        clips = bool(trainer.gradient_clip_val)
+        by_value = clips and trainer.gradient_clip_algorithm == "value"
+        scales = getattr(self._precision, "scaler", None) is not None
+        reasons = self._hindrances(automatic)
+        if self._pipeline.options.overlap_optimizer is False:
+            why_not: str | None = "`overlap_optimizer=False`"
+        else:
+            why_not = self._pipeline.optimizers.why_not_overlapped(optimizer)
+        if clips and not by_value:
+            reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")
+        if scales:
+            reasons.append("the loss scaler has to look at all gradients")
+        return SteppingPlan(
+            why_not,
+            reasons[0] if reasons else None,
+            needs_norms=scales or (clips and not by_value) or is_users(self._module, "configure_gradient_clipping"),
+            clamp=float(trainer.gradient_clip_val) if by_value else None,
+            keeps_gradients=any(_overridden([self._module, *trainer.callbacks], _AFTER_THE_STEP)),
+        )
+
+    def _hindrances(self, automatic: bool) -> list[str]:
+        """List what may read or change gradients between backward and the step."""
+        precision, lightning = self._precision, self._lightning
+        hindrances = []
+        if not automatic:
+            hindrances.append("the step is not one of automatic optimization")
+        elif not isinstance(precision, lightning.precisions) and type(precision) is not lightning.precision:
+            hindrances.append(f"`{type(precision).__name__}` may do anything to gradients")
+        # Look at the classes: on the objects, some of these methods are ours.
+        for cls, hooks in ((type(precision), _OF_THE_PRECISION), (self._strategy, _OF_THE_STRATEGY)):
+            hindrances += [f"`{cls.__name__}.{hook}` is overridden" for hook in hooks if is_users(cls, hook)]
+        hindrances += [f"`{name}` is overridden" for name in _overridden([self._module], _OF_THE_MODULE)]
+        callbacks: Any = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        hindrances += [f"`{name}` is overridden" for name in _overridden(callbacks, _SEES_GRADIENTS)]
+        return hindrances
 
 
 def _overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:
