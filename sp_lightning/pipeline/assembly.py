@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 
 from sp_lightning.pipeline._private import in_backward, storage_key
+from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.gradients.averaging import Averaging
-from sp_lightning.pipeline.gradients.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers, move_unmanaged
@@ -23,10 +23,12 @@ from sp_lightning.pipeline.modules.swap import swap_out
 from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps
+from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.weights.schedule import Schedule
 from sp_lightning.pipeline.weights.window import Window
+from sp_lightning.pipeline.write_back import WriteBack
 
 _HOST = torch.device("cpu")
 
@@ -64,27 +66,31 @@ class Assembly:
         self.window = Window(
             arrangement.groups, groups, self.schedule, backend, stats, lambda group: self.backward.evict(group)
         )
+        self.write_back = WriteBack(lasting, self.window)
         self.returns = GradientReturn(
             arrangement.all_units,
             backend,
             stats,
             arrangement.host_share.pin_gradients,
             on_arrival=lambda: self.backward.note(),
-            on_departure=lambda: self.outside.write_back_again(),
+            on_departure=self.write_back.again,
             finish_step=self.window.finish_step,
             averaging=self._averaging(),
         )
         self.gradients = self.returns.gradients
         self.steps = HostSteps(self.window, backend, lasting.known_optimizers, lasting.settle)
+        in_backward = InBackward(
+            self.steps, self.returns.take_back, stats, lasting.spent, is_nested=lambda: self.backward.is_nested()
+        )
+        self.returns.stepper = in_backward
         self.overlap = Overlap(
             arrangement.weights_by_master,
             self.steps,
             self.returns,
+            in_backward,
             stats,
-            lasting.spent,
             overlaps=lasting.options.overlap_optimizer is not False,
             fused=lasting.device.type != "cpu",  # on the CPU the user's choice stands, as in plain training
-            is_nested=lambda: self.backward.is_nested(),
         )
         self.backward = BackwardPass(
             window=self.window,
@@ -101,8 +107,9 @@ class Assembly:
             lasting,
             window=self.window,
             returns=self.returns,
-            in_backward=self.overlap.in_backward,
+            in_backward=in_backward,
             backward=self.backward,
+            write_back=self.write_back,
             settle=self.settle,
         )
         self.guard = self.outside.guard
@@ -113,11 +120,12 @@ class Assembly:
             schedule=self.schedule,
             backward=self.backward,
             outside=self.outside,
+            write_back=self.write_back,
             returns=self.returns,
             in_step=in_step,
         )
         self._clipping = Clipping(
-            arrangement.weights_by_master, arrangement.on_device, backend, self.gradients, self.overlap.in_backward
+            arrangement.weights_by_master, arrangement.on_device, backend, self.gradients, in_backward
         )
 
     def _averaging(self) -> Averaging | None:

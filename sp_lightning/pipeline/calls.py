@@ -15,7 +15,7 @@ import torch
 
 from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY, Bundle
-from sp_lightning.pipeline.gradients.backward import BackwardPass
+from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
@@ -32,6 +32,7 @@ from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.window import Window
+from sp_lightning.pipeline.write_back import WriteBack
 
 
 class Calls:
@@ -57,6 +58,7 @@ class Calls:
         schedule: Schedule,
         backward: BackwardPass,
         outside: OutsideUse,
+        write_back: WriteBack,
         returns: GradientReturn,
         in_step: Callable[[], bool],
     ) -> None:
@@ -73,6 +75,7 @@ class Calls:
         self._schedule = schedule
         self._backward = backward
         self._outside = outside
+        self._write_back = write_back
         self._returns = returns
         self._in_step = in_step
         self._under_autocast = UnderAutocast(arrangement, lasting, outside)
@@ -177,7 +180,7 @@ class Calls:
             is_backward = in_backward()
             if not self._inside and not is_backward:
                 self._backend.trace.end()
-            self._outside.write_back(place.weight for place in member.places)
+            self._write_back.now(place.weight for place in member.places)
             if not member.running and not self._backward.has_reached(member.unit):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:
@@ -230,7 +233,7 @@ class Calls:
                 lowered = [group for group in groups if group.host.keeps_lowered_copies]
                 if lowered:  # what this call has written must not look like a change since then
                     with self._at_work:
-                        self._outside.write_back(place.weight for place in member.places)
+                        self._write_back.now(place.weight for place in member.places)
                 glances = Glances(lowered)
 
                 def reach() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline._private import in_backward, without_torch_function
-from sp_lightning.pipeline.gradients.backward import BackwardPass
+from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
@@ -22,10 +22,10 @@ from sp_lightning.pipeline.modules.hooks import hold_while_needed
 from sp_lightning.pipeline.modules.lowered import guard_lowered
 from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.weights.graphs import Graph
-from sp_lightning.pipeline.weights.host import as_bytes
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
+from sp_lightning.pipeline.write_back import WriteBack
 
 
 class OutsideUse:
@@ -38,6 +38,7 @@ class OutsideUse:
         returns: Moves gradients to the host.
         in_backward: Knows which weights have already been stepped in backward.
         backward: Follows backward passes.
+        write_back: Copies what is written to weights on the device to the masters.
         settle: Waits until gradients have landed and optimizer steps are done.
 
     Attributes:
@@ -54,6 +55,7 @@ class OutsideUse:
         returns: GradientReturn,
         in_backward: InBackward,
         backward: BackwardPass,
+        write_back: WriteBack,
         settle: Callable[[], None],
     ) -> None:
         self.device = lasting.device
@@ -61,7 +63,6 @@ class OutsideUse:
         self._learned = lasting.learned
         self._graphs = lasting.graphs
         self._journal = lasting.journal
-        self._backend = lasting.backend
         self._stats = lasting.stats
         self._at_work = lasting.at_work
         self._window = window
@@ -69,9 +70,8 @@ class OutsideUse:
         self._gradients = returns.gradients
         self._in_backward = in_backward
         self._backward = backward
+        self._write_back = write_back
         self._settle = settle
-        self._served: set[Weight] = set()
-        self._written: set[Weight] = set()
         self.guard = Guard(self, arrangement.weights)
         for weight in arrangement.weights:
             if weight.lowered:
@@ -84,7 +84,7 @@ class OutsideUse:
         with self._at_work:
             self._window.finish_step(weight.unit.group)
             self._arrangement.unused_in_step = False
-            self._served.add(weight)
+            self._write_back.served.add(weight)
             if weight.lowered:  # this use may need it in its own dtype
                 self.keep_as_is(weight)
             twin = weight.twin
@@ -126,7 +126,7 @@ class OutsideUse:
             with self._at_work:
                 self._window.finish_step(weight.unit.group)
                 self._window.finish_copies(weight.unit.group)
-                self.write_back([weight])
+                self._write_back.now([weight])
         else:
             self._settle()
 
@@ -165,55 +165,6 @@ class OutsideUse:
         """Note that somebody gets an alias of a master: its copies on the device are checked before next use."""
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
-
-    # ------------------------------------------------------------------------------------------ written on the device
-
-    def end_step(self) -> None:
-        """Write back what code outside of units has written to weights through views of them (`w[0].zero_()`)."""
-        served, self._served = self._served, set()
-        with self._at_work:
-            self.write_back(served)
-
-    def write_back_again(self) -> None:
-        """Write back what a checkpoint within a unit writes to weights when backward runs it again."""
-        if self._written:
-            with self._at_work:
-                self.write_back(self._written)
-
-    def write_back(self, weights: Iterable[Weight]) -> None:
-        """Copy weights that were written to on the device to the masters, which hold the authoritative values."""
-        with without_torch_function():
-            twins = [weight.twin for weight in weights]
-            touched = [twin for twin in twins if twin.is_replaced or twin.changed_in_place]
-        for twin in touched:
-            if not twin.group.readable:  # after an exception: its place holds something else
-                twin.note_unchanged()
-                continue
-            if twin.is_replaced:
-                twin.adopt_replacement()
-            self._written.add(twin.weight)
-            self._write_back(twin.weight)
-
-    def _write_back(self, weight: Weight) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
-            self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
-            self._window.finish_step(weight.unit.group)
-            self._stats.host_syncs += 1
-            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
-                weight.twin.note_unchanged()
-                return
-            if weight.lowered:
-                raise RuntimeError(
-                    f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its "
-                    "module out of autocast, or change the weight outside of the forward."
-                )
-            self._journal.note(weight)
-            weight.master.copy_(arrived)
-        weight.twin.note_written_back()
-        self._stats.write_backs += 1
-        group = weight.twin.group
-        group.state = group.host.state()
 
     # ------------------------------------------------------------------------------------------- memory of their own
 

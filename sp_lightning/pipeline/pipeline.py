@@ -316,7 +316,7 @@ class Pipeline:
             if self._depth:
                 self._depth -= 1
                 if self._depth == 0 and not in_backward():
-                    self._assembly.outside.end_step()
+                    self._assembly.write_back.end_step()
                     self._graphs.begin()  # whoever still holds the old graph waits for its backward
                 self._assembly.close()
 

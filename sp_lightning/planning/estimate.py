@@ -231,7 +231,7 @@ def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
         host_bytes=sum(_host_bytes(weight, given) for weight in unit.weights),
         ways=_ways(seen, weights, forward, backward, given),
         bytes_on_device=sum(_bytes_on_device(weight, given) for weight in unit.weights) if trained else 0,
-        sections=count_sections(unit.weights),
+        sections=count_sections(weight.master for weight in unit.weights),
     )
 
 

@@ -163,7 +163,7 @@ class Parcel:
     @property
     def sections(self) -> list[Section]:
         """The sections of the bytes to copy."""
-        return divide(self.weights, self._layout.offsets, self.dtypes, self.bytes_to_send)
+        return divide([weight.master for weight in self.weights], self._layout.offsets, self.dtypes, self.bytes_to_send)
 
     @cached_property
     def _layout(self) -> GradientLayout:

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sp_lightning.pipeline._private import decompose_under_mode, is_undecomposed, run_as_without_mode, storage_key
 from sp_lightning.pipeline.division.tree import forward_of_class
 from sp_lightning.pipeline.modules.lowered import note_elements
+from sp_lightning.pipeline.modules.operands import instances_in
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 _LOWERED_LAYERS = (
@@ -165,10 +166,6 @@ def is_view(func: Any) -> bool:
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-def tensors_among(value: Any) -> list[Tensor]:
+def tensors_among(args: Any) -> list[Tensor]:
     """Return all dense tensors among an operation's arguments."""
-    if isinstance(value, Tensor):
-        return [value] if value.layout is torch.strided else []
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_among(item)]
-    return []
+    return [tensor for tensor in instances_in(args, Tensor) if tensor.layout is torch.strided]

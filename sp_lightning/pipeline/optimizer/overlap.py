@@ -19,7 +19,7 @@ memory somebody else holds an alias of cannot be guarded, and are stepped before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -45,14 +45,10 @@ class Overlap:
         weights: All weights, by the identity of their masters.
         steps: Gives steps to the thread.
         returns: Brings the gradients, and hands them over in backward.
+        in_backward: Steps units before backward ends.
         stats: Counters.
-        spent: Masters, by identity, whose gradients were used and not kept; outlives an arrangement.
         overlaps: Whether steps overlap with computing; if not, they are done when `step()` returns.
         fused: Whether to take torch's fused CPU kernels where the user left the choice to torch.
-        is_nested: Tells whether the gradient that autograd has just finished may not be the last one for its weight.
-
-    Attributes:
-        in_backward: Steps units before backward ends.
     """
 
     def __init__(
@@ -60,11 +56,10 @@ class Overlap:
         weights: Mapping[int, Weight],
         steps: HostSteps,
         returns: GradientReturn,
+        in_backward: InBackward,
         stats: Stats,
-        spent: set[int],
         overlaps: bool,
         fused: bool,
-        is_nested: Callable[[], bool],
     ) -> None:
         self._weights = weights
         self._steps = steps
@@ -78,8 +73,7 @@ class Overlap:
         self._to_step: dict[Group, list[Share]] = {}
         self._held: set[Group] = set()  # with gradients that users hold, and may change when `step()` has returned
         self._had_state: set[int] = set()
-        self.in_backward = InBackward(steps, returns.take_back, stats, spent, is_nested)
-        returns.stepper = self.in_backward
+        self._in_backward = in_backward
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
 
@@ -94,7 +88,7 @@ class Overlap:
             return
         self._returns.check_averaged(known)
         why_not = self.why_not(optimizer)
-        stepped = self.in_backward.conclude(optimizer, known, why_not)
+        stepped = self._in_backward.conclude(optimizer, known, why_not)
         if why_not is not None:
             self._steps.settle()
             self._gradients.show_all()
@@ -227,9 +221,9 @@ class Overlap:
         def look_up_settings() -> list[dict[str, Any]]:
             return [self._settings(optimizer, param_group) for param_group in optimizer.param_groups]
 
-        return self.in_backward.scope(EarlyStep(optimizer, param_group_of, look_up_settings, clamp, keep))
+        return self._in_backward.scope(EarlyStep(optimizer, param_group_of, look_up_settings, clamp, keep))
 
     @property
     def settled(self) -> bool:
         """Whether all masters are as they would be in plain training."""
-        return self._steps.note_finished() and self.in_backward.is_concluded
+        return self._steps.note_finished() and self._in_backward.is_concluded

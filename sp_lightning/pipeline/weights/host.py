@@ -185,7 +185,9 @@ class GroupHost:
         else:
             self.source_offsets, self.source = self._offsets, masters
         dtypes = [weight.compute_dtype for weight in self.weights]
-        self.sections = divide(self.weights, self.source_offsets, dtypes, self.source.bytes.nbytes)
+        self.sections = divide(
+            [weight.master for weight in self.weights], self.source_offsets, dtypes, self.source.bytes.nbytes
+        )
         self._copied_state: MasterState | None = None  # of the masters when lowered copies were made of them
 
     def state(self) -> MasterState:

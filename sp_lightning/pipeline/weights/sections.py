@@ -12,9 +12,9 @@ weights are cut: a section is stepped as soon as its gradient has landed, and se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -25,27 +25,8 @@ SECTION = 1 << 25
 Whole vectors of a processor: kernels may round the elements beside them differently.
 """
 
-
-class HasMaster(Protocol):
-    """What matters here of a weight.
-
-    Attributes:
-        master: Its Parameter on the host.
-    """
-
-    master: nn.Parameter
-
-
-class Cut(NamedTuple):
-    """A place between two sections.
-
-    Attributes:
-        weight: The weight that is cut; all weights before it lie before the cut.
-        elements: How many of its elements do.
-    """
-
-    weight: HasMaster
-    elements: int
+Cut: TypeAlias = tuple[int, int]
+"""A place between two sections: the weight that is cut, by the identity of its master, and its elements before that."""
 
 
 class Section(NamedTuple):
@@ -67,19 +48,19 @@ def cuts_in(elements: int) -> range:
     return range(SECTION, elements, SECTION)
 
 
-def count_sections(weights: Sequence[HasMaster]) -> int:
+def count_sections(masters: Iterable[nn.Parameter]) -> int:
     """Return the number of sections that a step of these weights, or a copy of all of them, is divided into."""
-    return 1 + sum(len(cuts_in(weight.master.numel())) for weight in weights)
+    return 1 + sum(len(cuts_in(master.numel())) for master in masters)
 
 
 def divide(
-    weights: Sequence[HasMaster], offsets: Sequence[int], dtypes: Sequence[torch.dtype], nbytes: int
+    masters: Sequence[nn.Parameter], offsets: Sequence[int], dtypes: Sequence[torch.dtype], nbytes: int
 ) -> list[Section]:
     """Return the sections of memory where these weights lie at these offsets in these dtypes."""
     cuts: list[Cut | None] = []
     ends = [0]
-    for weight, offset, dtype in zip(weights, offsets, dtypes, strict=True):
-        for elements in cuts_in(weight.master.numel()):
-            cuts.append(Cut(weight, elements))
+    for master, offset, dtype in zip(masters, offsets, dtypes, strict=True):
+        for elements in cuts_in(master.numel()):
+            cuts.append((id(master), elements))
             ends.append(offset + elements * dtype.itemsize)
     return [Section(cut, *extent) for cut, extent in zip([*cuts, None], pairwise([*ends, nbytes]), strict=True)]

@@ -1,0 +1,81 @@
+"""Weights that are written to on the device: their values go to the masters, which hold the authoritative ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from sp_lightning.pipeline._private import without_torch_function
+from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.weights.host import as_bytes
+from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.window import Window
+
+
+class WriteBack:
+    """Copies what is written to weights on the device back to the host.
+
+    Args:
+        lasting: The parts that outlive an arrangement.
+        window: Waits for the optimizer's steps.
+
+    Attributes:
+        served: Weights that code outside of units has used in this step, and may have written to.
+    """
+
+    def __init__(self, lasting: Lasting, window: Window) -> None:
+        self._journal = lasting.journal
+        self._backend = lasting.backend
+        self._stats = lasting.stats
+        self._at_work = lasting.at_work
+        self._window = window
+        self.served: set[Weight] = set()
+        self._written: set[Weight] = set()
+
+    def end_step(self) -> None:
+        """Write back what code outside of units has written to weights through views of them (`w[0].zero_()`)."""
+        served, self.served = self.served, set()
+        with self._at_work:
+            self.now(served)
+
+    def again(self) -> None:
+        """Write back what a checkpoint within a unit writes to weights when backward runs it again."""
+        if self._written:
+            with self._at_work:
+                self.now(self._written)
+
+    def now(self, weights: Iterable[Weight]) -> None:
+        """Copy weights that were written to on the device to the masters, which hold the authoritative values."""
+        with without_torch_function():
+            twins = [weight.twin for weight in weights]
+            touched = [twin for twin in twins if twin.is_replaced or twin.changed_in_place]
+        for twin in touched:
+            if not twin.group.readable:  # after an exception: its place holds something else
+                twin.note_unchanged()
+                continue
+            if twin.is_replaced:
+                twin.adopt_replacement()
+            self._written.add(twin.weight)
+            self._copy(twin.weight)
+
+    def _copy(self, weight: Weight) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
+            self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
+            self._window.finish_step(weight.unit.group)
+            self._stats.host_syncs += 1
+            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
+                weight.twin.note_unchanged()
+                return
+            if weight.lowered:
+                raise RuntimeError(
+                    f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its "
+                    "module out of autocast, or change the weight outside of the forward."
+                )
+            self._journal.note(weight)
+            weight.master.copy_(arrived)
+        weight.twin.note_written_back()
+        self._stats.write_backs += 1
+        group = weight.twin.group
+        group.state = group.host.state()
