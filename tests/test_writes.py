@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -343,6 +344,35 @@ def test_data_that_is_changed_between_forward_and_backward(
         return
     with pytest.raises(RuntimeError, match=error):
         edited_between(strategy, edit, precision)
+
+
+class AveragesBetween(Trains):
+    """Averages weights, past their versions, in a hook that comes before backward, as EMA libraries do."""
+
+    def __init__(self) -> None:
+        ends = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8, bias=False)) for _ in range(2)]
+        blocks = [nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(4)]
+        super().__init__(nn.Sequential(ends[0], *blocks, ends[1]))
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        for average, parameter in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            average.data.lerp_(parameter.data, 0.1)
+
+
+@pytest.mark.parametrize(("activations", "precision"), [("recompute", "32-true"), ("keep", "bf16-mixed")])
+def test_averages_that_travel_with_weights_may_change_between_forward_and_backward(
+    activations: Any, precision: Any
+) -> None:
+    """Small modules share a unit; one that computes with none of what has changed is not refused."""
+    results = []
+    for strategy in ("auto", SuperpipelineStrategy(k=2, activations=activations)):
+        torch.manual_seed(0)
+        module = AveragesBetween()
+        data = DataLoader(torch.randn(12, 8, generator=torch.Generator().manual_seed(1)), batch_size=4)
+        trainer(strategy, precision=precision).fit(module, data)
+        results.append(list(module.parameters()))
+    assert all(map(torch.equal, *results))
 
 
 def test_memory_that_is_swapped_within_a_step() -> None:

@@ -234,7 +234,7 @@ class Calls:
                 if lowered:  # what this call has written must not look like a change since then
                     with self._at_work:
                         self._write_back.now(place.weight for place in member.places)
-                glances = Glances(lowered)
+                glances = Glances(member, lowered)
 
                 def reach() -> None:
                     if glances.differ() and not self._backward.closed:

@@ -179,7 +179,7 @@ class UnitCall:
         repeatable = obstacle is None and is_worth_it and is_possible
         self.footprint = self._measure_footprint(tensors, repeatable)
         if repeatable:
-            self._glances = Glances(self.member.groups)
+            self._glances = Glances(self.member, self.member.groups)
             self._trained = self._trained_weights()
             if self._checks:
                 self._sums = {index: _checksum(kept.get(), self._saved.twins) for index, kept in self._alive()}

@@ -9,30 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.weight import Weight
 
 
 class Glances:
-    """What the masters of some groups look like after a forward.
+    """What the masters that a member computes with look like after a forward.
 
     Args:
-        groups: The groups. One that an optimizer steps at either time is left out.
+        member: The member.
+        groups: The groups to look at. One that an optimizer steps at either time is left out.
     """
 
-    def __init__(self, groups: Iterable[Group]) -> None:
+    def __init__(self, member: Member, groups: Iterable[Group]) -> None:
+        self._member = member
         with without_torch_function():
             self._seen = [(group, group.host.glance()) for group in groups if _is_final(group)]
 
     def differ(self) -> bool:
         """Tell whether masters look different now, although no change of them was counted."""
         with without_torch_function():
-            seen = [(before, group.host.glance()) for group, before in self._seen if _is_final(group)]
-        return any(
-            now.versions == before.versions and not torch.equal(now.sample, before.sample) for before, now in seen
-        )
+            final = [(group, before) for group, before in self._seen if _is_final(group)]
+            changed = set[Weight]().union(*(group.host.changed_past_versions(before) for group, before in final))
+        # others that travel with them may change: an average of weights does, between forward and backward
+        return any(place.weight in changed for place in self._member.places)
 
 
 def _is_final(group: Group) -> bool:

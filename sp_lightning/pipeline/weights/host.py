@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -199,6 +200,17 @@ class GroupHost:
         """Return the masters' present state with a smaller sample, for every call of a unit."""
         with torch.inference_mode(False):
             return MasterState(self._versions(), self._words.index_select(0, self._glance_index))
+
+    def changed_past_versions(self, since: MasterState) -> set[Weight]:
+        """Return the weights that look different than in an earlier glance, although no change of them was counted."""
+        now = self.glance()
+        with torch.inference_mode(False):
+            if torch.equal(now.sample, since.sample):
+                return set()
+            places = self._glance_index[now.sample != since.sample] * _WORD
+        found = {self.weights[bisect_right(self._offsets, place) - 1] for place in places.tolist()}
+        counted = zip(self.weights, since.versions, now.versions, strict=True)
+        return found.difference(weight for weight, before, after in counted if before != after)
 
     def has_changed(self, since: MasterState) -> bool:
         """Tell whether masters have been written to since they were in this state."""
