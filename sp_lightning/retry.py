@@ -28,6 +28,7 @@ from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 from sp_lightning.pipeline.activations.surroundings import RandomStates
 from sp_lightning.pipeline.modules.tensors import tensor_bytes, tensors_in
 from sp_lightning.pipeline.transfer.backend import is_out_of_memory
+from sp_lightning.when_to_step import overridden
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LARGEST = 1 << 28  # bytes: larger tensors are not copied; a queue of features is smaller, a data set is larger
+_IN_BETWEEN = ("optimizer_zero_grad", "on_before_zero_grad", "on_before_backward")  # the user's code before backward
 _WATCHED = 8  # micro-batches that may run again after a new arrangement; later ones only with larger inputs than before
 
 
@@ -83,6 +85,9 @@ class StepRetry:
             self._note_success(attempt)
             return output
         attempt.loss, attempt.lightning_loss = loss, loss.detach().requires_grad_()
+        trainer: Any = self._module.trainer
+        if any(overridden([self._module, *trainer.callbacks], _IN_BETWEEN)):
+            attempt.watch_hooks()
         self._attempt = attempt
         return {**output, "loss": attempt.lightning_loss} if isinstance(output, Mapping) else attempt.lightning_loss
 
@@ -132,6 +137,7 @@ class StepRetry:
         self._note_success(attempt)
 
     def _backward(self, attempt: _Attempt, loss: Tensor, run: Callable[[Tensor], None]) -> None:
+        attempt.note_hooks()
         (scale,) = torch.autograd.grad(loss, attempt.lightning_loss)
         value = loss.detach()
 
@@ -140,6 +146,8 @@ class StepRetry:
                 self._pipeline.drop_gradients()
                 with self._lightning.in_hook(self._module, "training_step"):
                     attempt.loss = _loss_in(attempt.run())
+                attempt.redo_hooks()
+                self._check_loss(attempt)
             joined, attempt.loss = _Joined.apply(attempt.loss, value, scale), None
             run(joined)
 
@@ -147,6 +155,16 @@ class StepRetry:
             backward()
         else:
             self._until_it_works(attempt, backward)
+
+    def _check_loss(self, attempt: _Attempt) -> None:
+        """Warn if the loss of a step that has run again is another one."""
+        first, second = attempt.lightning_loss.detach(), attempt.loss
+        if second is not None and not torch.allclose(second.detach(), first, rtol=0, atol=0, equal_nan=True):
+            self._lightning.warn(
+                f"When the step ran again, its loss was {second.item()}, and {first.item()} before. It depends on "
+                "something that could not be put back, such as a generator that torch does not know, weights that "
+                "a hook changes before backward, or an operation that does not repeat itself."
+            )
 
     def _until_it_works(self, attempt: _Attempt, run: Callable[[], T]) -> T:
         result, failure = _try(run)
@@ -250,13 +268,40 @@ class _Attempt:
         self._journal = pipeline.journal
         self._journal.begin()
         self._steps = self._stats.optimizer_steps, self._stats.steps_in_backward
-        self._random = RandomStates(pipeline.device)
+        self._device = pipeline.device
+        self._random = RandomStates(self._device)
         self._takes_its_batch = any(isinstance(value, Iterator) for value in inputs)
         inputs = (*lightning.logged(module), *inputs)
         self._look = partial(
             SideEffects, module, inputs, outside=[module._trainer], largest=_LARGEST, trusts_versions=False
         )
         self._effects = self._look()
+        self._hooks: SideEffects | None = None
+        self._lost_to_hooks: str | None = None
+        self._redo: Callable[[], None] | None = None
+
+    def watch_hooks(self) -> None:
+        """Look at the state once more: hooks between forward and backward run once, whatever runs again."""
+        self._hooks = self._look()
+
+    def note_hooks(self) -> None:
+        """Note what such hooks have changed, as backward begins."""
+        if self._hooks is None:
+            return
+        self._lost_to_hooks = self._hooks.settle()
+        changes, random = self._hooks.redo(), RandomStates(self._device)
+        self._hooks = None
+
+        def redo() -> None:
+            changes()
+            random.restore()
+
+        self._redo = redo
+
+    def redo_hooks(self) -> None:
+        """Make the changes of such hooks again, after a forward that ran again."""
+        if self._redo is not None:
+            self._redo()
 
     def has_stepped(self) -> bool:
         """Tell whether an optimizer has changed weights since the attempt began."""
@@ -272,7 +317,7 @@ class _Attempt:
             return "takes its batch from an iterator"
         if self._journal.lost is not None:
             return f"writes to weight {self._journal.lost!r}, or takes its `.data`, and a write would happen twice"
-        lost = self._effects.settle()
+        lost = self._lost_to_hooks or self._effects.settle()
         if lost is None:
             self._effects.undo()
             self._journal.undo()

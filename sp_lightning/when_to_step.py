@@ -107,7 +107,7 @@ class WhenToStep:
             reasons[0] if reasons else None,
             needs_norms=scales or (clips and not by_value) or is_users(self._module, "configure_gradient_clipping"),
             clamp=float(trainer.gradient_clip_val) if by_value else None,
-            keeps_gradients=any(_overridden([self._module, *trainer.callbacks], _AFTER_THE_STEP)),
+            keeps_gradients=any(overridden([self._module, *trainer.callbacks], _AFTER_THE_STEP)),
         )
 
     def _hindrances(self, automatic: bool) -> list[str]:
@@ -121,13 +121,13 @@ class WhenToStep:
         # Look at the classes: on the objects, some of these methods are ours.
         for cls, hooks in ((type(precision), _OF_THE_PRECISION), (self._strategy, _OF_THE_STRATEGY)):
             hindrances += [f"`{cls.__name__}.{hook}` is overridden" for hook in hooks if is_users(cls, hook)]
-        hindrances += [f"`{name}` is overridden" for name in _overridden([self._module], _OF_THE_MODULE)]
+        hindrances += [f"`{name}` is overridden" for name in overridden([self._module], _OF_THE_MODULE)]
         callbacks: Any = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        hindrances += [f"`{name}` is overridden" for name in _overridden(callbacks, _SEES_GRADIENTS)]
+        hindrances += [f"`{name}` is overridden" for name in overridden(callbacks, _SEES_GRADIENTS)]
         return hindrances
 
 
-def _overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:
+def overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:
     """Yield the hooks that users have overridden."""
     for thing in objects:
         yield from (f"{type(thing).__name__}.{hook}" for hook in hooks if is_users(thing, hook))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import weakref
@@ -588,6 +589,82 @@ def test_a_step_that_takes_its_batch_itself() -> None:
     Device.current = Device("forward", one_unit)
     with pytest.raises(torch.OutOfMemoryError, match="cannot run again, because it takes its batch from an iterator"):
         fit(Iterates(), SuperpipelineStrategy(units=Block))
+
+
+class HasHooks(Module):
+    """Changes all kinds of state between forward and backward, where its next forwards and its checkpoint see it."""
+
+    def __init__(self, returns: str = "loss") -> None:
+        super().__init__(returns)
+        self.register_buffer("count", torch.zeros(()))
+        self.average = copy.deepcopy(self.blocks).requires_grad_(False)
+        self.noise = 1.0
+        self.history: list[Any] = []
+        self.table: dict[str, Any] = {"first": 0}
+        self.kinds = {"first"}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.history.append("step")
+        self.table["steps"] = self.calls
+        noise = self.noise + self.count
+        return super().training_step([batch[0] * noise], batch_idx)
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.count += 1
+        self.noise = torch.rand(()).item() + random.random()
+        self.history.append(self.noise)
+        self.table.pop("first", None)
+        self.table[str(self.noise)] = self.noise
+        self.kinds.symmetric_difference_update(["first", self.calls])
+        for average, parameter in zip(self.average.parameters(), self.blocks.parameters(), strict=True):
+            average.lerp_(parameter, 0.1)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("noise", self.noise + torch.rand(()))
+        self.history = self.history[-5:]
+
+
+@pytest.mark.parametrize("options", [PLAIN, ACCUMULATED], ids=str)
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_hooks_before_backward_do_not_run_again(options: dict[str, Any]) -> None:
+    """What they have changed stays, although the forward before them runs again."""
+    results, left = [], []
+    for device, strategy in (
+        (Device("never", None), "auto"),
+        (Device("backward", one_unit), SuperpipelineStrategy(units=Block)),
+    ):
+        torch.manual_seed(0)
+        Device.current = device
+        module = HasHooks()
+        results.append([*fit(module, strategy, **options), module.trainer.callback_metrics["noise"]])
+        left.append([module.noise, module.history, module.table, module.kinds])
+    assert device.failures == 2
+    assert same(*results)
+    assert left[0] == left[1]
+
+
+class Teaches(Module):
+    """Learns from an average of its weights, which it updates between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.average[0](x)
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        for average, parameter in zip(self.average.parameters(), self.blocks.parameters(), strict=True):
+            average.lerp_(parameter + 1, 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_a_second_run_with_another_loss_is_told_of() -> None:
+    Device.current = Device("backward", one_unit)
+    with pytest.warns(UserWarning, match="When the step ran again, its loss was"):
+        fit(Teaches(), SuperpipelineStrategy(units=Block))
 
 
 class Averages(nn.Module):

@@ -17,7 +17,7 @@ import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -201,6 +201,23 @@ class SideEffects:
         for module, training in self._modes:
             module.training = training
 
+    def redo(self) -> Callable[[], None]:
+        """Return a function that makes the same changes again; call it after `settle`.
+
+        What has changed by then, but not by this code, is left alone.
+        """
+        tensors = [(tensor, tensor.detach().clone()) for tensor in self._changed]
+        changes = [(place, _change(before, _read(place))) for place, before in self._before]
+
+        def make_changes() -> None:
+            for tensor, values in tensors:
+                tensor.data.copy_(values)
+            for place, change in changes:
+                if change is not None:
+                    _write(place, change(_read(place)))
+
+        return make_changes
+
     # ------------------------------------------------------------------------------------------------- looking around
 
     def _look_at_module(self, module: nn.Module) -> None:
@@ -313,6 +330,23 @@ def _is_same(before: Any, after: Any) -> bool:
     if len(before) != len(after) or (isinstance(before, dict) and list(before) != list(after)):
         return False
     return all(map(operator.is_, _values(before), _values(after)))
+
+
+def _change(before: Any, after: Any) -> Callable[[Any], Any] | None:
+    """Return what turns one content into the other, applied to any content; None if they are the same."""
+    if _is_same(before, after):
+        return None
+    if isinstance(after, dict):
+        gone = before.keys() - after.keys()
+        new = {key: value for key, value in after.items() if key not in before or before[key] is not value}
+        return lambda content: {**{key: content[key] for key in content if key not in gone}, **new}
+    if isinstance(after, set):
+        gone, new = before - after, after - before
+        return lambda content: (content - gone) | new
+    if isinstance(after, list) and len(before) <= len(after) and all(map(operator.is_, before, after)):
+        tail = after[len(before) :]
+        return lambda content: [*content, *tail]
+    return lambda content: after
 
 
 def _replace(content: Any, copies: dict[int, Tensor]) -> Any:
