@@ -162,8 +162,8 @@ class StepRetry:
         if second is not None and not torch.allclose(second.detach(), first, rtol=0, atol=0, equal_nan=True):
             self._lightning.warn(
                 f"When the step ran again, its loss was {second.item()}, and {first.item()} before. It depends on "
-                "something that could not be put back, such as a generator that torch does not know, weights that "
-                "a hook changes before backward, or an operation that does not repeat itself."
+                "something that could not be put back, such as weights that a hook changes before backward, a random "
+                "generator of another library, or an operation that does not repeat itself."
             )
 
     def _until_it_works(self, attempt: _Attempt, run: Callable[[], T]) -> T:

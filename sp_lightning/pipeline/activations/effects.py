@@ -14,6 +14,8 @@ model that puts what its block has computed into a cache. What no object leads t
 from __future__ import annotations
 
 import operator
+import pickle
+import random
 import sys
 import types
 from collections import deque
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.quasirandom import SobolEngine
 
 from sp_lightning.pipeline.modules.tensors import tensor_bytes
 
@@ -245,7 +248,7 @@ class SideEffects:
             self._hold(value, own)
         elif isinstance(value, nn.Module):  # not of this unit, a hook's for example: only its own attributes
             self._look_into(_Attributes(value), own)
-        elif isinstance(value, _PLACES):
+        elif isinstance(value, _PLACES) or _is_numpy_generator(value):
             self._look_into(value, own)
         elif isinstance(value, (tuple, frozenset)):
             for item in value:
@@ -258,7 +261,7 @@ class SideEffects:
                 self._look_at(half, own)
         elif isinstance(value, types.FunctionType) and is_user_defined(value):
             self._look_at(value.__closure__, own)
-        elif hasattr(value, "__dict__") and is_user_defined(type(value)):
+        elif hasattr(value, "__dict__") and (is_user_defined(type(value)) or isinstance(value, SobolEngine)):
             self._look_into(vars(value), own)
 
     def _look_into(self, place: Any, own: bool) -> None:
@@ -277,7 +280,7 @@ class SideEffects:
         self._held[id(tensor)] = _Held(tensor, tensor._version if has_version else None, copy)
 
 
-_PLACES = (dict, list, set, deque, types.CellType, torch.Generator)
+_PLACES = (dict, list, set, deque, types.CellType, torch.Generator, random.Random)
 PLAIN = {str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device}
 _NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
 
@@ -287,6 +290,11 @@ def is_user_defined(definition: type | types.FunctionType) -> bool:
     return (definition.__module__ or "").partition(".")[0] not in _NOT_USER_DEFINED
 
 
+def _is_numpy_generator(value: Any) -> bool:
+    """Tell whether this is a `numpy.random.Generator` or `RandomState`; numpy need not be installed."""
+    return type(value).__module__.startswith("numpy.random") and hasattr(value, "_bit_generator")
+
+
 def _read(place: Any) -> Any:
     if isinstance(place, dict):
         return dict(place)
@@ -294,6 +302,10 @@ def _read(place: Any) -> Any:
         return place.read()
     if isinstance(place, torch.Generator):
         return place.get_state()
+    if isinstance(place, random.Random):
+        return pickle.dumps(place.getstate())
+    if _is_numpy_generator(place):
+        return pickle.dumps(place._bit_generator.state)
     if isinstance(place, types.CellType):
         try:
             return [place.cell_contents]
@@ -307,6 +319,10 @@ def _write(place: Any, content: Any) -> None:
         place.write(content)
     elif isinstance(place, torch.Generator):
         place.set_state(content)
+    elif isinstance(place, random.Random):
+        place.setstate(pickle.loads(content))  # noqa: S301  # what `_read` has made
+    elif _is_numpy_generator(place):
+        place._bit_generator.state = pickle.loads(content)  # noqa: S301
     elif isinstance(place, types.CellType):
         del place.cell_contents
         for value in content:
@@ -317,7 +333,7 @@ def _write(place: Any, content: Any) -> None:
 
 
 def _values(content: Any) -> Collection[Any]:
-    if isinstance(content, Tensor):
+    if isinstance(content, Tensor | bytes):  # the state of a generator
         return ()
     return content.values() if isinstance(content, dict) else content
 
@@ -325,7 +341,7 @@ def _values(content: Any) -> Collection[Any]:
 def _is_same(before: Any, after: Any) -> bool:
     if isinstance(before, Tensor):
         return torch.equal(before, after)
-    if isinstance(before, set):
+    if isinstance(before, set | bytes):
         return bool(before == after)
     if len(before) != len(after) or (isinstance(before, dict) and list(before) != list(after)):
         return False
@@ -336,7 +352,7 @@ def _change(before: Any, after: Any) -> Callable[[Any], Any] | None:
     """Return what turns one content into the other, applied to any content; None if they are the same."""
     if _is_same(before, after):
         return None
-    if isinstance(after, dict):
+    if isinstance(after, dict) and [*filter(after.__contains__, before)] == [*filter(before.__contains__, after)]:
         gone = before.keys() - after.keys()
         new = {key: value for key, value in after.items() if key not in before or before[key] is not value}
         return lambda content: {**{key: content[key] for key in content if key not in gone}, **new}
@@ -351,7 +367,7 @@ def _change(before: Any, after: Any) -> Callable[[Any], Any] | None:
 
 def _replace(content: Any, copies: dict[int, Tensor]) -> Any:
     """Return the same content, with copies in place of tensors that were changed."""
-    if isinstance(content, Tensor):
+    if isinstance(content, Tensor | bytes):
         return content
     if isinstance(content, dict):
         return {key: copies.get(id(value), value) for key, value in content.items()}

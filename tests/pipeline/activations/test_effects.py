@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.quasirandom import SobolEngine
 
 from sp_lightning.pipeline.activations.effects import SideEffects
 
@@ -40,7 +44,11 @@ def seen(thing: Any) -> Any:
         return thing.tolist()
     if isinstance(thing, torch.Generator):
         return thing.get_state().tolist()
-    if isinstance(thing, Box):
+    if isinstance(thing, random.Random):
+        return thing.getstate()
+    if isinstance(thing, np.random.Generator | np.random.RandomState):
+        return repr(copy.deepcopy(thing).bytes(8))
+    if isinstance(thing, Box | SobolEngine):
         return {key: seen(value) for key, value in vars(thing).items()}
     if isinstance(thing, dict):
         return [(key, seen(value)) for key, value in thing.items()]
@@ -75,6 +83,11 @@ CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
     (Box(x=1), lambda m: setattr(m.part.thing, "x", 2)),
     (Box(), lambda m: setattr(m.part.thing, "new", 2)),
     (Box(inner=Box(rows=[1])), lambda m: m.part.thing.inner.rows.clear()),
+    (random.Random(1), lambda m: m.part.thing.random()),
+    (np.random.default_rng(1), lambda m: m.part.thing.random()),
+    (np.random.Generator(np.random.MT19937(1)), lambda m: m.part.thing.random()),
+    (np.random.RandomState(1), lambda m: m.part.thing.rand()),
+    (SobolEngine(2, scramble=True, seed=1), lambda m: m.part.thing.draw(3)),
     (torch.Generator().manual_seed(1), lambda m: torch.rand(3, generator=m.part.thing)),
     (torch.ones(3), change_tensor),
     (torch.ones(100_000), change_tensor),
@@ -108,6 +121,41 @@ def test_a_change_is_undone_and_done(thing: Any, change: Callable[[Any], object]
         change(module)
         assert picture() == after
     assert picture() == before
+
+
+@pytest.mark.parametrize(("thing", "change"), CHANGES, ids=lambda value: str(value).split(" at 0x")[0][:30])
+def test_a_change_is_made_again(thing: Any, change: Callable[[Any], object]) -> None:
+    """To what is there then: what else has changed meanwhile stays."""
+    module = Holder(copy.deepcopy(thing))
+    picture = lambda: seen({k: v for k, v in vars(module.part).items() if k == "thing"})  # noqa: E731
+    effects = SideEffects(module, [])
+    change(module)
+    assert effects.settle() is None
+    after, redo = picture(), effects.redo()
+    effects.undo()
+    for _ in range(2):
+        module.part.other = redo
+        redo()
+        assert picture() == after
+        assert module.part.other is redo
+        effects.undo()
+
+
+def test_changes_are_made_to_what_is_there() -> None:
+    """A list has grown at its end, a dictionary has other entries by then."""
+    module = Holder(Box(rows=[1], table={"a": 1, "b": 1}, kinds={1, 2}))
+    box = module.part.thing
+    effects = SideEffects(module, [])
+    box.rows.append(2)
+    box.table.update(a=2)
+    del box.table["b"]
+    box.kinds ^= {2, 3}
+    effects.settle()
+    redo = effects.redo()
+    box.rows[:], box.kinds = [5], {2, 7}
+    box.table.update(b=4, c=5)
+    redo()
+    assert (box.rows, box.table, box.kinds) == ([5, 2], {"a": 2, "c": 5}, {2, 7})
 
 
 def test_a_container_that_somebody_has_replaced() -> None:
