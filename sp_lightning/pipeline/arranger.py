@@ -108,7 +108,7 @@ class Arranger:
         if self.arrangement.unused_in_step and not self._graphs.waiting():
             self.assembly.guard.disarm()
             self._rearrange_for(autocast)
-            self.assembly.activate()
+            self.assembly.arm_guard()
             return True
         for weight in [place.weight for place in member.places if place.weight.lowered]:
             self.assembly.outside.keep_as_is(weight)  # one step uses the unit both with and without autocast

@@ -199,14 +199,14 @@ class Assembly:
 
     # ------------------------------------------------------------------------------------------------------ in a step
 
-    def activate(self) -> None:
+    def arm_guard(self) -> None:
         """Begin a step or a backward pass: guard masters, and have weights on the device checked before use."""
         if not self.guard.redirects:
             if not (in_backward() and self._lasting.graphs.waiting()):  # not for the backward of the previous step
                 self.window.suspect_all()
             self.guard.arm()
 
-    def close(self) -> None:
+    def relax_guard(self) -> None:
         """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
         if self._in_step() or self.backward.running:
             return
@@ -220,7 +220,7 @@ class Assembly:
         with self._lasting.at_work:
             self.steps.settle()
             self.gradients.settle()
-            self.close()
+            self.relax_guard()
 
     def abandon(self) -> None:
         """Clean up after an exception has ended whatever was under way."""
@@ -234,11 +234,11 @@ class Assembly:
         self.window.forget()
 
     def _begin_backward(self) -> None:
-        self.activate()
+        self.arm_guard()
         self._lasting.activations.begin_backward()
 
     def _end_backward(self) -> None:
         self._lasting.backend.trace.end()
         self._lasting.activations.end_backward()
         self._lasting.offloader.end_backward()
-        self.close()
+        self.relax_guard()

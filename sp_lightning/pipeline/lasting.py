@@ -36,7 +36,7 @@ class Lasting:
         backend: Allocates memory, copies, and runs work on the host.
         replicas: The other processes that train the same model; None if there are none.
         require: Called with a twin before backward reads it.
-        close: Called after work for an optimizer between steps.
+        relax_guard: Called after work for an optimizer between steps.
         settle: Finishes all steps, of whatever arrangement there is by then.
 
     Attributes:
@@ -70,7 +70,7 @@ class Lasting:
         replicas: Replicas | None,
         *,
         require: Callable[[Twin], None],
-        close: Callable[[], None],
+        relax_guard: Callable[[], None],
         settle: Callable[[], None],
     ) -> None:
         self.module = module
@@ -88,7 +88,9 @@ class Lasting:
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(require, self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, device, self.stats, checks=options.debug)
-        self.optimizers = Optimizers(self.stats, self.at_work, close, must_overlap=options.overlap_optimizer is True)
+        self.optimizers = Optimizers(
+            self.stats, self.at_work, relax_guard, must_overlap=options.overlap_optimizer is True
+        )
         self.settle = settle
         self.known_optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
         self.spent: set[int] = set()

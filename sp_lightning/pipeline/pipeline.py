@@ -121,7 +121,7 @@ class Pipeline:
             self._backend,
             replicas,
             require=lambda twin: self._assembly.backward.bring_for_backward(twin),
-            close=lambda: self._assembly.close(),
+            relax_guard=lambda: self._assembly.relax_guard(),
             settle=self.settle,
         )
         self.stats, self.optimizers, self.journal = lasting.stats, lasting.optimizers, lasting.journal
@@ -318,7 +318,7 @@ class Pipeline:
                 if self._depth == 0 and not in_backward():
                     self._assembly.write_back.end_step()
                     self._graphs.begin()  # whoever still holds the old graph waits for its backward
-                self._assembly.close()
+                self._assembly.relax_guard()
 
     def _checked(self) -> AbstractContextManager[Any]:
         # Not in inference: torch's fused fast paths are off under a dispatch mode, and other kernels round differently.
@@ -346,7 +346,7 @@ class Pipeline:
                 self._assembly.returns.reserve()
         self._offloader.begin()
         self.arrangement.unused_in_step = not goes_on
-        self._assembly.activate()
+        self._assembly.arm_guard()
         with self._at_work:
             self._assembly.window.begin_step()
 

@@ -123,7 +123,7 @@ class GradientReturn:
         if averaging is not None:
             sums = Unaveraged(averaging.replicas, self.gradients, backend, stats)
             averaging.work_with(sums, self._gathered, self._pieces)
-        together = max((unit.group.units for unit in self._units), default=1)
+        together = max((unit.group.unit_count for unit in self._units), default=1)
         self._ring = Ring(backend, pin, slots_in_ring(len(self._units), together))
 
     def reserve(self) -> None:

@@ -131,7 +131,7 @@ class Arrangement:
         memory = weight.unit.group.host.memory_of(weight)
         masters = HostBuffer(memory.nbytes, self._backend, pin=False, memory=memory)
         host = GroupHost([weight], self._backend, pin=False, masters=masters)
-        group = Group(-1, units=0, host=host, resident=True, name=weight.name)
+        group = Group(-1, unit_count=0, host=host, resident=True, name=weight.name)
         group.place = self._backend.allocate(group.nbytes)
         self.groups.append(group)
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)

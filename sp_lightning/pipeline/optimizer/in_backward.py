@@ -215,8 +215,8 @@ class InBackward:
         self._current.stepped.update(gradients)
         self._steps.begin(group, shares, [s.ticket for s in shipments], shipments)
         self._spent.update(id(w.master) for s in shipments if s.slot is not None for w in s.weights)
-        self._stats.overlapped_steps += group.units
-        self._stats.steps_in_backward += group.units
+        self._stats.overlapped_steps += group.unit_count
+        self._stats.steps_in_backward += group.unit_count
 
     def end_of_backward(self) -> None:
         """Give back the gradients of groups that could not be stepped in backward."""

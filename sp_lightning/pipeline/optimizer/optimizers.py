@@ -46,17 +46,19 @@ class Optimizers:
     Args:
         stats: Counters.
         at_work: Context entered around the engine's own work.
-        close: Called after work between steps.
+        relax_guard: Called after work between steps.
         must_overlap: Whether it is an error if an optimizer cannot step unit by unit.
 
     Attributes:
         seen: Optimizers that have stepped weights of the module.
     """
 
-    def __init__(self, stats: Stats, at_work: EngineAtWork, close: Callable[[], None], must_overlap: bool) -> None:
+    def __init__(
+        self, stats: Stats, at_work: EngineAtWork, relax_guard: Callable[[], None], must_overlap: bool
+    ) -> None:
         self._stats = stats
         self._at_work = at_work
-        self._close = close
+        self._relax_guard = relax_guard
         self._must_overlap = must_overlap
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._overlap: Overlap
@@ -139,7 +141,7 @@ class Optimizers:
             self._overlap.after_step()
             self._window.suspect_all()
             self._stats.optimizer_steps += 1
-            self._close()
+            self._relax_guard()
 
     @property
     def step_by_unit(self) -> bool:
@@ -181,7 +183,7 @@ class Optimizers:
         parameters = list(parameters)
         with self._at_work:
             done = self._clipping.clip_norm(parameters, max_norm)
-            self._close()
+            self._relax_guard()
         if not done:
             nn.utils.clip_grad_norm_(parameters, max_norm)
 
@@ -190,7 +192,7 @@ class Optimizers:
         parameters = list(parameters)
         with self._at_work:
             done = self._clipping.clip_value(parameters, limit)
-            self._close()
+            self._relax_guard()
         if not done:
             nn.utils.clip_grad_value_(self._clipping.not_stepped(parameters), limit)
 
@@ -206,7 +208,7 @@ class Optimizers:
         """
         with self._at_work:
             overflow = self._clipping.unscale(optimizer, inverse_scale)
-            self._close()
+            self._relax_guard()
             return overflow
 
 

@@ -117,7 +117,7 @@ class Overlap:
             shares = self._to_step[group]
             after = [ticket for share in shares for ticket in self._gradients.tickets_of(share.gradients)]
             self._steps.begin(group, shares, after)
-            self._stats.overlapped_steps += group.units * self._overlaps
+            self._stats.overlapped_steps += group.unit_count * self._overlaps
         begun = set()
         for group, shares in self._to_step.items():
             for share in shares:

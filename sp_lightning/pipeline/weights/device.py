@@ -45,6 +45,7 @@ class Group:
 
     Attributes:
         index: Its number among the streamed groups, in expected order.
+        unit_count: How many units travel in it; 0 for a weight that was made resident.
         host: The host memory that it is copied from.
         place: The device memory that it is copied to.
         resident: Whether it holds resident weights.
@@ -62,10 +63,10 @@ class Group:
     """
 
     def __init__(
-        self, index: int, units: int, host: GroupHost, *, resident: bool, kept: bool = False, name: str = ""
+        self, index: int, unit_count: int, host: GroupHost, *, resident: bool, kept: bool = False, name: str = ""
     ) -> None:
         self.index = index
-        self.units = units
+        self.unit_count = unit_count
         self.host = host
         self.resident = resident
         self.name = name

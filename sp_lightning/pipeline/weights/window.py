@@ -222,7 +222,7 @@ class Window:
         if group.resident:
             self._stats.resident_loads += 1
         else:
-            self._stats.loads += group.units
+            self._stats.loads += group.unit_count
 
     def _wait_for_copies(self, group: Group) -> None:
         while group.tickets:

@@ -285,7 +285,7 @@ def test_resident_loads_are_counted_apart() -> None:
 def test_a_group_of_several_units_counts_as_several_loads() -> None:
     """k_prime units travel in one copy, and are counted as what they are."""
     scene = Scene(2, 1)
-    scene.groups[0].units = 3
+    scene.groups[0].unit_count = 3
     scene.window.bring(scene.groups[0])
     assert scene.stats.loads == 3
     assert scene.backend.said("upload") == ["upload"]
