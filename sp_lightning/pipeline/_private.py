@@ -1,6 +1,8 @@
 """The private torch APIs that the engine needs, each with the reason why no public one serves.
 
-`tests/pipeline/test_private.py` fails when one of them changes. Everything else in the engine is public torch.
+`tests/pipeline/test_private.py` fails when one of them changes. All else is public torch, or is used where it is needed
+because torch itself relies on it across packages: `torch.utils._pytree`, `torch.utils._python_dispatch`, `torch._ops`,
+`torch._foreach_*`, `Tensor._base`, and of modules `_call_impl`, their hooks, and an RNN's `_flat_weights`.
 """
 
 from __future__ import annotations

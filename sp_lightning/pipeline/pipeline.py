@@ -138,7 +138,7 @@ class Pipeline:
         _attached.add(self)
         atexit.register(self._end_threads, os.getpid())
 
-    # ------------------------------------------------------------------------------------------------------ public
+    # ----------------------------------------------------------------------------------------------------- for users
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -152,24 +152,10 @@ class Pipeline:
             yield
 
     @contextmanager
-    def step_goes_on(self) -> Iterator[None]:
-        """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
-        with guards_resumed(), self._scope(goes_on=True):
-            yield
-
-    def weights_changed(self) -> None:
-        """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
-        self._assembly.window.suspect_all()
-
-    @contextmanager
     def record(self) -> Iterator[Recording]:
         """Record what the lanes do in this scope: units computing, copies, work on the host, and stalls."""
         with self._backend.trace.record() as recording:
             yield recording
-
-    def settle(self) -> None:
-        """Wait until gradients have landed and optimizer steps are done. Reading a weight does this by itself."""
-        self._assembly.settle()
 
     @contextmanager
     def in_all_processes(self) -> Iterator[None]:
@@ -180,17 +166,23 @@ class Pipeline:
             with self._at_work:
                 self._assembly.returns.finish(takes_part=True)
 
-    def share_buffers(self) -> None:
-        """Give all processes the first one's buffers; call it between steps. Does nothing in a single process."""
-        if self.replicas is not None:
-            self.replicas.share_buffers(self.module)
+    def weights_changed(self) -> None:
+        """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
+        self._assembly.window.suspect_all()
 
-    def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors to pass to `backward(inputs=...)`: each master replaced by its leaves in the graph."""
-        with without_torch_function():
-            weights = self.arrangement.weights_by_master
-            leaves = [weights[id(t)].leaves() if id(t) in weights else [t] for t in tensors]
-        return [leaf for each in leaves for leaf in each]
+    def settle(self) -> None:
+        """Wait until gradients have landed and optimizer steps are done. Reading a weight does this by itself."""
+        self._assembly.settle()
+
+    def rebuild(self) -> None:
+        """Adopt a changed module tree: other Parameter objects, added or removed modules.
+
+        Raises:
+            RuntimeError: If it is called in the middle of a step.
+        """
+        if self._depth or self._assembly.backward.running:
+            raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
+        self._arranger.rearrange()
 
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
@@ -202,38 +194,6 @@ class Pipeline:
             self._graphs.begin()
             resume_all_guards()
             self._assembly.guard.disarm()
-
-    def has_gradients(self) -> bool:
-        """Tell whether there is a gradient that the next backward pass would add to."""
-        elsewhere = any(parameter.grad is not None for parameter in self._parameters_elsewhere())
-        return elsewhere or any(self._assembly.gradients.get(weight) is not None for weight in self.arrangement.weights)
-
-    def drop_gradients(self) -> None:
-        """Drop what a failed backward pass has left behind; only valid if there was no gradient before it."""
-        for parameter in self._parameters_elsewhere():
-            parameter.grad = None
-
-    def _parameters_elsewhere(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients autograd itself accumulates."""
-        return [*self.arrangement.unmanaged.values(), *self.arrangement.on_device]
-
-    def shrink(self) -> str | None:
-        """Use less device memory from the next step on, by giving up something that the user has left open.
-
-        Returns:
-            What was given up, for the log; None if nothing was left to give up.
-        """
-        return self._arranger.shrink()
-
-    def rebuild(self) -> None:
-        """Adopt a changed module tree: other Parameter objects, added or removed modules.
-
-        Raises:
-            RuntimeError: If it is called in the middle of a step.
-        """
-        if self._depth or self._assembly.backward.running:
-            raise RuntimeError("`rebuild()` was called in the middle of a step. Call it between steps.")
-        self._arranger.rearrange()
 
     def detach(self) -> None:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
@@ -281,15 +241,57 @@ class Pipeline:
         """The units, and where their weights currently lie."""
         return self._arranger.arrangement
 
-    @property
-    def survey(self) -> Survey:
-        """A planner's view of the pipeline."""
-        return self._arranger.survey
+    # ------------------------------------------------------------------------------------- for the Trainer's strategy
+
+    @contextmanager
+    def step_goes_on(self) -> Iterator[None]:
+        """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
+        with guards_resumed(), self._scope(goes_on=True):
+            yield
+
+    def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors to pass to `backward(inputs=...)`: each master replaced by its leaves in the graph."""
+        with without_torch_function():
+            weights = self.arrangement.weights_by_master
+            leaves = [weights[id(t)].leaves() if id(t) in weights else [t] for t in tensors]
+        return [leaf for each in leaves for leaf in each]
+
+    def share_buffers(self) -> None:
+        """Give all processes the first one's buffers; call it between steps. Does nothing in a single process."""
+        if self.replicas is not None:
+            self.replicas.share_buffers(self.module)
+
+    def has_gradients(self) -> bool:
+        """Tell whether there is a gradient that the next backward pass would add to."""
+        elsewhere = any(parameter.grad is not None for parameter in self._parameters_elsewhere())
+        return elsewhere or any(self._assembly.gradients.get(weight) is not None for weight in self.arrangement.weights)
+
+    def drop_gradients(self) -> None:
+        """Drop what a failed backward pass has left behind; only valid if there was no gradient before it."""
+        for parameter in self._parameters_elsewhere():
+            parameter.grad = None
+
+    def _parameters_elsewhere(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients autograd itself accumulates."""
+        return [*self.arrangement.unmanaged.values(), *self.arrangement.on_device]
+
+    def shrink(self) -> str | None:
+        """Use less device memory from the next step on, by giving up something that the user has left open.
+
+        Returns:
+            What was given up, for the log; None if nothing was left to give up.
+        """
+        return self._arranger.shrink()
 
     @property
     def may_run_out(self) -> bool:
         """Whether a step may fail because device memory runs out, or because of what was chosen to save memory."""
         return self._backend.runs_out or self.survey.budget is not None
+
+    @property
+    def survey(self) -> Survey:
+        """A planner's view of the pipeline."""
+        return self._arranger.survey
 
     @property
     def _assembly(self) -> Assembly:

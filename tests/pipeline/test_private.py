@@ -620,3 +620,17 @@ def test_autocast_sees_what_operations_are_made_of(name: str, enabled: bool, mod
             actual = WHOLE[name](x)
     assert actual.dtype == expected.dtype
     assert torch.equal(actual, expected)
+
+
+def test_attributes_that_torch_relies_on_across_its_packages() -> None:
+    recurrent, base = nn.LSTM(2, 2), torch.ones(2)
+    assert [*map(id, recurrent._flat_weights)] == [*map(id, recurrent.parameters())]
+    assert recurrent._call_impl(base[None])[0].shape == (1, 2)
+    assert recurrent._compiled_call_impl is None
+    for hooks, register in (
+        (recurrent._forward_pre_hooks, recurrent.register_forward_pre_hook),
+        (recurrent._forward_hooks, recurrent.register_forward_hook),
+    ):
+        register(hook := lambda *_: None)
+        assert [*hooks.values()] == [hook]
+    assert base[0]._base is base
