@@ -110,7 +110,7 @@ class Arranger:
             self._rearrange_for(autocast)
             self.assembly.arm_guard()
             return True
-        for weight in [place.weight for place in member.places if place.weight.lowered]:
+        for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:
             self.assembly.outside.keep_as_is(weight)  # one step uses the unit both with and without autocast
         return False
 
@@ -198,10 +198,10 @@ class Arranger:
         buffers.
         """
         return any(
-            type(found := place.parameters.get(place.key)) in (nn.Parameter, type(None))
-            and found is not place.weight.master
+            type(found := entry.parameters.get(entry.key)) in (nn.Parameter, type(None))
+            and found is not entry.weight.master
             for member in self.arrangement.members
-            for place in member.places
+            for entry in member.entries
         )
 
     def _has_replaced_weights(self) -> bool:

@@ -180,7 +180,7 @@ class Calls:
             is_backward = in_backward()
             if not self._inside and not is_backward:
                 self._backend.trace.end()
-            self._write_back.now(place.weight for place in member.places)
+            self._write_back.now(entry.weight for entry in member.entries)
             if not member.running and not self._backward.has_reached(member.unit):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:
@@ -219,7 +219,7 @@ class Calls:
             output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._arrangement.twins else t)
             tensors = tensors_in(output)
         if not member.is_streamed:
-            self._outside.used({place.weight for place in member.places})
+            self._outside.used({entry.weight for entry in member.entries})
         elif torch.is_grad_enabled():
             watched = [tensor for tensor in tensors if tensor.requires_grad]
             if watched:
@@ -233,7 +233,7 @@ class Calls:
                 lowered = [group for group in groups if group.host.keeps_lowered_copies]
                 if lowered:  # what this call has written must not look like a change since then
                     with self._at_work:
-                        self._write_back.now(place.weight for place in member.places)
+                        self._write_back.now(entry.weight for entry in member.entries)
                 glances = Glances(member, lowered)
 
                 def reach() -> None:

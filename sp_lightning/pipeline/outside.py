@@ -100,7 +100,7 @@ class OutsideUse:
     def unblock(self, member: Member) -> None:
         """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
         for group in [group for group in member.groups if self._window.is_blocked(group)]:
-            for weight in {id(place.weight): place.weight for place in member.places}.values():
+            for weight in {id(entry.weight): entry.weight for entry in member.entries}.values():
                 if weight.twin.group is group:
                     self.make_resident(weight)
                     self._learned.touched_outside.append(weight)

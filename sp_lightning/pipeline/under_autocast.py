@@ -49,10 +49,10 @@ class UnderAutocast:
         """Run a member's forward and note how it uses its weights."""
 
         def keep_as_is(layer: nn.Module) -> None:
-            for place in member.places:
-                if place.parameters is layer._parameters and place.weight.lowered:
-                    self._outside.keep_as_is(place.weight)
-                    place.parameters[place.key] = self._outside.serve(place.weight)
+            for entry in member.entries:
+                if entry.parameters is layer._parameters and entry.weight.lowered:
+                    self._outside.keep_as_is(entry.weight)
+                    entry.parameters[entry.key] = self._outside.serve(entry.weight)
 
         spy = LoweringSpy(self._arrangement.twins, self._device_type, keep_as_is)
         with spy:  # it does not see into compiled code
@@ -70,12 +70,12 @@ class UnderAutocast:
         """
         if self._arrangement.autocast is None or not torch.is_grad_enabled():
             return
-        for place in member.places:
-            if not place.weight.twin.group.users:
-                begin_call(place.weight.twin)
+        for entry in member.entries:
+            if not entry.weight.twin.group.users:
+                begin_call(entry.weight.twin)
         if torch.is_autocast_cache_enabled():
             return
-        outermost = {p.weight for p in member.places if p.parameters.get(p.key) is p.weight.master}
+        outermost = {p.weight for p in member.entries if p.parameters.get(p.key) is p.weight.master}
         if in_backward():
             # A reentrant checkpoint builds a graph of its own there, and its first forward has built none. For others
             # this repeats uses that have been seen.

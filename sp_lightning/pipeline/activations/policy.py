@@ -196,6 +196,6 @@ class Activations:
 def _has_its_own_weights(member: Member) -> bool:
     """Tell whether no weight is replaced, as by `functional_call`: the replacement would be gone in backward."""
     return all(
-        any(place.parameters.get(place.key) is own for own in (place.weight.master, place.weight.twin.parameter))
-        for place in member.places
+        any(entry.parameters.get(entry.key) is own for own in (entry.weight.master, entry.weight.twin.parameter))
+        for entry in member.entries
     )

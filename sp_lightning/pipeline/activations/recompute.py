@@ -141,7 +141,7 @@ class UnitCall:
         self._held = self._meter.bytes - self._bytes_before
         self._surroundings = Surroundings(device)
         with without_torch_function():
-            self._weights = [(twin, twin.changes()) for twin in {place.weight.twin for place in member.places}]
+            self._weights = [(twin, twin.changes()) for twin in {entry.weight.twin for entry in member.entries}]
         self._on_device = [(parameter, parameter._version) for parameter in member.on_device]
 
     # ------------------------------------------------------------------------------------------------ first forward
@@ -261,17 +261,17 @@ class UnitCall:
         others = {
             id(twin.weight): twin for twin, _ in self._weights if twin.parameter is not twin.weight.twin.parameter
         }
-        places = [place for place in self.member.places if id(place.weight) in others]
-        now = [place.parameters[place.key] for place in places]
-        for place in places:
-            twin = others[id(place.weight)]
+        entries = [entry for entry in self.member.entries if id(entry.weight) in others]
+        now = [entry.parameters[entry.key] for entry in entries]
+        for entry in entries:
+            twin = others[id(entry.weight)]
             self._saved.require(twin)
-            place.parameters[place.key] = twin.parameter
+            entry.parameters[entry.key] = twin.parameter
         try:
             yield
         finally:
-            for place, parameter in zip(places, now, strict=True):
-                place.parameters[place.key] = parameter
+            for entry, parameter in zip(entries, now, strict=True):
+                entry.parameters[entry.key] = parameter
 
     def _differs(self) -> bool:
         return any(_checksum(kept.get(), self._saved.twins) != self._sums[index] for index, kept in self._alive())

@@ -96,7 +96,7 @@ def _join_neighbours(tree: Tree, parts: Sequence[list[Atom]], largest: int | Non
 def _make_unit(tree: Tree, part: Sequence[Atom], resident_weights: set[int]) -> Unit:
     unit = Unit(part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}")
     unit.members = [make_member(tree, atom.name, atom.module, unit) for atom in part]
-    weights = {id(place.weight): place.weight for member in unit.members for place in member.places}
+    weights = {id(entry.weight): entry.weight for member in unit.members for entry in member.entries}
     unit.weights = [weight for weight in weights.values() if id(weight.master) not in resident_weights]
     return unit
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from sp_lightning.pipeline._private import without_compile
 from sp_lightning.pipeline.division.tree import Tree, is_called
-from sp_lightning.pipeline.weights.units import Member, Place, Unit
+from sp_lightning.pipeline.weights.units import Entry, Member, Unit
 
 
 def make_member(
@@ -28,7 +28,7 @@ def make_member(
     for owner in module.modules() if inner is None else inner:
         for key, parameter in owner._parameters.items():
             if parameter is not None and id(parameter) in tree.weights:
-                member.places.append(Place(owner._parameters, key, tree.weights[id(parameter)]))
+                member.entries.append(Entry(owner._parameters, key, tree.weights[id(parameter)]))
     return member
 
 
@@ -52,7 +52,7 @@ def note_special_cases(members: Iterable[Member], callers: Iterable[Member]) -> 
     by_module = {}
     for member in members:
         by_module[id(member.module)] = member
-        by_master = {id(place.weight.master): place.weight for place in member.places}
+        by_master = {id(entry.weight.master): entry.weight for entry in member.entries}
         for module in member.module.modules():
             if isinstance(module, nn.RNNBase) and all(id(p) in by_master for p in module._flat_weights):
                 member.recurrent.append((module, [by_master[id(p)] for p in module._flat_weights]))
@@ -84,7 +84,7 @@ class _Walk:
             whole = not around_units and module is not self._tree.root and self._tree.may_be_member(module)
             self._covered.update(id(part) for part in (module.modules() if whole else [module]))
             member = make_member(self._tree, name, module, self._resident, None if whole else [inner])
-            if member.places:
+            if member.entries:
                 self._resident.members.append(member)
             elif around_units or module is self._tree.root:
                 member.unit = None

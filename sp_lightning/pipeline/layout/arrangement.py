@@ -140,7 +140,7 @@ class Arrangement:
         weight.twin = Twin(weight, group, data, self.compiled) if lowered else weight.twin.moved_to(group, data)
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:
-            if any(place.weight is weight for place in member.places):
+            if any(entry.weight is weight for entry in member.entries):
                 member.find_groups()
         return weight.twin
 
@@ -196,7 +196,7 @@ class Arrangement:
         for member in self.members:
             member.twins = self.twins
             member.find_groups()
-            masters = sorted({id(place.weight.master) for place in member.places})
+            masters = sorted({id(entry.weight.master) for entry in member.entries})
             member.observed = learned.observed.setdefault((id(member.module), *masters), set())
         if self.host_share.pin and not self.is_pinned:
             warnings.warn(

@@ -108,7 +108,7 @@ class Learned:
         self.outdated = False
         members = [member for unit in units for member in unit.members]
         for weight in self.touched_outside:
-            users = [member for member in members if any(place.weight is weight for place in member.places)]
+            users = [member for member in members if any(entry.weight is weight for entry in member.entries)]
             never_called = [m.module for m in users if m.entered == 0 and any(m.module.children())]
             if never_called:  # a mere container: its parent calls its children
                 self.divided += never_called

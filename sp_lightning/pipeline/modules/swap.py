@@ -17,26 +17,26 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
         prepare: Called with each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
     """
     with without_torch_function():
-        for place in member.places:
-            weight = place.weight
+        for entry in member.entries:
+            weight = entry.weight
             twin = weight.twin
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 prepare(twin)
-            if place.parameters.get(place.key) is weight.master:  # else functional_call has put something there
-                place.parameters[place.key] = twin.parameter
+            if entry.parameters.get(entry.key) is weight.master:  # else functional_call has put something there
+                entry.parameters[entry.key] = twin.parameter
     for module, weights in member.recurrent:
-        current = {id(place.weight): place.parameters.get(place.key) for place in member.places}
+        current = {id(entry.weight): entry.parameters.get(entry.key) for entry in member.entries}
         module._flat_weights = [current[id(weight)] for weight in weights]
 
 
 def swap_out(member: Member) -> None:
     """Put the masters back; what is neither a twin nor a master is the user's and stays."""
-    for place in member.places:
-        weight = place.weight
-        current = place.parameters.get(place.key)
+    for entry in member.entries:
+        weight = entry.weight
+        current = entry.parameters.get(entry.key)
         if current is None or current is weight.master:
             continue
         if current is weight.twin.parameter or storage_key(current) in member.twins:
-            place.parameters[place.key] = weight.master
+            entry.parameters[entry.key] = weight.master
     for module, weights in member.recurrent:
         module._flat_weights = [weight.master for weight in weights]

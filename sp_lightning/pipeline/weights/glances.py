@@ -34,7 +34,7 @@ class Glances:
             final = [(group, before) for group, before in self._seen if _is_final(group)]
             changed = set[Weight]().union(*(group.host.changed_past_versions(before) for group, before in final))
         # others that travel with them may change: an average of weights does, between forward and backward
-        return any(place.weight in changed for place in self._member.places)
+        return any(entry.weight in changed for entry in self._member.entries)
 
 
 def _is_final(group: Group) -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Place:
+class Entry:
     """An entry of a module's `_parameters` that is a weight."""
 
     parameters: dict[str, nn.Parameter | None]
@@ -32,7 +32,7 @@ class Member:
 
     Attributes:
         index: Its number among the members of streamed units; -1 for others.
-        places: Every place that holds a weight which its call may use.
+        entries: Every entry that holds a weight which its call may use.
         recurrent: RNN modules at or below it, with the weights in their own list (`_flat_weights`).
         groups: Groups that have to be on the device for its call.
         twins: All twins of the arrangement, by the identity of their memory.
@@ -51,7 +51,7 @@ class Member:
         self.module = module
         self.unit = unit
         self.index = -1
-        self.places: list[Place] = []
+        self.entries: list[Entry] = []
         self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
@@ -75,7 +75,7 @@ class Member:
 
     def find_groups(self) -> None:
         """Determine which groups have to be on the device for its call."""
-        self.groups = list({id(place.weight.twin.group): place.weight.twin.group for place in self.places}.values())
+        self.groups = list({id(entry.weight.twin.group): entry.weight.twin.group for entry in self.entries}.values())
 
 
 @dataclass(eq=False)
@@ -130,8 +130,8 @@ class Division:
         for unit in units:
             unit.on_device, unit.weights = unit.weights, []
         for member in [*(member for unit in self.all_units() for member in unit.members), *self.callers]:
-            member.on_device = [place.weight.master for place in member.places if id(place.weight) in left]
-            member.places = [place for place in member.places if id(place.weight) not in left]
+            member.on_device = [entry.weight.master for entry in member.entries if id(entry.weight) in left]
+            member.entries = [entry for entry in member.entries if id(entry.weight) not in left]
             member.recurrent = [
                 (module, weights) for module, weights in member.recurrent if not any(id(w) in left for w in weights)
             ]

@@ -100,8 +100,8 @@ def check_division(model: nn.Module, division: Division) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     for member in [*members, *division.resident.members, *division.callers]:
         assert modules[member.name] is member.module
-        assert all(place.parameters[place.key] is place.weight.master for place in member.places)
-    reached = {id(place.weight) for member in [*members, *division.resident.members] for place in member.places}
+        assert all(entry.parameters[entry.key] is entry.weight.master for entry in member.entries)
+    reached = {id(entry.weight) for member in [*members, *division.resident.members] for entry in member.entries}
     streamed = {id(weight) for unit in division.units for weight in unit.weights}
     assert streamed <= reached, "a streamed weight that no call brings"
 
@@ -532,7 +532,7 @@ def test_what_holds_parts_of_units_is_no_place_for_them() -> None:
     model.again = Again([block.up for block in model.blocks])
     division = find_units(model)
     assert [member.name for member in division.callers] == ["", "again"]
-    assert all(len({place.weight.unit.name for place in member.places}) <= 1 for member in division.resident.members)
+    assert all(len({entry.weight.unit.name for entry in member.entries}) <= 1 for member in division.resident.members)
 
 
 def test_a_very_large_model_keeps_its_blocks_and_no_large_leaf() -> None:
