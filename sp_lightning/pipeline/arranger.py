@@ -232,7 +232,7 @@ class Arranger:
         self.assembly.uninstall()
         for weight in self.arrangement.weights:
             if weight.is_replaced:  # whoever still holds our memory keeps the values in it
-                self._learned.leave_memory_of(weight)
+                self._lasting.memory.leave(weight)
             else:  # otherwise memory from `p.data = ...` would stay outside of the memory that is sent
                 weight.readopt()
         self.arrangement.give_up_memory()
@@ -243,7 +243,14 @@ class Arranger:
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
         lasting = self._lasting
         arrangement = Arrangement(
-            lasting.module, self._options, self._learned, lasting.backend, autocast, self._progress, lasting.replicas
+            lasting.module,
+            self._options,
+            self._learned,
+            lasting.memory,
+            lasting.backend,
+            autocast,
+            self._progress,
+            lasting.replicas,
         )
         assembly = Assembly(arrangement, lasting, self._in_step)
         try:

@@ -22,6 +22,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.graphs import Graphs
+from sp_lightning.pipeline.weights.host import MasterMemory
 from sp_lightning.pipeline.weights.journal import Journal
 from sp_lightning.pipeline.weights.weight import Twin
 
@@ -48,6 +49,7 @@ class Lasting:
         stats: Counters.
         at_work: A scope entered around everything that the engine does itself.
         learned: Findings from past steps, for the next arrangement.
+        memory: The host memory that masters lie in.
         graphs: The autograd graphs that calls build.
         journal: What weights were before a step wrote to them.
         pool: Host memory for offloaded activations.
@@ -81,6 +83,7 @@ class Lasting:
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()
+        self.memory = MasterMemory()
         self.graphs = Graphs()
         self.journal = Journal()
         self.pool = HostPool(backend)

@@ -130,7 +130,7 @@ class Pipeline:
         try:
             self._arranger = Arranger(lasting, planner, progress, keeper=self, in_step=lambda: self._depth > 0)
         except BaseException:
-            lasting.learned.release_buffers()
+            lasting.memory.release_all_but([])
             self._backend.close()
             raise
         listen_to_optimizers(self.optimizers)
@@ -216,7 +216,7 @@ class Pipeline:
         for steps in self._lasting.known_optimizers.values():
             steps.forget()
         self._offloader.close()
-        self._lasting.learned.release_buffers()
+        self._lasting.memory.release_all_but([])
         move_buffers(self.module, _HOST)
         forget_ended_steps()
         self._backend.close()

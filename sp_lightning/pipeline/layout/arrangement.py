@@ -25,6 +25,7 @@ from sp_lightning.pipeline.weights.device import Group, overlaps, place_in_arena
 from sp_lightning.pipeline.weights.host import (
     GroupHost,
     HostBuffer,
+    MasterMemory,
     tensor_in,
 )
 from sp_lightning.pipeline.weights.units import Unit
@@ -38,6 +39,7 @@ class Arrangement:
         module: The module.
         options: The user's choices.
         learned: The findings of earlier steps.
+        memory: The host memory that masters lie in.
         backend: Allocates and pins memory.
         autocast: The dtype to which autocast lowers in the steps to come, if it is on.
         progress: Called with the bytes of weights laid out so far and in all: it may take minutes.
@@ -72,6 +74,7 @@ class Arrangement:
         module: nn.Module,
         options: PipelineOptions,
         learned: Learned,
+        memory: MasterMemory,
         backend: Backend,
         autocast: torch.dtype | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -80,6 +83,7 @@ class Arrangement:
         self.autocast = autocast
         self.compiled = options.compile or any(map(is_compiled, module.modules()))
         self.unused_in_step = True
+        self._memory = memory
         self._backend = backend
         device_bytes = backend.total_memory()
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
@@ -119,7 +123,7 @@ class Arrangement:
         processes = 1 if replicas is None else replicas.on_this_machine
         self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)
         moving = max(map(sent_bytes, [*self._layout.parts, [self.resident]]))
-        self.host_share.check(moving, at_once=1 if learned.buffers else processes)
+        self.host_share.check(moving, at_once=1 if memory else processes)
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
         self._lay_out(learned, progress or (lambda done, total: None))
@@ -181,17 +185,13 @@ class Arrangement:
     # ------------------------------------------------------------------------------------------------------ memory
 
     def _lay_out(self, learned: Learned, progress: Callable[[int, int], None]) -> None:
-        old_buffers, learned.buffers = learned.buffers, {}
         try:
-            self._make_groups(old_buffers, learned.buffers, progress)
+            self._make_groups(progress)
             self._assign_places()
         except BaseException:
-            learned.buffers = {**old_buffers, **learned.buffers}  # somebody has to release them
             self.release_copies()
             raise
-        for key, buffer in old_buffers.items():
-            if key not in learned.buffers:
-                buffer.release()
+        self._memory.release_all_but(group.host.weights for group in self.groups)
         self._make_twins()
         for member in self.members:
             member.twins = self.twins
@@ -205,31 +205,19 @@ class Arrangement:
                 stacklevel=2,
             )
 
-    def _make_groups(
-        self,
-        old_buffers: dict[tuple[int, ...], HostBuffer],
-        buffers: dict[tuple[int, ...], HostBuffer],
-        progress: Callable[[int, int], None],
-    ) -> None:
+    def _make_groups(self, progress: Callable[[int, int], None]) -> None:
         total = sum(map(sent_bytes, self._layout.parts))
         progress(0, total)
         for index, part in enumerate(self._layout.parts):
-            self.groups.append(self._make_group(index, part, old_buffers, buffers))
+            self.groups.append(self._make_group(index, part))
             progress(sum(group.nbytes for group in self.groups), total)
         if self.resident.weights:
-            self.groups.append(self._make_group(len(self.groups), [self.resident], old_buffers, buffers))
+            self.groups.append(self._make_group(len(self.groups), [self.resident]))
 
-    def _make_group(
-        self,
-        index: int,
-        units: Sequence[Unit],
-        old_buffers: dict[tuple[int, ...], HostBuffer],
-        buffers: dict[tuple[int, ...], HostBuffer],
-    ) -> Group:
+    def _make_group(self, index: int, units: Sequence[Unit]) -> Group:
         weights = [weight for unit in units for weight in unit.weights]
-        key = tuple(id(weight.master) for weight in weights)
-        host = GroupHost(weights, self._backend, self.host_share.pin, old_buffers.get(key))
-        buffers[key] = host.masters
+        host = GroupHost(weights, self._backend, self.host_share.pin, self._memory.find(weights))
+        self._memory.keep(weights, host.masters)
         name = ", ".join(unit.name for unit in units)
         kept = units[0] in self._layout.kept
         group = Group(index, len(units), host, resident=units[0].resident, kept=kept, name=name)

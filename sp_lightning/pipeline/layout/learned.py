@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
-from sp_lightning.pipeline.weights.host import HostBuffer
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -28,7 +27,6 @@ class Learned:
         used_as_is: Masters that are used in their own dtype, by identity.
         observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
         short_of_memory: Whether the window has to be as small as possible.
-        buffers: Host memory that masters lie in, by the identities of these masters.
         plan: The planner's choice for the window.
         touched_outside: Weights that were used outside of their unit since the arrangement was made.
         fresh_starts: How often memory did not suffice for what had been chosen, so that less was to be chosen anew.
@@ -46,7 +44,6 @@ class Learned:
         self.used_as_is: set[int] = set()
         self.observed: dict[tuple[int, ...], set[bool]] = {}
         self.short_of_memory = False
-        self.buffers: dict[tuple[int, ...], HostBuffer] = {}
         self.plan: WindowPlan | None = None
         self.touched_outside: list[Weight] = []
         self.fresh_starts = 0
@@ -66,16 +63,6 @@ class Learned:
         """Note that a unit is called; the first step shows the order."""
         if self.order is None:
             self.called.setdefault(unit)
-
-    def release_buffers(self) -> None:
-        """Release all host buffers, at the end of the pipeline."""
-        for buffer in self.buffers.values():
-            buffer.release()
-
-    def leave_memory_of(self, weight: Weight) -> None:
-        """Have the next arrangement make new memory for a weight, and for those that travel with it."""
-        for key in [key for key in self.buffers if id(weight.master) in key]:
-            self.buffers.pop(key).release()
 
     def forget_all_but(self, alive: set[int]) -> None:
         """Forget all but these parameters and modules, given by identity: new objects may reuse the others' ids."""

@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import sys
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -120,6 +120,42 @@ class HostBuffer:
         if self._wiped is not None:
             _advise(self._wiped, _KEEP_ON_FORK)
             self._wiped = None
+
+
+class MasterMemory:
+    """The host memory that masters lie in. It outlives an arrangement: masters that stay together do not move."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, ...], HostBuffer] = {}  # by the identities of the masters in them
+
+    def __bool__(self) -> bool:
+        return bool(self._buffers)
+
+    def find(self, weights: Sequence[Weight]) -> HostBuffer | None:
+        """Return the memory that the masters of just these weights lie in, if they lie together."""
+        return self._buffers.get(_key(weights))
+
+    def keep(self, weights: Sequence[Weight], buffer: HostBuffer) -> None:
+        """Keep the memory that the masters of these weights lie in now."""
+        self._buffers[_key(weights)] = buffer
+
+    def release_all_but(self, groups: Iterable[Sequence[Weight]]) -> None:
+        """Release the memory in which no masters lie any more.
+
+        Args:
+            groups: For each memory that is in use, the weights in it.
+        """
+        for key in self._buffers.keys() - set(map(_key, groups)):
+            self._buffers.pop(key).release()
+
+    def leave(self, weight: Weight) -> None:
+        """Have the next arrangement make new memory for a weight, and for those that travel with it."""
+        for key in [key for key in self._buffers if id(weight.master) in key]:
+            self._buffers.pop(key).release()
+
+
+def _key(weights: Sequence[Weight]) -> tuple[int, ...]:
+    return tuple(id(weight.master) for weight in weights)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
