@@ -79,15 +79,15 @@ class Assembly:
         )
         self.gradients = self.returns.gradients
         self.steps = HostSteps(self.window, backend, lasting.known_optimizers, lasting.settle)
-        in_backward = InBackward(
+        stepper = InBackward(
             self.steps, self.returns.take_back, stats, lasting.spent, is_nested=lambda: self.backward.is_nested()
         )
-        self.returns.stepper = in_backward
+        self.returns.stepper = stepper
         self.overlap = Overlap(
             arrangement.weights_by_master,
             self.steps,
             self.returns,
-            in_backward,
+            stepper,
             stats,
             overlaps=lasting.options.overlap_optimizer is not False,
             fused=lasting.device.type != "cpu",  # on the CPU the user's choice stands, as in plain training
@@ -107,7 +107,7 @@ class Assembly:
             lasting,
             window=self.window,
             returns=self.returns,
-            in_backward=in_backward,
+            in_backward=stepper,
             backward=self.backward,
             write_back=self.write_back,
             settle=self.settle,
@@ -125,7 +125,7 @@ class Assembly:
             in_step=in_step,
         )
         self._clipping = Clipping(
-            arrangement.weights_by_master, arrangement.on_device, backend, self.gradients, in_backward
+            arrangement.weights_by_master, arrangement.on_device, backend, self.gradients, stepper
         )
 
     def _averaging(self) -> Averaging | None:
