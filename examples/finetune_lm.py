@@ -3,7 +3,7 @@
 The LightningModule below is an ordinary one, which any strategy can train. `strategy="superpipeline"` is all it takes
 for the Trainer to keep the weights in host memory and stream them through the device, a few blocks at a time.
 
-    python examples/finetune_lm.py                              # a tiny random model, under a minute on a laptop
+    python examples/finetune_lm.py                              # a tiny random model, on any machine
     python examples/finetune_lm.py --model gpt2 --text my.txt   # a model from the Hugging Face hub, your own text
     python examples/finetune_lm.py --strategy auto              # the same run without streaming, for comparison
 

@@ -4,7 +4,7 @@ transformers' own `generate` does the work, with its key/value cache on the devi
 model through the device once, for all prompts of a batch together. So make batches large: until computing takes as long
 as copying, a batch of twice the size takes the same time.
 
-    python examples/generate.py                                   # learns a short text first, under a minute
+    python examples/generate.py                                   # learns a short text first, on any machine
     python examples/generate.py --weights lm.ckpt "The with statement"     # a checkpoint from finetune_lm.py --save
     python examples/generate.py --model Qwen/Qwen2.5-14B --dtype bfloat16 --prompts prompts.txt --batch-size 64
 """

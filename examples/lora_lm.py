@@ -3,7 +3,7 @@
 Frozen weights have no gradients and no optimizer state. In host memory, each of them takes only its stored size:
 2 bytes with `--dtype bfloat16`, where full fine-tuning takes 16. Only gradients of adapters come back from the device.
 
-    python examples/lora_lm.py                                          # tiny and random, under a minute on a laptop
+    python examples/lora_lm.py                                          # a tiny random model, on any machine
     python examples/lora_lm.py --model Qwen/Qwen2.5-14B --dtype bfloat16 --text my.txt
     python examples/lora_lm.py --peft                                   # with adapters of peft (`pip install peft`)
 """
