@@ -1,7 +1,13 @@
 """Fine-tune a causal language model whose weights need not fit on the device.
 
-The LightningModule below is an ordinary one, which any strategy can train. `strategy="superpipeline"` is all it takes
-for the Trainer to keep the weights in host memory and stream them through the device, a few blocks at a time.
+The LightningModule below is an ordinary one, which any strategy can train. This is all it takes to keep its weights in
+host memory and stream them through the device, a few blocks at a time:
+
+    import sp_lightning
+    trainer = L.Trainer(strategy="superpipeline")
+    trainer.fit(CausalLM(), TextData())
+
+`main`, at the end of this file, does the same with options from the command line:
 
     python examples/finetune_lm.py                              # a tiny random model, on any machine
     python examples/finetune_lm.py --model gpt2 --text my.txt   # a model from the Hugging Face hub, your own text
@@ -214,8 +220,19 @@ def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, then print how the loss fell and what was streamed."""
     options = parse(arguments)
+    L.seed_everything(options.seed, verbose=False)
     losses = recipe.Losses()
-    trainer = recipe.trainer(options, [losses], max_steps=options.steps)
+    trainer = L.Trainer(
+        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+        accelerator=options.accelerator,
+        devices=options.devices,
+        precision=options.precision,
+        max_steps=options.steps,
+        callbacks=[losses, *options.callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
     model = CausalLM(**{name: getattr(options, name) for name in MODEL_OPTIONS})
     trainer.fit(model, TextData(options.text, options.model, options.batch_size, options.length, options.stride))
     if options.save is not None:

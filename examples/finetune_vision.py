@@ -181,8 +181,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and print the accuracy before and after."""
     options = parse(arguments)
+    L.seed_everything(options.seed, verbose=False)
     losses = recipe.Losses()
-    trainer = recipe.trainer(options, [losses], **recipe.steps_then_validation(options))
+    trainer = L.Trainer(
+        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+        accelerator=options.accelerator,
+        devices=options.devices,
+        precision=options.precision,
+        max_steps=options.steps,
+        val_check_interval=options.steps,  # once, at the end
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        callbacks=[losses, *options.callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
     data = Images(options.images, options.side, options.batch_size)
     model = ImageClassifier(options.model, data.classes, options.lr)
     (before,) = trainer.validate(model, data, verbose=False)

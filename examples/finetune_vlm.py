@@ -219,8 +219,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and print the share of correct answers before and after."""
     options = parse(arguments)
+    L.seed_everything(options.seed, verbose=False)
     losses = recipe.Losses()
-    trainer = recipe.trainer(options, [losses], **recipe.steps_then_validation(options))
+    trainer = L.Trainer(
+        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+        accelerator=options.accelerator,
+        devices=options.devices,
+        precision=options.precision,
+        max_steps=options.steps,
+        val_check_interval=options.steps,  # once, at the end
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        callbacks=[losses, *options.callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
     model = VisionLM(options.model, options.freeze, options.lr)
     data = ImagesAndTexts(options.examples, options.model, options.question, options.batch_size, options.digits)
     (before,) = trainer.validate(model, data, verbose=False)

@@ -142,7 +142,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model = CausalLM(options.model, **choices)
         else:
             model = CausalLM.load_from_checkpoint(checkpoint, map_location="cpu", weights=None, **choices)
-    trainer = recipe.trainer(options, [PrintTexts()], enable_progress_bar=False)
+    L.seed_everything(options.seed, verbose=False)
+    trainer = L.Trainer(
+        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+        accelerator=options.accelerator,
+        devices=options.devices,
+        precision=options.precision,
+        callbacks=[PrintTexts(), *options.callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
     data = Prompts(options.prompt, options.prompts, model.hparams["model"], options.batch_size)
     trainer.predict(model, data, return_predictions=False)
     return 0

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import lightning as L
 import recipe
 import torch
 from finetune_lm import MODEL_OPTIONS, CausalLM, TextData, add_model_and_text, check_sizes
@@ -130,8 +131,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the adapters, then print how the loss fell and what was streamed."""
     options = parse(arguments)
+    L.seed_everything(options.seed, verbose=False)
     losses = recipe.Losses()
-    trainer = recipe.trainer(options, [losses], max_steps=options.steps)
+    trainer = L.Trainer(
+        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+        accelerator=options.accelerator,
+        devices=options.devices,
+        precision=options.precision,
+        max_steps=options.steps,
+        callbacks=[losses, *options.callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
     model = LoRALM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "rank", "alpha", "peft"]})
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     recipe.say(f"{trainable} of {sum(parameter.numel() for parameter in model.parameters())} parameters are trained")

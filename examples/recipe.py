@@ -1,8 +1,4 @@
-"""Code that the example scripts share: command-line options, the Trainer they describe, and a record of losses.
-
-All of it is plain Lightning. The strategy is one argument of the Trainer: with default options, `trainer` returns
-the equivalent of `Trainer(strategy="superpipeline")`.
-"""
+"""What the example scripts share: command-line options, and a record of losses. A script of your own needs neither."""
 
 from __future__ import annotations
 
@@ -87,8 +83,12 @@ def add_training(parser: argparse.ArgumentParser, *, steps: int, batch_size: int
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line, and report invalid options before any work begins."""
+    """Parse the command line, and report invalid options before any work begins.
+
+    `strategy`, `callbacks` and `accelerator` of the result are what the Trainer takes.
+    """
     options = parser.parse_args(arguments)
+    options.callbacks = []
     if options.strategy == "superpipeline":
         try:
             options.strategy = sp_lightning.SuperpipelineStrategy(
@@ -99,40 +99,10 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
             )
         except (ValueError, MisconfigurationException) as error:
             parser.error(str(error))
+        options.callbacks = [sp_lightning.SuperpipelineCallback()]  # says at the end what limits a step
+        if options.accelerator == "auto" and torch.backends.mps.is_available():
+            options.accelerator = "cpu"  # Lightning would choose a Mac's GPU, which cannot stream
     return options
-
-
-def trainer(options: argparse.Namespace, callbacks: Sequence[L.Callback] = (), **arguments: Any) -> L.Trainer:
-    """Return the Trainer that the options of a command line describe."""
-    L.seed_everything(options.seed, verbose=False)
-    streaming = isinstance(options.strategy, sp_lightning.SuperpipelineStrategy)
-    return L.Trainer(
-        strategy=options.strategy,
-        accelerator=_accelerator(options.accelerator, streaming),
-        devices=options.devices,
-        precision=options.precision,
-        # reports which units were found, and what was streamed
-        callbacks=[*callbacks, *([sp_lightning.SuperpipelineCallback()] if streaming else [])],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        **arguments,
-    )
-
-
-def _accelerator(name: str, streaming: bool) -> str:
-    """Return the accelerator to use. Apple's GPUs, which Lightning would choose on a Mac, cannot stream."""
-    return "cpu" if streaming and name == "auto" and torch.backends.mps.is_available() else name
-
-
-def steps_then_validation(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the Trainer's arguments for a run of `options.steps` steps with a single validation, at the end."""
-    return {
-        "max_steps": options.steps,
-        "val_check_interval": options.steps,
-        "check_val_every_n_epoch": None,
-        "num_sanity_val_steps": 0,
-    }
 
 
 class Losses(L.Callback):

@@ -16,6 +16,7 @@ import pytest
 import sweep_k
 import torch
 import yaml
+from lightning import Trainer
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -477,4 +478,5 @@ def test_a_mac_computes_on_its_cpu(monkeypatch):
     monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     options = recipe.parse(recipe.command_line(None), [])
-    assert recipe.trainer(options).strategy.root_device.type == "cpu"
+    trainer = Trainer(strategy=options.strategy, accelerator=options.accelerator)
+    assert trainer.strategy.root_device.type == "cpu"
