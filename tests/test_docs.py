@@ -13,6 +13,7 @@ README = ROOT / "README.md"
 DOCUMENTS = [
     README,
     ROOT / "CHANGELOG.md",
+    ROOT / "tests" / "README.md",
     *sorted((ROOT / "examples").rglob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
