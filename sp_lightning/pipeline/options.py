@@ -17,34 +17,10 @@ ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "auto"]
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """Options for one pipeline; every default works.
+    """The arguments of `superpipeline`, which says what they mean, as one object; every default works.
 
-    Args:
-        k: Number of units on the device at once. With `k` at least the number of units, nothing is streamed. `"auto"`
-            is two until a planner has measured the first steps and chosen.
-        k_prime: Number of units moved together in one transfer, at most `k`. `"auto"` is one until a planner has
-            chosen.
-        memory_budget: Device memory that weights, gradients on their way to the host and activations may take: a number
-            of bytes (an int), text such as `"12GB"`, or a fraction of the device's memory (a float up to 1). `None`
-            means 90 % of what is free, and no limit on the CPU. A window that needs more is refused.
-        units: The modules to use as units: classes, class names, or a callable `(name, module) -> bool`. `None` finds
-            them automatically.
-        resident: Names of modules or parameters to keep on the device at all times.
-        activations: What to do with the tensors that a unit saves for backward. `"keep"` leaves them on the device,
-            `"recompute"` keeps only the unit's inputs and runs its forward again in backward, `"offload"` moves them to
-            host memory until backward. `"auto"` measures two steps, then chooses for each unit so that everything fits
-            in `memory_budget`, or in the memory that is free; where no limit is known, everything is kept.
-        overlap_optimizer: Whether to step the optimizer unit by unit on the host while the device computes. `"auto"`
-            does so where the result is that of a plain step; `True` makes anything else an error.
-        resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
-            a planner finds memory to spare (`k="auto"`). The optimizer's own code steps them there, and only the other
-            units stream.
-        pin_memory: Whether to use pinned (page-locked) host memory. `"auto"` pins where the device gains by it.
-        host_threads: Number of threads that step the optimizer and add up gradients on the host. `"auto"` uses
-            `OMP_NUM_THREADS` if the user set it, else three quarters of the cores near the device; on a CPU, torch's
-            own number.
-        compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` does.
-        debug: Whether to delay copies at random, poison free slots and check every access to a weight.
+    Without the planner that `superpipeline` adds, `k="auto"` is two, `k_prime="auto"` is one, and
+    `resident_optimizer=True` leaves no unit on the device.
 
     Raises:
         ValueError: If an option has an invalid value.
