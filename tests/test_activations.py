@@ -88,16 +88,16 @@ def test_recomputing_is_exact_under_lightning(name: str, precision: str) -> None
 
 
 class GraphConvolution(nn.Module):
-    """Its neighbours are a sparse buffer, edges among its inputs and edges that it makes up."""
+    """Its neighbors are a sparse buffer, edges among its inputs and edges that it makes up."""
 
     def __init__(self, width: int, nodes: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
-        self.register_buffer("neighbours", torch.ones(nodes, nodes).triu().to_sparse())
+        self.register_buffer("neighbors", torch.ones(nodes, nodes).triu().to_sparse())
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         made_up = torch.eye(len(x)).to_sparse()
-        return sum(torch.sparse.mm(each, self.linear(x).relu()) for each in (self.neighbours, edges, made_up)).tanh()
+        return sum(torch.sparse.mm(each, self.linear(x).relu()) for each in (self.neighbors, edges, made_up)).tanh()
 
 
 class GraphNetwork(nn.Module):

@@ -413,7 +413,7 @@ def test_random_weights_are_those_of_every_other_process():
 
 @pytest.mark.parametrize("name", ["toy-lm", "toy-vit", "toy-clip", "toy-resnet", "toy-lora"])
 def test_buffers_are_those_that_libraries_make(name):
-    """Nothing but weights is left out of initialisation: frequencies of rotary embeddings, statistics of norms."""
+    """Nothing but weights is left out of initialization: frequencies of rotary embeddings, statistics of norms."""
     made, library = build_network(WORKLOADS[name]), WORKLOADS[name].network()
     buffers = dict(library.named_buffers())
     for key, value in made.named_buffers():

@@ -216,10 +216,10 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
 
 
 def test_hazard_22_no_second_copy_on_save(tmp_path, monkeypatch):
-    def serialise(*_: Any) -> None:
-        raise AssertionError("serialised into memory")
+    def serialize(*_: Any) -> None:
+        raise AssertionError("serialized into memory")
 
-    monkeypatch.setattr("lightning.fabric.plugins.io.torch_io._atomic_save", serialise)
+    monkeypatch.setattr("lightning.fabric.plugins.io.torch_io._atomic_save", serialize)
     trained(streamed(), tmp_path / "new folder" / "a.ckpt")
     assert (tmp_path / "new folder" / "a.ckpt").is_file()
 

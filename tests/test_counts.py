@@ -154,7 +154,7 @@ def test_a_unit_that_hands_its_input_through_has_no_backward() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_no_host_synchronisation_inside_of_a_step(k: int) -> None:
+def test_no_host_synchronization_inside_of_a_step(k: int) -> None:
     """Forward waits for nothing; backward once, at its end, for the last gradients."""
     with streaming(blocks(), k) as (pipe, optimizer):
         for _ in range(3):
@@ -187,7 +187,7 @@ def test_the_engine_does_not_go_through_its_own_guard(activations: Any, autocast
             step()
 
 
-def test_no_host_synchronisation_in_evaluation() -> None:
+def test_no_host_synchronization_in_evaluation() -> None:
     """Inference never waits for the device."""
     with streaming(blocks(), 2) as (pipe, _), torch.inference_mode():
         for _ in range(3):
@@ -225,7 +225,7 @@ ORDERS = [[5, 0, 1, 2, 3, 4], [0, 2, 4, 1, 3, 5], [5, 4, 3, 2, 1, 0]]
 @pytest.mark.parametrize("k", [2, 3])
 @pytest.mark.parametrize("order", ORDERS, ids=["last first", "every other", "backwards"])
 def test_places_follow_the_order_of_calls(order: list[int], k: int) -> None:
-    """Neighbours in a step never share a place: no load is late, and none is repeated."""
+    """Neighbors in a step never share a place: no load is late, and none is repeated."""
     torch.manual_seed(0)
     with streaming(Called(order), k, warm_up=3) as (pipe, optimizer):
         assert [name.split(".")[-1] for name in pipe.summary().unit_names] == [str(number) for number in order]

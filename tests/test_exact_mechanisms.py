@@ -844,7 +844,7 @@ def test_a_copy_of_an_attached_module_is_plain(duplicate: Callable[[nn.Module], 
 
 @pytest.mark.parametrize("part", ["", "blocks.1.up"], ids=["whole", "part"])
 def test_saved_files_are_no_larger_than_plain_ones(part: str) -> None:
-    """torch.save writes whole storages: a weight in a flat buffer must not take its neighbours along."""
+    """torch.save writes whole storages: a weight in a flat buffer must not take its neighbors along."""
 
     def size(model: nn.Module) -> int:
         file = io.BytesIO()

@@ -272,11 +272,11 @@ def test_finetune_vision_learns_to_read(call, model, steps, least):
 
 def test_finetune_vision_reads_folders(tmp_path, call):
     for part in ("train", "val"):
-        for number, colour in enumerate(["red", "lime", "blue"]):
-            folder = tmp_path / part / colour
+        for number, color in enumerate(["red", "lime", "blue"]):
+            folder = tmp_path / part / color
             folder.mkdir(parents=True)
             for copy in range(4):
-                Image.new("RGB", (40, 30 + number), colour).save(folder / f"{copy}.png")
+                Image.new("RGB", (40, 30 + number), color).save(folder / f"{copy}.png")
     arguments = [f"--images={tmp_path}", "--steps=12", "--batch-size=12"]
     output = call("finetune_vision", *arguments)
     assert percent(output)[1] == 100

@@ -23,7 +23,7 @@ def test_activations_come_back_as_they_left(k: int, pin: bool, cuda: torch.devic
     assert all(map(torch.equal, quick_weights, slow_weights))
 
 
-def test_no_host_synchronisation_in_a_step(cuda: torch.device) -> None:
+def test_no_host_synchronization_in_a_step(cuda: torch.device) -> None:
     """CUDA itself reports any call that makes the host wait."""
     model = big_chain()
     x = torch.randn(ROWS, WIDTH, device=cuda)

@@ -93,7 +93,7 @@ def test_copies_wait_for_the_computing(k: int, cuda: torch.device) -> None:
     assert all(map(torch.equal, quick_weights, slow_weights))
 
 
-def test_no_host_synchronisation_in_a_step(cuda: torch.device) -> None:
+def test_no_host_synchronization_in_a_step(cuda: torch.device) -> None:
     """CUDA itself reports any call that makes the host wait."""
     model = big_chain()
     x = torch.randn(ROWS, WIDTH, device=cuda)

@@ -1,7 +1,7 @@
 """A device with streams and events, simulated lazily: work runs only when something waits for it.
 
 Nothing that is not ordered by an event or by a stream happens in the order in which it was asked for: each stream
-keeps its work until somebody synchronises with it, and then runs what that work waits for and no more. So a missing
+keeps its work until somebody synchronizes with it, and then runs what that work waits for and no more. So a missing
 wait shows as wrong bytes every time, not once in a thousand runs.
 """
 

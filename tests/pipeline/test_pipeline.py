@@ -450,7 +450,7 @@ def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:
 
 
 class Projects(nn.Linear):
-    """Gives its weight other memory in its forward, as projections and quantisers do."""
+    """Gives its weight other memory in its forward, as projections and quantizers do."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data = self.weight.data.clamp(-0.1, 0.1)

@@ -2,7 +2,7 @@
 
 Each step asks for the same pieces, so the first one allocates and page-locks the memory, and all others reuse it. It
 lies in a few large slabs, because page-locking costs more than copying. Where sizes differ from step to step (sentences
-of any length), free neighbours are merged, and slabs that have become useless make room for others: there is never much
+of any length), free neighbors are merged, and slabs that have become useless make room for others: there is never much
 more than was in use at once.
 """
 

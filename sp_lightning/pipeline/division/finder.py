@@ -4,13 +4,13 @@ Units are found in any tree:
 
 1. children of lists (`ModuleList`, `Sequential`, `ModuleDict`) are blocks; a block that is too large is descended into,
 2. outside of lists, small modules stay whole and large ones are descended into, down to leaves (embeddings, heads),
-3. neighbours are joined while the sum stays below the size of a typical unit, which balances sizes (VGG, ResNet),
+3. neighbors are joined while the sum stays below the size of a typical unit, which balances sizes (VGG, ResNet),
 4. what is left (small leaves, parameters that a module with units in it owns itself) is resident.
 
 The search looks through the wrapper that `torch.compile(module)` returns, but it is the wrapper that becomes the
 member, because it is what is called.
 
-Parameters that several modules share are recognised by identity: leaves that share one form a unit, and what blocks
+Parameters that several modules share are recognized by identity: leaves that share one form a unit, and what blocks
 share is resident.
 """
 
@@ -56,7 +56,7 @@ def find_units(
     parts, shared = join_sharing(tree, atoms)
     resident_weights = tree.resident_weights | shared
     if policy is None:
-        parts = _join_neighbours(tree, parts, max_unit_bytes)
+        parts = _join_neighbors(tree, parts, max_unit_bytes)
     made = [_make_unit(tree, part, resident_weights) for part in parts]
     units = [unit for unit in made if unit.weights]
     streamed = {id(weight) for unit in units for weight in unit.weights}
@@ -75,8 +75,8 @@ def find_units(
     return division
 
 
-def _join_neighbours(tree: Tree, parts: Sequence[list[Atom]], largest: int | None) -> list[list[Atom]]:
-    """Join neighbours while the sum stays below the size of a typical unit."""
+def _join_neighbors(tree: Tree, parts: Sequence[list[Atom]], largest: int | None) -> list[list[Atom]]:
+    """Join neighbors while the sum stays below the size of a typical unit."""
     sizes = [max(tree.bytes_of(atom.module) for atom in part) for part in parts]
     target = min(tree.total // TYPICAL_UNIT_COUNT, _weighted_median(sizes))
     if largest is not None:

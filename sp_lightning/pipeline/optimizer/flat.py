@@ -1,7 +1,7 @@
 """Flat tensors over tensors that lie side by side, so that one kernel call steps many weights.
 
 Masters, gradients and lowered copies of a unit lie in buffers, each tensor in a storage of its own. Two of them are
-neighbours if the second begins at the address where the first ends. So a flat tensor over neighbours never covers
+neighbors if the second begins at the address where the first ends. So a flat tensor over neighbors never covers
 memory that is not theirs.
 """
 
@@ -36,12 +36,12 @@ def side_by_side(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def flat(neighbours: Sequence[Tensor]) -> Tensor:
+def flat(neighbors: Sequence[Tensor]) -> Tensor:
     """Return a flat tensor over dense tensors that lie side by side; it does not keep their memory alive."""
-    assert side_by_side(neighbours)
-    nbytes = sum(tensor.nbytes for tensor in neighbours)
-    memory = (ctypes.c_char * nbytes).from_address(neighbours[0].data_ptr())
-    return torch.frombuffer(memory, dtype=neighbours[0].dtype)
+    assert side_by_side(neighbors)
+    nbytes = sum(tensor.nbytes for tensor in neighbors)
+    memory = (ctypes.c_char * nbytes).from_address(neighbors[0].data_ptr())
+    return torch.frombuffer(memory, dtype=neighbors[0].dtype)
 
 
 class _Extent(NamedTuple):
@@ -69,11 +69,11 @@ class FlatState:
         # addresses, because an alias of a master would look like one that a user holds
         self._addresses = [(master.data_ptr(), master.dtype) for master in masters]
         self._like = [torch.empty_like(master, device="meta") for master in masters]
-        self._stretches: list[_Extent] = []  # of neighbours
+        self._stretches: list[_Extent] = []  # of neighbors
         self._where: dict[int, tuple[int, _Extent]] = {}  # each weight's stretch, and the extent before it in there
         last = None
         for index, master in enumerate(masters):
-            if master.numel() == 0:  # it takes no memory, so its neighbours lie side by side
+            if master.numel() == 0:  # it takes no memory, so its neighbors lie side by side
                 continue
             if last is None or not side_by_side([last, master]):
                 self._stretches.append(_Extent(0, 0))

@@ -85,7 +85,7 @@ class Candidate:
         return [self.memory, self.gradient] if self.copy is None else [self.memory, self.gradient, self.copy]
 
 
-def group_neighbours(candidates: Iterable[Candidate]) -> Iterator[list[Candidate]]:
+def group_neighbors(candidates: Iterable[Candidate]) -> Iterator[list[Candidate]]:
     """Yield lists of candidates that can be stepped as one, each of at least one candidate."""
     group: list[Candidate] = []
     for candidate in candidates:

@@ -28,7 +28,7 @@ from sp_lightning.pipeline._private import StepCode, step_is_replaced, without_t
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE, FlatState
-from sp_lightning.pipeline.optimizer.runs import Candidate, Part, Run, Single, group_neighbours
+from sp_lightning.pipeline.optimizer.runs import Candidate, Part, Run, Single, group_neighbors
 from sp_lightning.pipeline.weights.host import is_dense
 from sp_lightning.pipeline.weights.sections import cuts_in
 
@@ -162,11 +162,11 @@ class UnitStep:
             if gradient is not None
         ]
         self._singles, self._runs = [], []
-        for neighbours in group_neighbours(candidates):
-            first = neighbours[0]
+        for neighbors in group_neighbors(candidates):
+            first = neighbors[0]
             is_cut = first.has_sections or first.memory.numel() > update.limit
-            if len(neighbours) > 1 or (is_cut and first.state_signature is not None):
-                self._runs.append(Run(weakref.proxy(self._optimizer), neighbours, self._flat_state))
+            if len(neighbors) > 1 or (is_cut and first.state_signature is not None):
+                self._runs.append(Run(weakref.proxy(self._optimizer), neighbors, self._flat_state))
             else:
                 self._singles.append(Single(weakref.proxy(self._optimizer), first))
         self._last_layout = self._layout(update, gradients, copies)

@@ -99,7 +99,7 @@ class Group:
 
 
 def travel_together(units: int, k_prime: int, alone: Collection[int] = ()) -> list[list[int]]:
-    """Divide units into lists that travel together: up to `k_prime` neighbours, whose gradients arrive in succession.
+    """Divide units into lists that travel together: up to `k_prime` neighbors, whose gradients arrive in succession.
 
     Args:
         units: How many units there are.
@@ -127,8 +127,8 @@ def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
     """
     offsets: list[int] = []
     for index, size in enumerate(sizes):
-        neighbours = range(max(0, index - window + 1), index)
-        taken = sorted((offsets[other], offsets[other] + sizes[other]) for other in neighbours)
+        neighbors = range(max(0, index - window + 1), index)
+        taken = sorted((offsets[other], offsets[other] + sizes[other]) for other in neighbors)
         offset = 0
         for start, end in taken:
             if offset + size <= start:

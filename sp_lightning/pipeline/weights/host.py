@@ -21,7 +21,7 @@ from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.sections import divide
 from sp_lightning.pipeline.weights.weight import Weight
 
-ALIGNMENT = 256  # bytes; the strictest that kernels and quantised formats require of a tensor's address
+ALIGNMENT = 256  # bytes; the strictest that kernels and quantized formats require of a tensor's address
 _GLANCE = 256  # words
 _WORD = 4  # bytes compared at once
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # Linux's MADV_WIPEONFORK and MADV_KEEPONFORK, for which Python has no names

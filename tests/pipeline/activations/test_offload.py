@@ -393,7 +393,7 @@ STAYING = {
     "a leaf with a gradient": large,
     "conjugate": lambda: torch.randn(ROWS, dtype=torch.complex64).conj(),
     "negative": lambda: torch.randn(ROWS, dtype=torch.complex64).conj().imag,
-    "quantised": lambda: torch.quantize_per_tensor(torch.randn(ROWS), 0.1, 0, torch.quint8),
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(ROWS), 0.1, 0, torch.quint8),
     "nested": lambda: torch.nested.as_nested_tensor([torch.randn(ROWS), torch.randn(3)]),
     "zeros without memory": lambda: torch._efficientzerotensor((ROWS,)),
 }

@@ -61,7 +61,7 @@ def test_the_next_step_gets_the_same_memory(pool: HostPool) -> None:
     assert pool.held == held
 
 
-def test_neighbours_that_are_free_are_one_piece(pool: HostPool) -> None:
+def test_neighbors_that_are_free_are_one_piece(pool: HostPool) -> None:
     """In every order of three: the gap before, the gap behind, both."""
     for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
         pieces = [pool.take(SLAB // 4) for _ in range(3)]

@@ -148,7 +148,7 @@ def test_blocks_of_transformers_stay_whole(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vgg16", "resnet50", "efficientnet", "unet", "convnext"])
 def test_small_convolutions_are_joined(name: str) -> None:
-    """Neighbours below the size of a typical unit travel together, and never above it."""
+    """Neighbors below the size of a typical unit travel together, and never above it."""
     _, division = real(name)
     joined = [(unit, nbytes) for unit, nbytes in zip(division.units, size(division), strict=True) if ".." in unit.name]
     assert joined
@@ -417,7 +417,7 @@ def test_everything_resident() -> None:
 
 
 class Quantised(nn.Parameter):
-    """A tensor subclass, as quantised weights are."""
+    """A tensor subclass, as quantized weights are."""
 
 
 @pytest.mark.parametrize(

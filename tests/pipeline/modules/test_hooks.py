@@ -134,7 +134,7 @@ def test_super_and_isinstance_inside_of_a_class(gated: Gated) -> None:
 
 
 class WithDeepcopy(nn.Linear):
-    """As torch.fx's and some quantised modules have it."""
+    """As torch.fx's and some quantized modules have it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WithDeepcopy:
         made = WithDeepcopy(self.in_features, self.out_features)

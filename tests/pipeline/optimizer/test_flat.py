@@ -1,4 +1,4 @@
-"""Neighbours in memory, and state that is laid out as its weights are."""
+"""Neighbors in memory, and state that is laid out as its weights are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def in_a_row(*sizes: int, gap: int = 0) -> list[Tensor]:
     return tensors
 
 
-def test_neighbours() -> None:
+def test_neighbors() -> None:
     a, b, c = in_a_row(64, 5, 3)
     assert side_by_side([a, b, c])
     assert side_by_side([a])
@@ -60,7 +60,7 @@ def test_state_lies_as_the_weights_do() -> None:
     assert state.place(1, "average", masters[1]) is averages[1]
 
 
-def test_an_empty_weight_does_not_part_its_neighbours() -> None:
+def test_an_empty_weight_does_not_part_its_neighbors() -> None:
     masters = in_a_row(64, 0, 64)
     state = FlatState(masters)
     for like in (masters[0], torch.tensor(0.0)):

@@ -333,7 +333,7 @@ def test_clipping_by_value(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [ADAMW, FUSED_ADAMW, MOMENTUM, recipe(SGD, {"lr": 0.1})])
 def test_weights_without_a_gradient_are_left_alone(make: Any) -> None:
-    """Their number of steps falls behind that of their neighbours, which are joined without them."""
+    """Their number of steps falls behind that of their neighbors, which are joined without them."""
     pair = Pair(make, copy_dtype=torch.bfloat16)
     pair.run(1, missing=(1, 3, 5, 9))
     pair.run(2)
@@ -342,8 +342,8 @@ def test_weights_without_a_gradient_are_left_alone(make: Any) -> None:
     pair.run(2)
 
 
-def test_an_empty_weight_between_neighbours() -> None:
-    """Without a gradient it is not in the call, and those around it are neighbours."""
+def test_an_empty_weight_between_neighbors() -> None:
+    """Without a gradient it is not in the call, and those around it are neighbors."""
     pair = Pair(recipe(ASGD, {"weight_decay": 0.1}), [(512,), (0,), (256,)])
     pair.run(1)
     pair.run(1, missing=(1,))
@@ -519,7 +519,7 @@ def test_what_the_user_does_to_the_state_is_seen() -> None:
     pair = Pair(ADAMW)
     pair.run(2)
     for optimizer, weights in ((pair.theirs, pair.plain), (pair.ours, pair.masters)):
-        optimizer.state[weights[1]]["step"].fill_(7)  # in place, among neighbours that are at 2
+        optimizer.state[weights[1]]["step"].fill_(7)  # in place, among neighbors that are at 2
         optimizer.state[weights[2]]["exp_avg"] = torch.ones_like(weights[2].data)
         optimizer.state[weights[4]]["step"] = torch.tensor([3.0])  # as very old checkpoints have it
         del optimizer.state[weights[3]]

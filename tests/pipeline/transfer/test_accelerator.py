@@ -110,7 +110,7 @@ def test_what_the_simulation_shows(scene: Scene) -> None:
 
 
 def test_the_host_never_waits(scene: Scene) -> None:
-    """Upload, download and wait give work to streams; no synchronisation, and nothing has run when they return."""
+    """Upload, download and wait give work to streams; no synchronization, and nothing has run when they return."""
     slot, gradient, target = scene.on_device(1), scene.on_device(5), scene.on_host(0)
     first = scene.backend.upload(slot, scene.on_host(2))
     scene.backend.wait(first)

@@ -1,4 +1,4 @@
-"""Places in the arena: neighbours in the order of use never overlap, and nothing is wasted."""
+"""Places in the arena: neighbors in the order of use never overlap, and nothing is wasted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = st.lists(st.integers(1, 50).map(lambda n: 256 * n), max_size=20)
 
 @given(SIZES, st.integers(1, 25))
 @example([256, 512, 256, 768], 3)
-def test_neighbours_never_overlap(sizes: list[int], window: int) -> None:
+def test_neighbors_never_overlap(sizes: list[int], window: int) -> None:
     """Any `window` pieces in a row are there at once; the arena holds every piece and is not above window * largest."""
     offsets, arena = place_in_arena(sizes, window)
     ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
