@@ -77,7 +77,7 @@ class Narrator:
         if isinstance(result, str):
             if self._is_new("no plan"):  # once: the numbers in the text differ each time
                 self._lightning.warn(result)
-        elif self._speaks and self._is_new((result.k, result.k_prime, result.resident, result.on_device)):
+        elif self._speaks and self._is_new((result.k, result.k_prime, result.kept, result.on_device)):
             self._lightning.info(f"Superpipeline: {planned(result)}")
 
     def _is_new(self, said: Any) -> bool:

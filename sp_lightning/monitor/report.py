@@ -57,8 +57,8 @@ def bytes_to_device(summary: Summary, trains: bool) -> int:
 def planned(plan: WindowPlan) -> str:
     """Describe the plan that was chosen after measuring the first steps, and what it is expected to take."""
     chosen = [f"k={plan.k}", f"k_prime={plan.k_prime}"]
-    if plan.resident:
-        chosen.append(f"{len(plan.resident)} units resident")
+    if plan.kept:
+        chosen.append(f"{len(plan.kept)} units kept on the device")
     if plan.on_device:
         chosen.append(f"{len(plan.on_device)} units with their optimizer state on the device")
     work = _WORK.get(plan.bottleneck, plan.bottleneck)

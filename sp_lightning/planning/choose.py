@@ -2,7 +2,7 @@
 
 Activations come first, because they leave few options: some splits of the budget between activations and weights are
 tried, each with the cheapest policies for its share (`activations/choice.py`). For each split, every `k` and `k_prime`
-worth trying is replayed, with as many units resident as then fit.
+worth trying is replayed, with as many units kept on the device as then fit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def choose(
         budget: Bytes of device memory.
         k: Units on the device at once, if that is fixed.
         k_prime: Units moved together, if that is fixed.
-        fill: Whether to fill memory that is left with resident units.
+        fill: Whether to fill memory that is left with units that are kept on the device.
 
     Raises:
         ValueError: If nothing fits; the message has the least budget that would.
@@ -219,20 +219,20 @@ def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
 
 
 def _filled(workload: Workload, choice: Choice, left: int) -> Choice:
-    """Return the choice with as many units resident as fit, spread evenly among those that stream."""
+    """Return the choice with as many units kept on the device as fit, spread evenly among those that stream."""
     streamed = [number for number, unit in enumerate(workload.units) if not unit.lives_on_device]
     length = len(streamed)
 
-    def with_resident(count: int) -> Choice:
-        resident = tuple(streamed[at] for at in _spread(count, length))
-        return Choice(choice.k, choice.k_prime, resident, choice.ways)
+    def with_kept(count: int) -> Choice:
+        kept = tuple(streamed[at] for at in _spread(count, length))
+        return Choice(choice.k, choice.k_prime, kept, choice.ways)
 
     fits, too_many = 0, max(0, length - choice.k) + 1
     while too_many - fits > 1:
         count = (fits + too_many) // 2
-        if weight_bytes(workload, with_resident(count)) <= left:
+        if weight_bytes(workload, with_kept(count)) <= left:
             fits = count
         else:
             too_many = count
     nothing_streamed = Choice(max(length, choice.k_prime), choice.k_prime, (), choice.ways)
-    return nothing_streamed if weight_bytes(workload, nothing_streamed) <= left else with_resident(fits)
+    return nothing_streamed if weight_bytes(workload, nothing_streamed) <= left else with_kept(fits)

@@ -19,16 +19,16 @@ class Choice:
     """Everything that the planner chooses.
 
     Args:
-        k: Units on the device at once, resident ones not counted.
+        k: Units on the device at once, not counting those in `kept` and `on_device`.
         k_prime: Units moved together.
-        resident: Numbers of the units that have a place of their own and are never evicted.
+        kept: Numbers of the units that have a place of their own and are never evicted.
         ways: For each unit, what becomes of its activations; if empty, the first of each unit's ways.
         on_device: Numbers of the units that live on the device with their gradients and optimizer state.
     """
 
     k: int
     k_prime: int = 1
-    resident: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
     ways: tuple[Way, ...] = ()
     on_device: tuple[int, ...] = ()
 
@@ -106,7 +106,7 @@ def device_bytes(workload: Workload, choice: Choice) -> int:
 
 def weight_bytes(workload: Workload, choice: Choice) -> int:
     """Return the device memory for weights, and for everything that belongs to units which live on the device."""
-    own = sum(workload.units[unit].weight_bytes for unit in choice.resident) + workload.resident.weight_bytes
+    own = sum(workload.units[unit].weight_bytes for unit in choice.kept) + workload.resident.weight_bytes
     return own + _layout(workload, choice).arena_bytes + workload.on_device_bytes
 
 
@@ -133,7 +133,7 @@ def ways_of(workload: Workload, choice: Choice) -> tuple[Way, ...]:
 
 
 def _layout(workload: Workload, choice: Choice) -> Layout:
-    apart = {*choice.resident, *(number for number, unit in enumerate(workload.units) if unit.lives_on_device)}
+    apart = {*choice.kept, *(number for number, unit in enumerate(workload.units) if unit.lives_on_device)}
     parts = travel_together(len(workload.units), choice.k_prime, apart)
     streamed = [part for part in parts if part[0] not in apart]
     sizes = tuple(sum(workload.units[unit].weight_bytes for unit in part) for part in streamed)

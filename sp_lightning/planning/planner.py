@@ -231,7 +231,7 @@ def _plan(survey: Survey, measured: _Measurement) -> WindowPlan | str:
     return WindowPlan(
         k=choice.k,
         k_prime=choice.k_prime,
-        resident=tuple(arrangement.units[unit].name for unit in choice.resident),
+        kept=tuple(arrangement.units[unit].name for unit in choice.kept),
         on_device=tuple(arrangement.units[unit].name for unit in choice.on_device),
         on_device_bytes=sum(workload.units[unit].bytes_on_device for unit in choice.on_device),
         step_seconds=prediction.seconds,

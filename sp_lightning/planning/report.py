@@ -42,7 +42,7 @@ class Row:
         return {
             "k": self.choice.k,
             "k_prime": self.choice.k_prime,
-            "resident": len(self.choice.resident),
+            "kept": len(self.choice.kept),
             "on_device": len(self.choice.on_device),
             "activations": dict(Counter(way.policy for way in self.choice.ways)),
             "fits": self.fits,
@@ -64,7 +64,7 @@ class Report:
         title: The model's name in the table.
         given: The assumptions.
         estimate: The model as a workload.
-        rows: One for each k, with `k_prime=1` and no unit kept resident, up to the first that does not fit.
+        rows: One for each k, with `k_prime=1` and no unit kept on the device, up to the first that does not fit.
         best: The choice with the fastest step; `None` if nothing fits.
         not_followed: Why activations are not counted; `None` if they are.
     """
@@ -139,8 +139,8 @@ class Report:
             return
         choice, took = self.best.choice, self.best.prediction
         chosen = [f"k={choice.k}", f"k_prime={choice.k_prime}"]
-        if choice.resident:
-            chosen.append(f"resident units: {len(choice.resident)}")
+        if choice.kept:
+            chosen.append(f"units kept on the device: {len(choice.kept)}")
         if choice.on_device:
             chosen.append(f"units with their optimizer on the device: {len(choice.on_device)}")
         if self.not_followed is None:

@@ -115,7 +115,7 @@ class Fixed(Planner):
     """Wants one window after the other, a step each, and from the last one on always that.
 
     Args:
-        windows: k, k_prime, the numbers of resident units, and of those that live on the device.
+        windows: k, k_prime, the numbers of units kept on the device, and of those that live on the device.
     """
 
     def __init__(self, *windows: tuple[Any, ...]) -> None:
@@ -128,11 +128,11 @@ class Fixed(Planner):
         self.seen.append((arrangement.k, arrangement.k_prime, len(arrangement.on_device)))
         k, k_prime, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
         units = survey.arrangement.units
-        resident, on_device = ([units[n] for n in numbers if n < len(units)] for numbers in [*chosen, (), ()][:2])
+        kept, on_device = ([units[n] for n in numbers if n < len(units)] for numbers in [*chosen, (), ()][:2])
         return WindowPlan(
             k,
             k_prime,
-            resident=tuple(unit.name for unit in resident),
+            kept=tuple(unit.name for unit in kept),
             on_device=tuple(unit.name for unit in on_device),
             on_device_bytes=sum(survey.bytes_on_device(unit) for unit in on_device),
         )

@@ -78,7 +78,7 @@ FAST = Machine(10_000.0, 10_000.0, 10_000.0)
 def test_what_is_given_is_obeyed() -> None:
     for k, k_prime in [(3, 1), (6, 3), (4, 4)]:
         chosen = choose(blocks(), FAST, 10_000, k=k, k_prime=k_prime, fill=False).choice
-        assert (chosen.k, chosen.k_prime, chosen.resident) == (k, k_prime, ())
+        assert (chosen.k, chosen.k_prime, chosen.kept) == (k, k_prime, ())
     assert choose(blocks(), FAST, 10_000, k_prime=3).choice.k_prime == 3
     assert choose(blocks(), FAST, 10_000, k=5, fill=False).choice.k == 5
 
@@ -92,12 +92,12 @@ def test_units_travel_together_where_a_copy_costs_more_than_its_bytes() -> None:
 def test_spare_memory_is_filled_evenly() -> None:
     """Two slots, two pieces for gradients, and four units that stay: one in three."""
     chosen = choose(blocks(), FAST, 800).choice
-    assert (chosen.k, chosen.resident) == (2, (1, 4, 7, 10))
+    assert (chosen.k, chosen.kept) == (2, (1, 4, 7, 10))
 
 
 def test_where_all_fits_nothing_is_streamed() -> None:
     chosen = choose(blocks(), FAST, 12 * 100 + 200).choice
-    assert (chosen.k, chosen.resident) == (12, ())
+    assert (chosen.k, chosen.kept) == (12, ())
 
 
 def test_where_it_nearly_fits_it_is_streamed() -> None:
@@ -108,7 +108,7 @@ def test_where_it_nearly_fits_it_is_streamed() -> None:
 
 
 def test_what_is_reserved_stays_free() -> None:
-    assert choose(blocks(reserve_bytes=200), FAST, 800).choice.resident == (3, 9)
+    assert choose(blocks(reserve_bytes=200), FAST, 800).choice.kept == (3, 9)
 
 
 def test_with_too_little_it_says_what_is_needed() -> None:

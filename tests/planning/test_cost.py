@@ -37,9 +37,9 @@ WINDOWS = [
 def compare(
     blocks: Blocks, window: tuple[int, int, tuple[int, ...]], workload: Workload, rel: float = 0.01, **training: Any
 ) -> None:
-    k, k_prime, resident = window
+    k, k_prime, kept = window
     real = blocks.train(Fixed(window), steps=4, **training)
-    predicted = predict(workload, blocks.machine, Choice(k, k_prime, resident))
+    predicted = predict(workload, blocks.machine, Choice(k, k_prime, kept))
     assert predicted.seconds == pytest.approx(real.seconds[-1], rel=rel)
     assert predicted.device_bytes == real.summary.device_bytes + real.summary.gradient_bytes
 
@@ -151,8 +151,8 @@ def test_inference_sends_every_unit_once_for_each_forward() -> None:
     units = tuple(UnitWork("", 100, forward_seconds=1.0) for _ in range(10))
     workload = Workload(units, trains=False, stepping=None)
     machine = Machine(100.0, 100.0, 1.0)
-    for k, resident, loads in [(2, (), 10), (5, (), 10), (2, (1, 4, 7), 7), (10, (), 0)]:
-        assert predict(workload, machine, Choice(k, 1, resident)).bytes_to_device == loads * 100
+    for k, kept, loads in [(2, (), 10), (5, (), 10), (2, (1, 4, 7), 7), (10, (), 0)]:
+        assert predict(workload, machine, Choice(k, 1, kept)).bytes_to_device == loads * 100
 
 
 def test_computing_waits_for_resident_weights_that_are_still_being_stepped() -> None:

@@ -55,13 +55,13 @@ def test_the_choice_is_nearly_the_fastest_of_all(budget: int, machine: Machine) 
     assert plan.prediction == predict(workload, machine, plan.choice)
     assert plan.prediction.device_bytes <= budget
     every = [
-        Choice(k, k_prime, resident=residents, on_device=there)
+        Choice(k, k_prime, kept=kept, on_device=there)
         for count in range(11)
         for there in [tuple((2 * n + 1) * 10 // (2 * count) for n in range(count))]
         for k in range(1, 11)
         for k_prime in (1, 2)
         if k >= k_prime
-        for residents in [(), tuple(n for n in range(10) if n not in there)[::2]]
+        for kept in [(), tuple(n for n in range(10) if n not in there)[::2]]
     ]
     fitting = [c for c in every if device_bytes(workload.with_on_device(c.on_device), c) <= budget]
     assert plan.prediction.seconds <= 1.05 * min(predict(workload, machine, choice).seconds for choice in fitting)
@@ -77,9 +77,9 @@ def test_the_choice_is_nearly_the_fastest_of_all(budget: int, machine: Machine) 
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_the_replay_is_what_happens(blocks: Blocks, window: Any, in_backward: bool) -> None:
     real = blocks.train(Fixed(window), steps=4, in_backward=in_backward)
-    k, k_prime, resident, there = window
+    k, k_prime, kept, there = window
     workload = blocks.workload(stepping="in backward" if in_backward else "under forward")
-    replayed = predict(workload, blocks.machine, Choice(k, k_prime, resident, on_device=there))
+    replayed = predict(workload, blocks.machine, Choice(k, k_prime, kept, on_device=there))
     assert replayed.seconds == pytest.approx(real.seconds[-1], rel=0.01)
 
 

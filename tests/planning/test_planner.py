@@ -217,8 +217,8 @@ def test_frozen_models_and_inference() -> None:
             model(torch.randn(1, 32))
         plan = pipeline.summary().plan
         assert plan is not None
-        assert pipeline.stats.loads == 8 - len(plan.resident)
-        assert plan.resident
+        assert pipeline.stats.loads == 8 - len(plan.kept)
+        assert plan.kept
 
 
 @pytest.mark.parametrize(("k", "k_prime"), [(3, 1), (4, 2), (3, "auto"), ("auto", 2)])

@@ -47,7 +47,7 @@ class DeviceLayout:
         self.slots = max(1, k // k_prime)
         units = division.units
         self.on_device = [] if plan is None else [unit for unit in units if unit.name in plan.on_device]
-        kept = [] if plan is None else [unit for unit in units if unit.name in plan.resident]
+        kept = [] if plan is None else [unit for unit in units if unit.name in plan.kept]
         self.kept = {*kept, *self.on_device}
         numbers = travel_together(len(units), k_prime, [units.index(unit) for unit in self.kept])
         self.parts = [[units[number] for number in part] for part in numbers]

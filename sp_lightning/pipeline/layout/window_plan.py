@@ -13,9 +13,9 @@ class WindowPlan:
     """The choice, and what it is expected to cost.
 
     Attributes:
-        k: Units on the device at once, not counting those in `resident` and `on_device`.
+        k: Units on the device at once, not counting those in `kept` and `on_device`.
         k_prime: Units that travel together.
-        resident: Names of units that have a place of their own: they are sent only when their weights have changed.
+        kept: Names of units that have a place of their own: they are sent only when their weights have changed.
         on_device: Names of units that live on the device, with their gradients and optimizer state.
         on_device_bytes: Device memory that `on_device` units take.
         step_seconds: Expected duration of a step.
@@ -27,7 +27,7 @@ class WindowPlan:
 
     k: int
     k_prime: int
-    resident: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     on_device: tuple[str, ...] = ()
     on_device_bytes: int = 0
     step_seconds: float = 0.0
