@@ -60,8 +60,8 @@ class DeviceLayout:
         """Device memory for units that live on the device."""
         return 0 if self.plan is None else self.plan.on_device_bytes
 
-    def slot_bytes(self) -> int:
-        """Return the device memory for weights, without the resident ones."""
+    def weight_bytes(self) -> int:
+        """Return the device memory for the weights of units, and for all that belongs to units which live there."""
         sizes = [sent_bytes(part) for part in self.parts if part[0] not in self.kept]
         kept = sum(sent_bytes([unit]) for unit in self.kept if unit not in self.on_device)
         return place_in_arena(sizes, self.slots)[1] + kept + self.on_device_bytes
@@ -72,7 +72,7 @@ class DeviceLayout:
 
     def needed_bytes(self) -> int:
         """Return the device memory for weights, and for gradients on their way to the host."""
-        return self.slot_bytes() + sent_bytes([self._resident]) + self.bytes_of_gradients_on_their_way()
+        return self.weight_bytes() + sent_bytes([self._resident]) + self.bytes_of_gradients_on_their_way()
 
 
 def choose_device_layout(
@@ -116,8 +116,8 @@ def choose_device_layout(
         gradients = layout.bytes_of_gradients_on_their_way()
         least = max((sent_bytes([unit]) for unit in division.units), default=0) + resident + gradients
         raise ValueError(
-            f"`memory_budget={options.memory_budget!r}` is too small with `k={layout.k}`: slots take "
-            f"{readable_bytes(layout.slot_bytes())}, resident weights {readable_bytes(resident)}, gradients on their "
+            f"`memory_budget={options.memory_budget!r}` is too small with `k={layout.k}`: the units' weights take "
+            f"{readable_bytes(layout.weight_bytes())}, resident weights {readable_bytes(resident)}, gradients on their "
             f"way {readable_bytes(gradients)}. It takes at least {least} bytes ({readable_bytes(least)}), with k=1."
         )
     return layout
