@@ -31,8 +31,8 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.activations.choice import Policy
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain
+from sp_lightning.pipeline.activations.ways import Policy
 
 from .helpers import (
     Plan,

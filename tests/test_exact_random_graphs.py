@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.pipeline import HostBackend, PipelineOptions
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.activations.choice import Policy
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain
+from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.weights import sections
 

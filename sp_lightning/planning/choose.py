@@ -1,7 +1,7 @@
 """The search for the choice with the fastest step, among all that fit the budget (docs/planning.md).
 
 Activations come first, because they leave few options: some splits of the budget between activations and weights are
-tried, each with the cheapest policies for its share (`activations/choice.py`). For each split, every `k` and `k_prime`
+tried, each with the cheapest policies for its share (`activations/ways.py`). For each split, every `k` and `k_prime`
 worth trying is replayed, with as many units kept on the device as then fit.
 """
 
@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from sp_lightning.pipeline.activations.choice import Way, peak
-from sp_lightning.pipeline.activations.choice import choose as choose_ways
+from sp_lightning.pipeline.activations.ways import Way, choose_ways, peak
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.planning.cost import (
     Choice,

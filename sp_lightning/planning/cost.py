@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sp_lightning.pipeline.activations.choice import Way, peak
+from sp_lightning.pipeline.activations.ways import Way, peak
 from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
 from sp_lightning.planning.replay import Layout, Replay
 from sp_lightning.planning.workload import Machine, Workload

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.activations.choice import Way
 from sp_lightning.pipeline.activations.link import Link
+from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients.gradient_return import slots_in_ring
 from sp_lightning.pipeline.gradients.landing import gradient_bytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from sp_lightning.pipeline import Kind, Recording, Span, Survey
-from sp_lightning.pipeline.activations.choice import Policy, Way, peak
+from sp_lightning.pipeline.activations.ways import Policy, Way, peak
 from sp_lightning.pipeline.gradients.landing import gradient_bytes
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.device_layout import sent_bytes

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing_extensions import override
 
 from sp_lightning.pipeline import Planner, Recording, Survey, WindowPlan
-from sp_lightning.pipeline.activations.choice import Policy
+from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import activation_bytes, ways_of

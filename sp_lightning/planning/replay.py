@@ -18,8 +18,8 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from typing import NamedTuple
 
-from sp_lightning.pipeline.activations.choice import Way
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
+from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.pipeline.gradients.landing import PIECES
 from sp_lightning.pipeline.weights.device import overlaps
 from sp_lightning.planning.workload import Machine, Workload

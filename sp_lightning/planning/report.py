@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from sp_lightning.pipeline.activations.choice import choose as choose_ways
+from sp_lightning.pipeline.activations.ways import choose_ways
 from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
 from sp_lightning.pipeline.survey import SHARE_OF_FREE_MEMORY
 from sp_lightning.planning.choose import Plan, choose

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, TypeAlias
 
-from sp_lightning.pipeline.activations.choice import Way
+from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.pipeline.gradients.landing import PIECES
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "apart"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_lightning.pipeline.activations.choice import Way
+from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, choose, predict
 from sp_lightning.planning.cost import device_bytes
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sp_lightning.pipeline.activations.choice import Way
+from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.pipeline.weights import sections
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, predict
 from sp_lightning.planning.cost import least_seconds, ways_of

@@ -1,4 +1,4 @@
-"""`activations="auto"`: units are measured in the first steps, and policies chosen between steps (see choice.py).
+"""`activations="auto"`: units are measured in the first steps, and policies chosen between steps (see ways.py).
 
 Nobody knows in advance whether what a model saves will fit. So units are measured while they recompute, which takes the
 least memory that is possible without copies: what a call saves is there when it ends, and its second forward is timed.
@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from sp_lightning.pipeline.activations.choice import Policy, Way, choose, peak
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.measured import Measured
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.recompute import Footprint
+from sp_lightning.pipeline.activations.ways import Policy, Way, choose_ways, peak
 from sp_lightning.pipeline.activations.workspace import Workspace
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.sizes import readable_bytes
@@ -217,7 +217,7 @@ class AutoPolicy:
         ways = self.ways()
         limit = self._budget()
         apart = self.outside_bytes + self.reserve_bytes
-        chosen = choose([*ways.values()], limit - apart, self.turn_bytes)
+        chosen = choose_ways([*ways.values()], limit - apart, self.turn_bytes)
         self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
         needed = peak(chosen, self.turn_bytes) + apart
         is_measured = all(unit.is_measured for unit in self._units.values())

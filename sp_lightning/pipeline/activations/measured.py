@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sp_lightning.pipeline.activations.choice import Way
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.recompute import Footprint
+from sp_lightning.pipeline.activations.ways import Way
 
 _STEPS_TO_MEASURE = 2  # the first one also warms things up
 _BACKWARD_PER_FORWARD = 2.0  # how many times as long as its forward a unit's backward takes

@@ -18,10 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.activations.choice import Policy
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
+from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.modules.tensors import tensor_bytes, tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.stats import Stats

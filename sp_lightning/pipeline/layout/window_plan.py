@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sp_lightning.pipeline.activations.choice import Policy
+from sp_lightning.pipeline.activations.ways import Policy
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline._private import storage_key
-from sp_lightning.pipeline.activations.choice import Policy
+from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.lowering import (
     LoweringSpy,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sp_lightning.pipeline.activations.choice import Way, choose, peak
+from sp_lightning.pipeline.activations.ways import Way, choose_ways, peak
 
 sizes = st.integers(0, 20)
 
@@ -37,7 +37,7 @@ def peak_by_hand(ways: list[Way]) -> int:
 @given(models, sizes.map(lambda size: 5 * size))
 def test_it_is_the_cheapest_of_all(units: list[list[Way]], budget: int) -> None:
     """Against all choices there are."""
-    chosen = choose(units, budget)
+    chosen = choose_ways(units, budget)
     assert len(chosen) == len(units)
     assert all(way in ways for way, ways in zip(chosen, units, strict=True))
     fitting = [ways for ways in product(*units) if peak(ways) <= budget]
@@ -57,7 +57,7 @@ def test_the_peak(units: list[list[Way]]) -> None:
 @given(models, sizes, sizes)
 def test_a_larger_budget_costs_no_more(units: list[list[Way]], budget: int, more: int) -> None:
     def cost(budget: int) -> float:
-        chosen = choose(units, budget)
+        chosen = choose_ways(units, budget)
         return sum(way.seconds for way in chosen) if peak(chosen) <= budget else float("inf")
 
     assert cost(budget + more) <= cost(budget)
@@ -70,7 +70,7 @@ def test_many_blocks_of_all_sizes(budget: int) -> None:
         [Way("keep", 10 + i % 37, 10 + i % 37, 0.0), Way("recompute", 1, 10 + i % 37, 1 + (i * 7919 % 101) / 100)]
         for i in range(200)
     ]
-    chosen = choose(units, budget)
+    chosen = choose_ways(units, budget)
     if budget >= 999:
         assert peak(chosen) <= budget
     if budget == 10**6:
@@ -80,6 +80,6 @@ def test_many_blocks_of_all_sizes(budget: int) -> None:
 def test_equal_blocks() -> None:
     """Twelve blocks that save 10 and have inputs of 1: room for 48 is room for 3 of them, and inputs of the rest."""
     ways = [Way("keep", 11, 11, 0.0), Way("recompute", 1, 11, 1.0)]
-    assert sorted(way.policy for way in choose([ways] * 12, 52)) == ["keep"] * 4 + ["recompute"] * 8
-    assert [way.policy for way in choose([ways] * 12, 132)] == ["keep"] * 12
-    assert [way.policy for way in choose([ways] * 12, 22)] == ["recompute"] * 11 + ["keep"]
+    assert sorted(way.policy for way in choose_ways([ways] * 12, 52)) == ["keep"] * 4 + ["recompute"] * 8
+    assert [way.policy for way in choose_ways([ways] * 12, 132)] == ["keep"] * 12
+    assert [way.policy for way in choose_ways([ways] * 12, 22)] == ["recompute"] * 11 + ["keep"]

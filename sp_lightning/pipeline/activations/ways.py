@@ -63,7 +63,7 @@ def peak(ways: Sequence[Way], turn: int = 0) -> int:
     return max(most, held + leaving + turn)
 
 
-def choose(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> list[Way]:
+def choose_ways(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> list[Way]:
     """Return the cheapest ways whose peak is within the budget or, if there are none, those with the lowest peak.
 
     Args:
