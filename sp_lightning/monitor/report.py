@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sp_lightning.pipeline import Pipeline, Stats, Summary, WindowPlan, as_table, readable_bytes, readable_seconds
+from sp_lightning.pipeline import (
+    Lane,
+    Pipeline,
+    Stats,
+    Summary,
+    WindowPlan,
+    as_table,
+    readable_bytes,
+    readable_seconds,
+)
 
 _WINDOW = "k, k_prime"
 _ACTIVATIONS = {
@@ -15,10 +24,10 @@ _ACTIVATIONS = {
 }
 
 _WORK = {
-    "compute": "computing",
-    "to device": "copies to the device",
-    "to host": "copies to the host",
-    "host": "the host's work on gradients and weights",
+    Lane.COMPUTE: "computing",
+    Lane.TO_DEVICE: "copies to the device",
+    Lane.TO_HOST: "copies to the host",
+    Lane.HOST: "the host's work on gradients and weights",
 }
 
 
@@ -61,10 +70,9 @@ def planned(plan: WindowPlan) -> str:
         chosen.append(f"{len(plan.kept)} units kept on the device")
     if plan.on_device:
         chosen.append(f"{len(plan.on_device)} units with their optimizer state on the device")
-    work = _WORK.get(plan.bottleneck, plan.bottleneck)
     return (
         f"chosen by the first steps: {', '.join(chosen)}. A step should take {readable_seconds(plan.step_seconds)} and"
-        f" {readable_bytes(plan.device_bytes)} of the device; most of the time goes to {work}."
+        f" {readable_bytes(plan.device_bytes)} of the device; most of the time goes to {_WORK[plan.bottleneck]}."
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from sp_lightning.pipeline.activations.ways import Way, peak
+from sp_lightning.pipeline.transfer.trace import Lane
 from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
 from sp_lightning.planning.replay import Layout, Replay
 from sp_lightning.planning.workload import Machine, Workload
@@ -47,14 +48,14 @@ class Prediction:
     """
 
     seconds: float
-    lanes: dict[str, float]
+    lanes: dict[Lane, float]
     device_bytes: int
     host_bytes: int
     bytes_to_device: int
     bytes_to_host: int
 
     @property
-    def bottleneck(self) -> str:
+    def bottleneck(self) -> Lane:
         """The lane that is busy longest."""
         return max(self.lanes, key=lambda lane: self.lanes[lane])
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.pipeline.gradients.landing import PIECES
+from sp_lightning.pipeline.transfer.trace import Lane
 from sp_lightning.pipeline.weights.device import overlaps
 from sp_lightning.planning.workload import Machine, Workload
 
@@ -123,7 +124,7 @@ class Replay:
         ]
         self._lay_out(layout)
         self.compute = self._up = self._down = self._host = 0.0
-        self.busy = dict.fromkeys(("compute", "to device", "to host", "host"), 0.0)
+        self.busy = dict.fromkeys(Lane, 0.0)
         self.bytes_to_device = self.bytes_to_host = 0
         self._step = -1
         self._next = 0  # the first use that has not been fetched ahead
@@ -327,7 +328,7 @@ class Replay:
         count = min(group.left, max(1, ceil((until - self._host) / each))) if until < inf and each else group.left
         group.left -= count
         self._host = max(self._host + count * each, group.landed.before_last(group.left, group.sections) + each)
-        self.busy["host"] += count * each
+        self.busy[Lane.HOST] += count * each
         if not group.left:
             group.stepped = _Done(group.first_stepped, self._host)
 
@@ -335,7 +336,7 @@ class Replay:
 
     def _compute(self, seconds: float, busy: bool = True) -> None:
         self.compute += seconds
-        self.busy["compute"] += seconds * busy
+        self.busy[Lane.COMPUTE] += seconds * busy
 
     def _receive(self, nbytes: int) -> float:
         self._send_what_is_stepped_now()
@@ -344,14 +345,14 @@ class Replay:
     def _upload(self, nbytes: int, begin: float, stepped: float = 0.0, sections: int = 1) -> float:
         seconds = nbytes / self._machine.to_device + self._machine.copy_seconds
         self._up = max(max(self._up, begin) + seconds, stepped + seconds / sections)
-        self.busy["to device"] += seconds
+        self.busy[Lane.TO_DEVICE] += seconds
         self.bytes_to_device += nbytes
         return self._up
 
     def _send(self, nbytes: int) -> float:
         seconds = nbytes / self._machine.to_host + self._machine.copy_seconds
         self._down = max(self._down, self.compute) + seconds
-        self.busy["to host"] += seconds
+        self.busy[Lane.TO_HOST] += seconds
         self.bytes_to_host += nbytes
         return self._down
 

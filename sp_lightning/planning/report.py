@@ -51,8 +51,8 @@ class Row:
             "bytes_to_device": self.prediction.bytes_to_device,
             "bytes_to_host": self.prediction.bytes_to_host,
             "seconds": self.prediction.seconds,
-            "bottleneck": self.prediction.bottleneck,
-            "lanes": self.prediction.lanes,
+            "bottleneck": self.prediction.bottleneck.value,
+            "lanes": {lane.value: seconds for lane, seconds in self.prediction.lanes.items()},
         }
 
 
@@ -128,7 +128,7 @@ class Report:
             memory = f"{row.choice.k:>4}  {readable_bytes(row.device_bytes):>10} {readable_bytes(took.host_bytes):>10}"
             if row.fits:
                 moved = f"{readable_bytes(took.bytes_to_device):>10} {readable_bytes(took.bytes_to_host):>10}"
-                yield f"{memory} {moved} {readable_seconds(took.seconds):>10}  {took.bottleneck}"
+                yield f"{memory} {moved} {readable_seconds(took.seconds):>10}  {took.bottleneck.value}"
             else:
                 yield f"{memory} {'does not fit':>21}"
 
@@ -146,7 +146,7 @@ class Report:
         if self.not_followed is None:
             ways = Counter(way.policy for way in choice.ways)
             chosen.append("activations: " + ", ".join(f"{policy} {count}" for policy, count in sorted(ways.items())))
-        lanes = ", ".join(f"{lane} {readable_seconds(seconds)}" for lane, seconds in took.lanes.items())
+        lanes = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in took.lanes.items())
         yield f"Fastest: {'; '.join(chosen)}"
         device, step = readable_bytes(self.best.device_bytes), readable_seconds(took.seconds)
         yield f"{device} on the device, {step} a step; busy: {lanes}"

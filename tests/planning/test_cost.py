@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sp_lightning.pipeline import Lane
 from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.pipeline.weights import sections
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, predict
@@ -106,11 +107,11 @@ def test_lanes_add_up_to_what_is_moved() -> None:
     predicted = predict(blocks.workload(), blocks.machine, Choice(4))
     loads = 2 * blocks.units - 4
     assert predicted.lanes == pytest.approx(
-        {"compute": 16 * 1.2, "to device": loads * 1.0, "to host": 16 * 0.9, "host": 16 * 0.5}
+        {Lane.COMPUTE: 16 * 1.2, Lane.TO_DEVICE: loads * 1.0, Lane.TO_HOST: 16 * 0.9, Lane.HOST: 16 * 0.5}
     )
     assert predicted.bytes_to_device == loads * UNIT_BYTES
     assert predicted.bytes_to_host == 16 * UNIT_BYTES
-    assert predicted.bottleneck == "to device"
+    assert predicted.bottleneck is Lane.TO_DEVICE
 
 
 def test_no_choice_is_faster_than_the_busiest_lane() -> None:
@@ -133,7 +134,7 @@ def test_what_is_recomputed_takes_time_and_what_is_offloaded_takes_lanes() -> No
     assert kept.device_bytes == weights + 8 * 400 + 7
     assert again.device_bytes == weights + 7 * 100 + 400 + 7
     assert away.device_bytes == weights + 400 + 400 + 7
-    assert [away.lanes[lane] for lane in ("to host", "to device")] == pytest.approx([24.0, 24.0])  # two stay
+    assert [away.lanes[lane] for lane in (Lane.TO_HOST, Lane.TO_DEVICE)] == pytest.approx([24.0, 24.0])  # two stay
     assert away.host_bytes == 8 * 400
     assert away.seconds == pytest.approx(2 * 4.0 * 6 + 2 * 3.0, rel=0.1)
 
@@ -142,8 +143,8 @@ def test_copies_that_cost_the_same_whatever_their_size() -> None:
     blocks = Blocks(forward=0.1, backward=0.2, up=0.5, down=0.1, step=0.0001)
     machine = Machine(UNIT_BYTES / 0.5, UNIT_BYTES / 0.1, WIDTH * WIDTH * 1e4, copy_seconds=0.5)
     one_by_one, two_by_two = (predict(blocks.workload(), machine, Choice(4, k_prime)) for k_prime in (1, 2))
-    assert one_by_one.lanes["to device"] == pytest.approx(28 * (0.5 + 0.5))
-    assert two_by_two.lanes["to device"] == pytest.approx(14 * (1.0 + 0.5))
+    assert one_by_one.lanes[Lane.TO_DEVICE] == pytest.approx(28 * (0.5 + 0.5))
+    assert two_by_two.lanes[Lane.TO_DEVICE] == pytest.approx(14 * (1.0 + 0.5))
     assert two_by_two.seconds < one_by_one.seconds
 
 

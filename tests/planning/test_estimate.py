@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from transformers import ViTForImageClassification as ViT
 
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
+from sp_lightning.pipeline import Lane
 from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients import landing
 from sp_lightning.planning import Choice, predict
@@ -259,7 +260,7 @@ def test_an_optimizer_of_ones_own():
         for nbytes in (0.0, 2.5)
     )
     assert more.host_bytes - plain.host_bytes == 4 * 64 * 64 * 2.5
-    assert more.lanes["host"] == pytest.approx(plain.lanes["host"] * (2 * (4 + 2.5) + 4) / (2 * 4 + 4))
+    assert more.lanes[Lane.HOST] == pytest.approx(plain.lanes[Lane.HOST] * (2 * (4 + 2.5) + 4) / (2 * 4 + 4))
 
 
 def test_70_billion_parameters_are_planned_for_in_no_time():

@@ -14,7 +14,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Recording, Survey
+from sp_lightning.pipeline import HostBackend, Lane, Pipeline, PipelineOptions, Recording, Survey
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.layout.device_layout import sent_bytes
 from sp_lightning.pipeline.stats import Stats
@@ -30,10 +30,10 @@ from ..zoo.blocks import chain, rows
 from .parts import MODELS, Blocks, Trained, train
 
 MACHINES = {
-    "compute": Blocks(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5, units=12),
-    "to device": Blocks(forward=0.4, backward=0.8, up=1.0, down=0.9, step=0.5, units=12),
-    "to host": Blocks(forward=0.1, backward=0.9, up=0.1, down=2.0, step=0.5, units=12),
-    "host": Blocks(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0, units=12),
+    Lane.COMPUTE: Blocks(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5, units=12),
+    Lane.TO_DEVICE: Blocks(forward=0.4, backward=0.8, up=1.0, down=0.9, step=0.5, units=12),
+    Lane.TO_HOST: Blocks(forward=0.1, backward=0.9, up=0.1, down=2.0, step=0.5, units=12),
+    Lane.HOST: Blocks(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0, units=12),
 }
 
 
@@ -53,7 +53,7 @@ PIECES = 2 * 2 * UNIT_BYTES  # gradients of a unit, with room for their norms
 
 @pytest.mark.parametrize("units", [3, 6])
 @pytest.mark.parametrize("bottleneck", MACHINES)
-def test_it_is_as_fast_as_the_best_window(bottleneck: str, units: int) -> None:
+def test_it_is_as_fast_as_the_best_window(bottleneck: Lane, units: int) -> None:
     """Every k and k_prime is tried on the same machine; activations take the same in all of them."""
     blocks = MACHINES[bottleneck]
     least = blocks.train(k=1, k_prime=1, steps=2)
@@ -71,13 +71,13 @@ def test_it_is_as_fast_as_the_best_window(bottleneck: str, units: int) -> None:
 
 
 @pytest.mark.parametrize("bottleneck", MACHINES)
-def test_it_names_the_bottleneck(bottleneck: str) -> None:
+def test_it_names_the_bottleneck(bottleneck: Lane) -> None:
     """With few units in the window: with more of them, less is moved."""
     blocks = MACHINES[bottleneck]
     least = blocks.train(k=1, k_prime=1, steps=2)
     plan = blocks.train(AutoPlanner(), memory_budget=least.counted + 2 * UNIT_BYTES).summary.plan
     assert plan is not None
-    assert plan.bottleneck == bottleneck
+    assert plan.bottleneck is bottleneck
 
 
 @pytest.mark.parametrize(("share", "rate"), [(2.0, 5e7), (3.0, 2e6)], ids=["fast copies", "slow copies"])
@@ -188,7 +188,7 @@ def test_activations_share_the_budget_with_weights() -> None:
 
 @pytest.mark.parametrize("stepping", ["in backward", "under forward", "apart"])
 def test_it_sees_when_the_optimizer_steps(stepping: str) -> None:
-    blocks = MACHINES["host"]
+    blocks = MACHINES[Lane.HOST]
     overlap = "auto" if stepping != "apart" else False
     in_backward = stepping == "in backward"
     options = {"in_backward": in_backward, "overlap_optimizer": overlap, "memory_budget": 20 * UNIT_BYTES}
@@ -198,14 +198,14 @@ def test_it_sees_when_the_optimizer_steps(stepping: str) -> None:
 
 
 def test_it_sees_that_gradients_add_up() -> None:
-    trained = MACHINES["to device"].train(AutoPlanner(), accumulate=3, memory_budget=20 * UNIT_BYTES, steps=6)
+    trained = MACHINES[Lane.TO_DEVICE].train(AutoPlanner(), accumulate=3, memory_budget=20 * UNIT_BYTES, steps=6)
     assert trained.summary.plan is not None
     assert trained.summary.plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.02)
 
 
 def test_frozen_models_and_inference() -> None:
     """There is no optimizer to wait for for ever; and without a backward, units that stay are never sent again."""
-    blocks = MACHINES["to device"]
+    blocks = MACHINES[Lane.TO_DEVICE]
     frozen = blocks.train(AutoPlanner(), frozen=True, in_backward=False, memory_budget=8 * UNIT_BYTES, steps=20)
     assert frozen.summary.plan is not None
     assert frozen.summary.plan.step_seconds == pytest.approx(frozen.seconds[-1], rel=0.02)
@@ -223,7 +223,7 @@ def test_frozen_models_and_inference() -> None:
 
 @pytest.mark.parametrize(("k", "k_prime"), [(3, 1), (4, 2), (3, "auto"), ("auto", 2)])
 def test_explicit_values_are_obeyed(k: Any, k_prime: Any) -> None:
-    summary = MACHINES["to device"].train(AutoPlanner(), k=k, k_prime=k_prime, memory_budget=20 * UNIT_BYTES).summary
+    summary = MACHINES[Lane.TO_DEVICE].train(AutoPlanner(), k=k, k_prime=k_prime, memory_budget=20 * UNIT_BYTES).summary
     assert k in ("auto", summary.k)
     assert k_prime in ("auto", summary.k_prime)
     if k != "auto":
@@ -254,7 +254,7 @@ def test_by_default_the_budget_is_nine_tenths_of_what_is_free(monkeypatch: pytes
 
 
 def test_what_does_not_fit_is_said_and_left_as_small_as_it_is() -> None:
-    blocks = MACHINES["compute"]
+    blocks = MACHINES[Lane.COMPUTE]
     with pytest.warns(UserWarning, match=r"the window stays as small as it is\. .* Use smaller batches"):
         trained = blocks.train(AutoPlanner(), memory_budget=2 * UNIT_BYTES + PIECES)
     assert (trained.summary.k, trained.summary.plan) == (2, None)

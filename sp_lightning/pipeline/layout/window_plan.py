@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sp_lightning.pipeline.activations.ways import Policy
+from sp_lightning.pipeline.transfer.trace import Lane
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class WindowPlan:
         on_device: Names of units that live on the device, with their gradients and optimizer state.
         on_device_bytes: Device memory that `on_device` units take.
         step_seconds: Expected duration of a step.
-        bottleneck: The lane that has most to do: "compute", "to device", "to host" or "host".
+        bottleneck: The lane that has most to do.
         device_bytes: Expected device memory for weights, gradients on their way to the host and activations.
         activation_bytes: The part of it that activations take.
         policies: What becomes of each unit's activations, by the unit's name, if that was left to the planner.
@@ -31,7 +32,7 @@ class WindowPlan:
     on_device: tuple[str, ...] = ()
     on_device_bytes: int = 0
     step_seconds: float = 0.0
-    bottleneck: str = "compute"
+    bottleneck: Lane = Lane.COMPUTE
     device_bytes: int = 0
     activation_bytes: int = 0
     policies: Mapping[str, Policy] = field(default_factory=dict)
