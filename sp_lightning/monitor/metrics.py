@@ -1,4 +1,7 @@
-"""The metrics that are logged under `superpipeline/` in training: counters of the engine, times of a recorded step."""
+"""The metrics that are logged under `superpipeline/` in training: counters of the engine, times of a recorded step.
+
+What each of them means stands in docs/timeline.md.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,6 @@ from sp_lightning.pipeline import Lane, Pipeline
 from sp_lightning.timeline import Breakdown
 
 PREFIX = "superpipeline/"
-
-COUNTED = {
-    "device_peak_bytes": "peak device memory so far, as counted by torch's allocator, or on a CPU by the engine",
-    "host_bytes": "host memory for weights, gradients, optimizer state and offloaded activations",
-    "to_device_bytes": "bytes copied to the device per step",
-    "to_host_bytes": "bytes copied to the host per step",
-    "loads": "units copied to the device per step",
-    "late_loads": "loads per step that were not requested ahead of time",
-    "heals": "weights per step that backward needed and that had to be brought back without notice",
-}
-"""Metrics that are logged whenever Lightning logs. Those "per step" are means over the steps since the last time."""
-
-TIMED = {
-    "step_seconds": "time of a step",
-    "compute_share": "share of that time in which the device computed units",
-    "stall_seconds": "time per step in which computing waited for copies",
-    "stall_seconds_weights": "... for weights",
-    "stall_seconds_gradients": "... for room for gradients",
-    "stall_seconds_activations": "... for activations in transfer",
-    "to_device_gb_per_s": "10^9 bytes per second to the device, while copies to it were running",
-    "to_host_gb_per_s": "10^9 bytes per second to the host, while copies to it were running",
-    "host_seconds": "time per step in which the host stepped units or accumulated gradients",
-    "overlap": "share of all copying and host work that ran while the device computed",
-}
-"""Metrics that are logged after a step was recorded."""
 
 
 class Counters:
@@ -47,7 +25,7 @@ class Counters:
         self._before = replace(pipeline.stats)
 
     def read(self) -> dict[str, float]:
-        """Return values for `COUNTED`, for the steps since the last call."""
+        """Return what is logged whenever Lightning logs: means over the steps since the last call, and memory."""
         now, before = replace(self._pipeline.stats), self._before
         self._before = now
         steps = max(1, now.steps - before.steps)
@@ -68,7 +46,7 @@ class Counters:
 
 
 def timed_metrics(numbers: Breakdown) -> dict[str, float]:
-    """Return values for `TIMED`, for the recorded steps."""
+    """Return what is logged after steps were recorded."""
     values = {
         "step_seconds": numbers.seconds / numbers.steps,
         "compute_share": numbers.share(numbers.busy[Lane.COMPUTE]),
