@@ -41,23 +41,14 @@ class HostGradScaler(torch.amp.GradScaler):
     call returns, so that a later `update` cannot change what arrives.
 
     Args:
-        init_scale: The initial scale.
-        growth_factor: The factor that the scale is multiplied by after `growth_interval` steps without overflow.
-        backoff_factor: The factor that the scale is multiplied by after a step with overflow.
-        growth_interval: The number of consecutive steps without overflow after which the scale grows.
+        settings: Those of `torch.amp.GradScaler`, except `device`.
 
     Attributes:
         loan: Gives access to the engine that has the gradients, while a module is attached.
     """
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> None:
-        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__("cpu", **settings)
         self.loan = Loan()
 
     @override
