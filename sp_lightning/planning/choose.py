@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from sp_lightning.pipeline.activations.ways import Way, choose_ways, peak
@@ -32,14 +32,6 @@ _TIE = 1.02  # times within this factor of each other count as the same
 _NO_PREFETCH_PENALTY = 1.04  # for windows that fetch nothing ahead: they hide no deviation from the plan
 _K_PRIMES = (1, 2, 4)
 _EVERY_K = 12  # up to here every k is tried, above it only steps of a sixth
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The best choice, and what it is expected to take."""
-
-    choice: Choice
-    prediction: Prediction
 
 
 class _Candidate(NamedTuple):
@@ -65,7 +57,7 @@ def choose(
     k: int | Literal["auto"] = "auto",
     k_prime: int | Literal["auto"] = "auto",
     fill: bool = True,
-) -> Plan:
+) -> tuple[Choice, Prediction]:
     """Find the choice with the fastest step within the budget; among equally fast ones, that with the smallest window.
 
     Where units may live on the device, several numbers of them are tried: each leaves a smaller problem of the same
@@ -78,6 +70,9 @@ def choose(
         k: Units on the device at once, if that is fixed.
         k_prime: Units moved together, if that is fixed.
         fill: Whether to fill memory that is left with units that are kept on the device.
+
+    Returns:
+        The choice, and what it is expected to take.
 
     Raises:
         ValueError: If nothing fits; the message has the least budget that would.
@@ -100,7 +95,7 @@ def choose(
     count = _least_of(seconds, len(sets))
     if count is not None and _TIE * seconds(count) < best.seconds:
         best = tried[count]._replace(choice=replace(tried[count].choice, on_device=sets[count]))
-    return Plan(best.choice, best.prediction)
+    return best.choice, best.prediction
 
 
 def _least_of(function: Callable[[int], float], length: int) -> int | None:

@@ -221,11 +221,12 @@ def _plan(survey: Survey, measured: _Measurement) -> WindowPlan | str:
     workload = workload_of(survey, measured.recording, measured.observed())
     machine = machine_of(arrangement, measured.recording)
     try:
-        plan = choose(workload, machine, budget, k=options.k, k_prime=options.k_prime, fill=options.k == "auto")
+        choice, prediction = choose(
+            workload, machine, budget, k=options.k, k_prime=options.k_prime, fill=options.k == "auto"
+        )
     except ValueError as error:
         advice = "Use smaller batches, or a larger `memory_budget`."
         return f"Superpipeline: the window stays as small as it is. {error} {advice}"
-    choice, prediction = plan.choice, plan.prediction
     ways = ways_of(workload, choice)
     policies = {unit.name: way.policy for unit, way in zip(workload.units, ways, strict=True)}
     return WindowPlan(

@@ -12,7 +12,7 @@ from torch import nn
 from sp_lightning.pipeline.activations.ways import choose_ways
 from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
 from sp_lightning.pipeline.survey import SHARE_OF_FREE_MEMORY
-from sp_lightning.planning.choose import Plan, choose
+from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import Choice, Prediction, predict
 from sp_lightning.planning.dry_run import CannotFollow
 from sp_lightning.planning.estimate import TERA, Assumptions, Estimate, estimate
@@ -195,18 +195,18 @@ def _rows(found: Estimate, budget: int) -> tuple[list[Row], Row | None]:
     rows: list[Row] = []
     for k in _windows(len(workload.units)):
         smallest = Choice(k, 1, (), least)
-        row = _row(workload, Plan(smallest, predict(workload, machine, smallest)), budget)
+        row = _row(workload, smallest, predict(workload, machine, smallest), budget)
         if row.fits:
-            row = _row(workload, choose(workload, machine, budget, k=k, k_prime=1, fill=False), budget)
+            row = _row(workload, *choose(workload, machine, budget, k=k, k_prime=1, fill=False), budget)
         rows.append(row)
         if not row.fits:
             break
-    return rows, _row(workload, choose(workload, machine, budget), budget) if rows[0].fits else None
+    return rows, _row(workload, *choose(workload, machine, budget), budget) if rows[0].fits else None
 
 
-def _row(workload: Workload, made: Plan, budget: int) -> Row:
-    nbytes = made.prediction.device_bytes + workload.reserve_bytes
-    return Row(made.choice, made.prediction, nbytes, nbytes <= budget)
+def _row(workload: Workload, choice: Choice, prediction: Prediction, budget: int) -> Row:
+    nbytes = prediction.device_bytes + workload.reserve_bytes
+    return Row(choice, prediction, nbytes, nbytes <= budget)
 
 
 def _windows(units: int) -> Iterator[int]:
