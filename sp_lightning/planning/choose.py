@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from sp_lightning.pipeline.activations.ways import Way, choose_ways, peak
@@ -202,14 +203,19 @@ def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
     turn = workload.turn_bytes
     seen: set[tuple[Way, ...]] = set()
     for left_out in ("", "offload", "recompute"):
-        units = [[way for way in unit.ways if way.policy != left_out] or list(unit.ways) for unit in workload.units]
-        least = peak(choose_ways(units, 0, turn), turn)
+        units = tuple(tuple(way for way in unit.ways if way.policy != left_out) or unit.ways for unit in workload.units)
+        least = _least_peak(units, turn)
         enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units], turn))
         for number in range(_SPLITS if enough > least else 1):
             ways = tuple(choose_ways(units, enough - (enough - least) * number // (_SPLITS - 1), turn))
             if ways not in seen:
                 seen.add(ways)
                 yield ways
+
+
+@lru_cache(maxsize=8)  # the same for any number of units on the device
+def _least_peak(units: tuple[tuple[Way, ...], ...], turn: int) -> int:
+    return peak(choose_ways(units, 0, turn), turn)
 
 
 def _filled(workload: Workload, choice: Choice, left: int) -> Choice:
