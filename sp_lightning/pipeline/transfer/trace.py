@@ -30,6 +30,8 @@ class Lane(enum.Enum):
     TO_HOST = "to host"
     HOST = "host"
 
+    __hash__ = object.__hash__  # members are unique, and enum's own hash is slow: a replay adds to lanes all the time
+
 
 class Kind(enum.Enum):
     """The purpose that a span of time was spent on."""
