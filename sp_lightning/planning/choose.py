@@ -76,13 +76,13 @@ def choose(
         The choice, and what it is expected to take.
 
     Raises:
-        ValueError: If nothing fits; the message has the least budget that would.
+        ValueError: If nothing fits; the message says how much is missing.
     """
     windows = list(_windows(len(workload.units), k, k_prime, machine))
     least = _least_bytes(workload, windows)
     if budget < least:
-        has, needs = readable_bytes(budget), readable_bytes(least)
-        raise ValueError(f"{has} of device memory is too little: {needs} is needed.")
+        has, more = readable_bytes(budget), readable_bytes(least - budget)
+        raise ValueError(f"{has} of device memory is too little: it takes {more} more.")
     best = _choose_streaming(workload, machine, budget, windows, fill)
     sets = _sets_on_device(workload, budget - least) if fill else []
     tried: dict[int, _Candidate] = {}
