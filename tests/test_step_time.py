@@ -150,7 +150,7 @@ def test_units_that_are_stepped_late_hold_up_no_others(k):
 
 @pytest.mark.parametrize("k", [2, 8, 30])
 def test_backward_does_not_wait_for_the_optimizer_where_the_host_has_memory_to_spare(k, monkeypatch):
-    """Gradients in a lower dtype wait in slots: at the end of this backward in 22."""
+    """Gradients in a lower dtype wait in landing buffers: at the end of this backward in 22."""
     monkeypatch.setattr(landing, "_is_left_over", lambda nbytes: True)
     machine = MACHINES["the optimizer falls behind in backward"]
     assert train(machine, k, mixed=True).time <= 1.04 * max(machine.busy(k).values())

@@ -13,7 +13,7 @@ import torch
 from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
-from sp_lightning.pipeline.gradients.averaging import Averaging
+from sp_lightning.pipeline.gradients.averaging import ReplicatedWeights
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers, move_unmanaged
@@ -75,7 +75,7 @@ class Assembly:
             on_arrival=lambda: self.backward.note(),
             on_departure=self.write_back.again,
             finish_step=self.window.finish_step,
-            averaging=self._averaging(),
+            replicated=self._replicated_weights(),
         )
         self.gradients = self.returns.gradients
         self.steps = HostSteps(self.window, backend, lasting.known_optimizers, lasting.settle)
@@ -128,13 +128,13 @@ class Assembly:
             arrangement.weights_by_master, arrangement.on_device, backend, self.gradients, stepper
         )
 
-    def _averaging(self) -> Averaging | None:
+    def _replicated_weights(self) -> ReplicatedWeights | None:
         lasting, weights = self._lasting, self.arrangement.weights_by_master
         if lasting.replicas is None:
             return None
         in_order = [weights[id(parameter)] for parameter in lasting.module.parameters() if id(parameter) in weights]
         elsewhere = list(self.arrangement.unmanaged.values())
-        return Averaging(lasting.replicas, in_order, elsewhere, lambda: lasting.stats.optimizer_steps)
+        return ReplicatedWeights(lasting.replicas, in_order, elsewhere, lambda: lasting.stats.optimizer_steps)
 
     # ------------------------------------------------------------------------------------ installing and uninstalling
 

@@ -18,7 +18,7 @@ from torch import nn
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.pipeline.division.finder import find_units
-from sp_lightning.pipeline.gradients.gradient_return import slots_in_ring
+from sp_lightning.pipeline.gradients.gradient_return import few_landing_buffers
 from sp_lightning.pipeline.gradients.landing import gradient_bytes
 from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.modules.lowering import is_lowered_layer
@@ -167,7 +167,7 @@ def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
     resident = _work(division.resident, Seen(), given)
     workload = Workload(
         units=work,
-        resident=replace(resident, host_bytes=resident.host_bytes + _ring_bytes(division)),
+        resident=replace(resident, host_bytes=resident.host_bytes + _landing_bytes(division)),
         stepping="in backward" if any(unit.gradient_bytes for unit in (*work, resident)) else None,
         turn_seconds=3 * outside.flops / (given.compute * TERA),
         outside_bytes=outside.saved,
@@ -265,11 +265,11 @@ def _bytes_on_device(weight: Weight, given: Assumptions) -> int:
     return weight.master.nbytes + trained + weight.lowered * weight.compute_bytes
 
 
-def _ring_bytes(division: Division) -> int:
-    """Return the host memory that gradients without memory of their own pass through, if there are only a few slots."""
+def _landing_bytes(division: Division) -> int:
+    """Return the host memory that gradients without memory of their own pass through, if it is scarce."""
     passing = [unit for unit in division.units if any(w.lowered and w.master.requires_grad for w in unit.weights)]
-    slots = slots_in_ring(len(division.all_units()), 1)
-    return sum(sorted(map(gradient_bytes, passing), reverse=True)[:slots])
+    buffers = few_landing_buffers(len(division.all_units()), 1)
+    return sum(sorted(map(gradient_bytes, passing), reverse=True)[:buffers])
 
 
 def _state_bytes(parameter: nn.Parameter, given: Assumptions) -> int:

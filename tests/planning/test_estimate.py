@@ -111,7 +111,7 @@ MASKED = {llama: 1.12, t5: 1.08, vit: 1.0}
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_what_the_engine_counts(build, precision, monkeypatch):
-    monkeypatch.setattr(landing, "available_host_memory", lambda: None)  # or slots depend on how slow the optimizer is
+    monkeypatch.setattr(landing, "available_host_memory", lambda: None)  # or buffers depend on how slow optimizers are
     module = Wrapped(build)
     found = estimate(module, module.example_input_array, Assumptions(precision=precision, activations="keep"))
     workload, choice = found.workload, Choice(2, 1)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import tensor_hooks
 from sp_lightning.pipeline.gradients.agreement import Agreement
-from sp_lightning.pipeline.gradients.landing import GradientPiece, Pieces, lay_out_gradients, unit_of
+from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
+from sp_lightning.pipeline.gradients.landing import GradientPiece, Pieces, unit_of
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
 from sp_lightning.pipeline.weights.units import Unit
@@ -31,25 +32,39 @@ class Averaged(NamedTuple):
     """Gradients that have had their turn.
 
     Attributes:
-        weights: The weights that they belong to: those of one unit, in its order, or any others.
+        layout: Their weights: those of one unit, in its order, or any others; and how they lie in the piece.
         piece: The memory that they lie in.
-        tensors: The gradients, one for each weight.
     """
 
-    weights: list[Weight]
+    layout: GradientLayout
     piece: GradientPiece
-    tensors: list[Tensor]
+
+
+class ReplicatedWeights(NamedTuple):
+    """The weights of an arrangement of which other processes have replicas.
+
+    Attributes:
+        replicas: The processes.
+        weights: All weights, in the same order in all processes.
+        unmanaged: Parameters that the engine does not manage: autograd accumulates their gradients on the device.
+        steps_taken: Returns the number of optimizer steps taken, which must be the same in all processes whenever
+            gradients are averaged.
+    """
+
+    replicas: Replicas
+    weights: Sequence[Weight]
+    unmanaged: Sequence[nn.Parameter]
+    steps_taken: Callable[[], int]
 
 
 class Averaging:
     """Averages the gradients of an arrangement's weights.
 
     Args:
-        replicas: The processes.
-        weights: All weights, in the same order in all processes.
-        unmanaged: Parameters that the engine does not manage: autograd accumulates their gradients on the device.
-        steps_taken: Returns the number of optimizer steps taken, which must be the same in all processes whenever
-            gradients are averaged.
+        replicated: The weights, and the processes that train replicas of them.
+        unaveraged: Sums of earlier micro-batches, on the host.
+        gathered: Gradients that have not left the device yet: taken when another process gives them a turn.
+        pieces: Memory in which gradients are put together, and leave.
 
     Attributes:
         replicas: The processes.
@@ -58,31 +73,22 @@ class Averaging:
 
     def __init__(
         self,
-        replicas: Replicas,
-        weights: Iterable[Weight],
-        unmanaged: Sequence[nn.Parameter],
-        steps_taken: Callable[[], int],
+        replicated: ReplicatedWeights,
+        unaveraged: Unaveraged,
+        gathered: Mapping[Unit, dict[Weight, Tensor]],
+        pieces: Pieces,
     ) -> None:
-        self.replicas = replicas
-        self._weights = list(weights)
+        self.replicas = replicated.replicas
+        self.unaveraged = unaveraged
+        self._weights = replicated.weights
+        self._unmanaged = replicated.unmanaged
+        self._gathered = gathered
+        self._pieces = pieces
         self._numbers = {weight: number for number, weight in enumerate(self._weights)}
-        self._unmanaged = unmanaged
-        self._agreement = Agreement(len(self._weights) + len(unmanaged), steps_taken, self._exchange)
+        count = len(self._weights) + len(self._unmanaged)
+        self._agreement = Agreement(count, replicated.steps_taken, self._exchange)
         self._deferred: list[int] = []
         self._under_way: tuple[Averaged, list[dist.Work]] | None = None
-        self.unaveraged: Unaveraged
-        self._gathered: Mapping[Unit, dict[Weight, Tensor]]
-        self._pieces: Pieces
-
-    def work_with(self, unaveraged: Unaveraged, gathered: Mapping[Unit, dict[Weight, Tensor]], pieces: Pieces) -> None:
-        """Set the sources of gradients besides the argument of `average`, and the memory to put them together in.
-
-        Args:
-            unaveraged: Sums of earlier micro-batches, on the host.
-            gathered: Gradients that have not left the device yet: taken when another process gives them a turn.
-            pieces: Memory in which gradients are put together, and leave.
-        """
-        self.unaveraged, self._gathered, self._pieces = unaveraged, gathered, pieces
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
@@ -206,16 +212,14 @@ class Averaging:
         parts = [
             [found.pop(weight) for found in (sums, self._unshipped(weight), left) if weight in found] for weight in turn
         ]
-        dtypes = [weight.master.dtype for weight in turn]
-        nbytes = lay_out_gradients(turn, dtypes).nbytes
-        piece = self._pieces.take(nbytes) if unit_of(turn) is not None else self._pieces.make(nbytes)
-        tensors = piece.tensors(turn, dtypes)
-        _write_sums(tensors, parts)
+        layout = GradientLayout.in_master_dtypes(turn)
+        piece = self._pieces.take(layout.nbytes) if unit_of(turn) is not None else self._pieces.make(layout.nbytes)
+        _write_sums(piece.tensors(layout), parts)
         works = []
-        for flat in piece.flat(turn, dtypes):
+        for flat in layout.flat_in(piece.memory):
             flat.mul_(1 / self.replicas.count)
             works.append(dist.all_reduce(flat, async_op=True))
-        self._under_way = Averaged(turn, piece, tensors), works
+        self._under_way = Averaged(layout, piece), works
 
     def _unshipped(self, weight: Weight) -> dict[Weight, Tensor]:
         """Return what the weight's unit has gathered and not shipped, if the weight's gradient is due."""

@@ -5,8 +5,8 @@ one device-to-host (D2H) copy, in the dtype they were computed in.
 
     device                        on its way                  host
     twin.grad -> piece ------------------------------------> home: the gradient itself    (first of a step)
-                      -----------------> slot (ring) ------> added to the gradient        (accumulation: sums.py)
-                      -----------------> slot (ring) ------> the optimizer                (it steps in backward)
+                      -----------------> landing buffer ---> added to the gradient        (accumulation: sums.py)
+                      -----------------> landing buffer ---> the optimizer                (it steps in backward)
 
 host_gradients.py has the gradients that are on the host, and the scaling that is still to be applied to them.
 """
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import post_accumulate_hooks, tensor_hooks, without_torch_function
-from sp_lightning.pipeline.gradients.averaging import Averaged, Averaging
+from sp_lightning.pipeline.gradients.averaging import Averaged, Averaging, ReplicatedWeights
+from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
-from sp_lightning.pipeline.gradients.landing import Parcel, Pieces, Ring, Shipment, lay_out_gradients, unit_of
+from sp_lightning.pipeline.gradients.landing import LandingBuffers, Parcel, Pieces, Shipment, unit_of
 from sp_lightning.pipeline.gradients.route import Route, choose_route
 from sp_lightning.pipeline.gradients.sums import Sums
 from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
@@ -35,17 +36,17 @@ from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
-_UNITS_PER_SLOT = 5  # where host memory is scarce, slots limit how far the optimizer may fall behind
+_UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
 
 
-def slots_in_ring(units: int, together: int) -> int:
-    """Return the number of slots that the ring may have on any host.
+def few_landing_buffers(units: int, together: int) -> int:
+    """Return how many landing buffers there may be on any host; there are more where it has memory to spare.
 
     Args:
         units: Number of units.
         together: Number of units that travel together.
     """
-    return max(2, together + 1, -(-units // _UNITS_PER_SLOT))
+    return max(2, together + 1, -(-units // _UNITS_PER_BUFFER))
 
 
 class Stepper(Protocol):
@@ -62,7 +63,7 @@ class Stepper(Protocol):
         """Tell whether the weight was stepped already, so that another gradient of it would come too late."""
 
     def step_in_backward(self, shipment: Shipment) -> None:
-        """Step a unit when its gradients have landed, and release the slot."""
+        """Step a unit when its gradients have landed, and release the landing buffer."""
 
     def end_of_backward(self) -> None:
         """Hand shipments that were not stepped after all to `GradientReturn.take_back`."""
@@ -82,7 +83,7 @@ class GradientReturn:
         on_arrival: Called when autograd has finished a gradient.
         on_departure: Called before gradients are sent off: backward leaves a unit, or has all gradients of it.
         finish_step: Waits until no step reads the gradients of a group any more.
-        averaging: Averages gradients with those of other processes, if there are any.
+        replicated: The weights whose gradients are averaged with those of other processes, if there are any.
 
     Attributes:
         gradients: The gradients that are on the host, or on their way there.
@@ -102,14 +103,13 @@ class GradientReturn:
         on_arrival: Callable[[], None],
         on_departure: Callable[[], None],
         finish_step: Callable[[Group], None],
-        averaging: Averaging | None = None,
+        replicated: ReplicatedWeights | None = None,
     ) -> None:
         self._backend = backend
         self._stats = stats
         self._on_arrival = on_arrival
         self._on_departure = on_departure
         self._finish_step = finish_step
-        self._averaging = averaging
         self._units = list(units)
         self._gathered: dict[Unit, dict[Weight, Tensor]] = {}
         self._expected: dict[Unit, int] = {}
@@ -120,11 +120,12 @@ class GradientReturn:
         self.gradients = HostGradients(self._homes, backend, stats)
         self._sums = Sums(self.gradients, self._homes, backend, stats)
         self._pieces = Pieces(self._units, backend)
-        if averaging is not None:
-            sums = Unaveraged(averaging.replicas, self.gradients, backend, stats)
-            averaging.work_with(sums, self._gathered, self._pieces)
+        self._averaging: Averaging | None = None
+        if replicated is not None:
+            unaveraged = Unaveraged(replicated.replicas, self.gradients, backend, stats)
+            self._averaging = Averaging(replicated, unaveraged, self._gathered, self._pieces)
         together = max((unit.group.unit_count for unit in self._units), default=1)
-        self._ring = Ring(backend, pin, slots_in_ring(len(self._units), together))
+        self._landing_buffers = LandingBuffers(backend, pin, few_landing_buffers(len(self._units), together))
 
     def reserve(self) -> None:
         """Allocate the device memory through which gradients leave, before a step that may have a backward."""
@@ -214,29 +215,29 @@ class GradientReturn:
 
     def _ship_averaged(self, turns: Iterable[Averaged]) -> None:
         for turn in turns:
-            for weight in turn.weights:
+            weights = turn.layout.weights
+            for weight in weights:
                 self._check_not_stepped(weight)
-            unit = unit_of(turn.weights)
+            unit = unit_of(weights)
             if unit is not None:
-                self._send(Parcel(unit, turn.weights, turn.piece, turn.tensors))
+                self._send(Parcel(unit, turn.layout, turn.piece))
                 continue
-            averaged = dict(zip(turn.weights, turn.tensors, strict=True))
-            for unit in dict.fromkeys(weight.unit for weight in turn.weights):
+            averaged = dict(zip(weights, turn.piece.tensors(turn.layout), strict=True))
+            for unit in dict.fromkeys(weight.unit for weight in weights):
                 self._put_together(unit, averaged)
 
     def _put_together(self, unit: Unit, gathered: Mapping[Weight, Tensor]) -> None:
         """Put a unit's gradients together, and send them to the host."""
-        weights = [weight for weight in unit.weights if weight in gathered]
+        weights = tuple(weight for weight in unit.weights if weight in gathered)
         gradients = [gathered[weight] for weight in weights]
-        dtypes = [gradient.dtype for gradient in gradients]
-        piece = self._pieces.take(lay_out_gradients(weights, dtypes).nbytes)
-        tensors = piece.tensors(weights, dtypes)
-        torch._foreach_copy_(tensors, gradients)
-        self._send(Parcel(unit, weights, piece, tensors))
+        layout = GradientLayout(weights, tuple(gradient.dtype for gradient in gradients))
+        piece = self._pieces.take(layout.nbytes)
+        torch._foreach_copy_(piece.tensors(layout), gradients)
+        self._send(Parcel(unit, layout, piece))
 
     def _send(self, parcel: Parcel) -> None:
-        """Start the copy: to the gradients' home, or to a slot from which they are added up or used."""
-        unit, weights = parcel.unit, parcel.weights
+        """Start the copy: to the gradients' home, or to a landing buffer from which they are added up or used."""
+        unit, layout, weights = parcel.unit, parcel.layout, parcel.layout.weights
         if self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights):
             parcel.measure()
         self._finish_step(unit.group)
@@ -245,17 +246,17 @@ class GradientReturn:
         steps_now = complete and self._is_final(weights) and self.stepper.wants(unit)
         route = choose_route(
             first=self._are_first(weights),
-            lower=parcel.is_lower,
+            lower=layout.is_lower,
             complete=complete,
-            fills_home=self._homes.weights_in_home(unit, weights) == weights,
+            fills_home=self._homes.layout_of(unit, weights) == layout,
             used_up=steps_now and not self.stepper.keeps_gradients,
         )
         if route is Route.OPTIMIZER and self._homes.has_lower(unit):  # from before the unit was stepped in backward
             self.gradients.wait_until_landed(weights)
             left = self._homes.give_up_lower(unit)
             if left is not None:
-                self._ring.take_over(left)
-        shipment = self._send_home(parcel, route) if route.stays else self._send_through_slot(parcel, route)
+                self._landing_buffers.take_over(left)
+        shipment = self._send_home(parcel, route) if route.stays else self._send_through_buffer(parcel, route)
         self._stats.bytes_to_host += parcel.bytes_to_send
         self._shipped.update(dict.fromkeys(weights))
         if route is Route.SUM:
@@ -265,11 +266,11 @@ class GradientReturn:
             self.stepper.step_in_backward(shipment)
 
     def _send_home(self, parcel: Parcel, route: Route) -> Shipment:
-        unit, weights = parcel.unit, parcel.weights
+        unit, weights = parcel.unit, parcel.layout.weights
         if route is Route.HOME:
             home = self._homes.of(unit, weights)
         else:
-            home = self._homes.in_lower_dtypes(unit, weights, parcel.dtypes)
+            home = self._homes.in_lower_dtypes(unit, parcel.layout)
         self.gradients.wait_until_landed(weights)
         home.vacate()
         ticket = self._start_copy(home.memory, parcel)
@@ -278,26 +279,27 @@ class GradientReturn:
             self.gradients.note_norms(dict(zip(weights, home.norms, strict=True)))
         return Shipment(unit, weights, home.tensors, ticket, None)
 
-    def _send_through_slot(self, parcel: Parcel, route: Route) -> Shipment:
+    def _send_through_buffer(self, parcel: Parcel, route: Route) -> Shipment:
         # The optimizer may catch up during the next forward; sums that fall behind do so in the next backward, too.
-        slot = self._ring.take(parcel.nbytes, patient=route is Route.SUM)
-        ticket = self._start_copy(slot.memory, parcel)
-        return Shipment(parcel.unit, parcel.weights, slot.tensors(parcel.weights, parcel.dtypes), ticket, slot)
+        layout = parcel.layout
+        buffer = self._landing_buffers.take(layout.nbytes, patient=route is Route.SUM)
+        ticket = self._start_copy(buffer.memory, parcel)
+        return Shipment(parcel.unit, layout.weights, buffer.tensors(layout), ticket, buffer)
 
     def _start_copy(self, target: Tensor, parcel: Parcel) -> Ticket:
         """Start the copy, section by section."""
         tickets: dict[Hashable, Ticket] = {}
-        for cut, begin, end in parcel.sections:
+        for cut, begin, end in parcel.layout.sections(parcel.bytes_to_send):
             tickets[cut] = self._backend.download(target[begin:end], parcel.piece.memory[begin:end])
             self._backend.trace.moved(Kind.GRADIENTS, parcel.unit.name, end - begin, tickets[cut])
         parcel.piece.ticket = Ticket.of_parts(tickets)
         return parcel.piece.ticket
 
-    def _is_final(self, weights: list[Weight]) -> bool:
+    def _is_final(self, weights: Sequence[Weight]) -> bool:
         """Tell whether no other process can bring more of these gradients."""
         return self._averaging is None or self._averaging.is_final(weights)
 
-    def _are_first(self, weights: list[Weight]) -> bool:
+    def _are_first(self, weights: Sequence[Weight]) -> bool:
         """Tell whether there is no gradient to add these to, and no user's hook to call."""
         return all(
             self.gradients.get(weight) is None and weight not in self._shipped and not tensor_hooks(weight.master)
@@ -336,7 +338,7 @@ class GradientReturn:
 
     def take_back(self, shipment: Shipment) -> None:
         """Keep gradients that were sent to the optimizer, which has not used them."""
-        if shipment.slot is not None:
+        if shipment.buffer is not None:
             self.gradients.mark_under_way(shipment.weights, self._sums.add(shipment, self.measures_norms).ticket)
 
     def check_averaged(self, weights: Iterable[Weight]) -> None:
@@ -353,7 +355,7 @@ class GradientReturn:
         self.gradients.abandon()
         if self._averaging is not None:
             self._averaging.abandon()
-        self._ring.release_all()
+        self._landing_buffers.release_all()
         self._pieces.forget_copies()
         self._forget()
 
@@ -362,7 +364,7 @@ class GradientReturn:
         self._let_go()
         self.gradients.show_all()
         self._homes.release()
-        self._ring.close()
+        self._landing_buffers.close()
 
     def device_bytes(self) -> int:
         """Return the bytes of device memory held for gradients that leave."""
@@ -374,7 +376,7 @@ class GradientReturn:
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""
-        return self._homes.nbytes() + self._ring.nbytes()
+        return self._homes.nbytes() + self._landing_buffers.nbytes()
 
     def _forget(self) -> None:
         self._gathered.clear()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import users_of_storage, users_of_tensor
-from sp_lightning.pipeline.gradients.landing import TensorsIn, lay_out_gradients
+from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.host import HostBuffer
 from sp_lightning.pipeline.weights.units import Unit
@@ -37,31 +37,26 @@ class Homes:
 
     def of(self, unit: Unit, weights: Sequence[Weight]) -> Home:
         """Return the home of gradients in their masters' dtypes, with room for at least these weights of a unit."""
-        home, belonging = self._homes.get(unit), self.weights_in_home(unit, weights)
-        if home is None or home.weights != belonging:
-            home = self._make(self._homes, unit, belonging, [weight.master.dtype for weight in belonging])
-        return home
+        return self._home(self._homes, unit, self.layout_of(unit, weights))
 
-    def weights_in_home(self, unit: Unit, weights: Sequence[Weight]) -> list[Weight]:
-        """Return all weights whose gradients share, or would share, a home with those of these weights of a unit."""
+    def layout_of(self, unit: Unit, weights: Sequence[Weight]) -> GradientLayout:
+        """Return the layout of the home that `of` returns, which may be larger than these weights need."""
         home = self._homes.get(unit)
         if home is not None and home.indices.keys() >= set(weights):
-            return home.weights
-        return [weight for weight in unit.weights if weight.master.requires_grad or weight in weights]
+            return home.layout
+        return GradientLayout.in_master_dtypes(w for w in unit.weights if w.master.requires_grad or w in weights)
 
-    def in_lower_dtypes(self, unit: Unit, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> Home:
-        """Return the home of gradients in the dtypes in which they arrive, of exactly these weights of a unit."""
-        home = self._lower.get(unit)
-        if home is None or home.weights != list(weights) or home.dtypes != list(dtypes):
-            home = self._make(self._lower, unit, weights, dtypes)
-        return home
+    def in_lower_dtypes(self, unit: Unit, layout: GradientLayout) -> Home:
+        """Return the home of exactly these gradients of a unit, in the dtypes in which they arrive."""
+        return self._home(self._lower, unit, layout)
 
-    def _make(
-        self, homes: dict[Unit, Home], unit: Unit, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]
-    ) -> Home:
-        if unit in homes:
-            self._outgrown.append(homes[unit])  # a copy into it may still be on its way
-        homes[unit] = Home(weights, dtypes, self._backend, self._pin)
+    def _home(self, homes: dict[Unit, Home], unit: Unit, layout: GradientLayout) -> Home:
+        home = homes.get(unit)
+        if home is not None and home.layout == layout:
+            return home
+        if home is not None:
+            self._outgrown.append(home)  # a copy into it may still be on its way
+        homes[unit] = Home(layout, self._backend, self._pin)
         return homes[unit]
 
     def room_for(self, weight: Weight) -> Tensor:
@@ -117,24 +112,22 @@ class Home:
     It is used again in every step, unless the user kept a gradient (PCGrad and the like do).
 
     Attributes:
+        layout: How the gradients lie in it.
         tensors: A tensor for each gradient. They are others in each backward pass, as users may change more about a
             `.grad` than its values: with `p.grad.data = ...`, which `module.double()` does, it has other memory.
     """
 
-    def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype], backend: Backend, pin: bool) -> None:
-        self.weights = list(weights)
-        self.indices = {weight: index for index, weight in enumerate(weights)}
-        self.dtypes = list(dtypes)
+    def __init__(self, layout: GradientLayout, backend: Backend, pin: bool) -> None:
+        self.layout = layout
+        self.indices = {weight: index for index, weight in enumerate(layout.weights)}
         self._backend = backend
         self._pin = pin
         self._build()
 
     def _build(self) -> None:
-        nbytes = lay_out_gradients(self.weights, self.dtypes).nbytes
-        self.buffer = HostBuffer(nbytes, self._backend, self._pin)
+        self.buffer = HostBuffer(self.layout.nbytes, self._backend, self._pin)
         self.memory = self.buffer.bytes
-        found = TensorsIn(self.memory)
-        self._places, self.norms = found.tensors(self.weights, self.dtypes), found.norms(self.weights, self.dtypes)
+        self._places, self.norms = self.layout.tensors_in(self.memory), self.layout.norms_in(self.memory)
         self.tensors = [place.data for place in self._places]
 
     def is_left(self) -> bool:

@@ -1,7 +1,7 @@
-"""Memory through which gradients come to the host: pieces on the device, and a ring of slots on the host.
+"""Memory through which gradients come to the host: pieces on the device, and landing buffers on the host.
 
 The gradients of a unit are put together in a *piece*, and leave it with one copy. Those that do not stay as they came
-(homes.py) land in a *slot* of the ring, on their way into a sum or into the optimizer.
+(homes.py) land in a *landing buffer*, on their way into a sum or into the optimizer.
 """
 
 from __future__ import annotations
@@ -9,50 +9,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.lanes import Ticket
-from sp_lightning.pipeline.weights.host import HostBuffer, lay_out, tensor_in
-from sp_lightning.pipeline.weights.sections import Section, divide
+from sp_lightning.pipeline.weights.host import HostBuffer
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 PIECES = 2  # one is filled while the other leaves
-_LEFT_FREE = 0.1  # of the host's memory, when there are more slots than a few
-
-
-class GradientLayout(NamedTuple):
-    """Layout of gradients in memory that they travel through or stay in.
-
-    Attributes:
-        offsets: Offset of each gradient, in bytes.
-        norms_at: Offset of their norms, which travel with them.
-        nbytes: Bytes in all.
-    """
-
-    offsets: list[int]
-    norms_at: int
-    nbytes: int
-
-
-def lay_out_gradients(weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> GradientLayout:
-    """Lay out gradients of these weights in these dtypes."""
-    sizes = [weight.master.numel() * dtype.itemsize for weight, dtype in zip(weights, dtypes, strict=True)]
-    (*offsets, norms_at), nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
-    return GradientLayout(offsets, norms_at, nbytes)
+_LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers than a few
 
 
 def gradient_bytes(unit: Unit) -> int:
     """Return the bytes of a unit's gradients, as they are sent to the host, with their norms."""
-    weights = [weight for weight in unit.weights if weight.master.requires_grad]
-    return lay_out_gradients(weights, [weight.gradient_dtype for weight in weights]).nbytes
+    weights = tuple(weight for weight in unit.weights if weight.master.requires_grad)
+    return GradientLayout(weights, tuple(weight.gradient_dtype for weight in weights)).nbytes
 
 
 def unit_of(weights: Sequence[Weight]) -> Unit | None:
@@ -61,47 +37,26 @@ def unit_of(weights: Sequence[Weight]) -> Unit | None:
     return unit if [weight for weight in unit.weights if weight in given] == list(weights) else None
 
 
-def norms_in(memory: Tensor, offset: int, count: int) -> Tensor:
-    """Return the norms that lie in `memory` behind `count` gradients."""
-    like = torch.empty(count, device="meta")
-    return tensor_in(memory, offset, like, torch.float32)
-
-
 class TensorsIn:
-    """Memory viewed as one tensor per gradient; the tensors are made once for each set of gradients."""
+    """Memory viewed as one tensor per gradient; the tensors are made once for each layout."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self._made: dict[tuple[object, ...], tuple[list[Tensor], Tensor]] = {}
+        self._made: dict[GradientLayout, tuple[list[Tensor], Tensor]] = {}
 
-    def tensors(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Return its bytes as gradients of these weights."""
-        return self._tensors_and_norms(weights, dtypes)[0]
+    def tensors(self, layout: GradientLayout) -> list[Tensor]:
+        """Return its bytes as gradients."""
+        return self._tensors_and_norms(layout)[0]
 
-    def norms(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> Tensor:
+    def norms(self, layout: GradientLayout) -> Tensor:
         """Return its bytes as the norms of these gradients."""
-        return self._tensors_and_norms(weights, dtypes)[1]
+        return self._tensors_and_norms(layout)[1]
 
-    def _tensors_and_norms(
-        self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]
-    ) -> tuple[list[Tensor], Tensor]:
-        key = (*weights, *dtypes)
-        if key not in self._made:
-            layout = lay_out_gradients(weights, dtypes)
-            tensors = [
-                tensor_in(self.memory, offset, weight.host, dtype)
-                for weight, dtype, offset in zip(weights, dtypes, layout.offsets, strict=True)
-            ]
-            self._made[key] = tensors, norms_in(self.memory, layout.norms_at, len(weights))
-        return self._made[key]
-
-    def flat(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Return the gradients, and the padding between them, as one flat tensor for each stretch of one dtype."""
-        layout = lay_out_gradients(weights, dtypes)
-        pairs = zip(dtypes, layout.offsets, strict=True)
-        starts = [next(run)[1] for _, run in groupby(pairs, key=lambda pair: pair[0])]
-        runs = zip((dtype for dtype, _ in groupby(dtypes)), starts, [*starts[1:], layout.norms_at], strict=True)
-        return [self.memory[start:end].view(dtype) for dtype, start, end in runs if start < end]
+    def _tensors_and_norms(self, layout: GradientLayout) -> tuple[list[Tensor], Tensor]:
+        found = self._made.get(layout)
+        if found is None:
+            found = self._made[layout] = layout.tensors_in(self.memory), layout.norms_in(self.memory)
+        return found
 
 
 class GradientPiece(TensorsIn):
@@ -122,52 +77,26 @@ class Parcel:
 
     Attributes:
         unit: The unit.
-        weights: Those of its weights that the gradients belong to.
+        layout: How they lie in the piece.
         piece: The memory that they lie in.
-        tensors: The gradients, one for each weight.
         has_norms: Whether their norms lie behind them.
     """
 
     unit: Unit
-    weights: list[Weight]
+    layout: GradientLayout
     piece: GradientPiece
-    tensors: list[Tensor]
     has_norms: bool = False
 
     def measure(self) -> None:
         """Compute the norms of the gradients, which then travel with them."""
-        norms = self.piece.norms(self.weights, self.dtypes)
-        torch.stack(torch._foreach_norm(self.tensors, 2, torch.float32), out=norms)
+        gradients, norms = self.piece.tensors(self.layout), self.piece.norms(self.layout)
+        torch.stack(torch._foreach_norm(gradients, 2, torch.float32), out=norms)
         self.has_norms = True
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtype in which each gradient was computed, or averaged."""
-        return [tensor.dtype for tensor in self.tensors]
-
-    @property
-    def is_lower(self) -> bool:
-        """Whether one of them is in another dtype than its master."""
-        return any(tensor.dtype != w.master.dtype for w, tensor in zip(self.weights, self.tensors, strict=True))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the gradients take on the host, with room for their norms."""
-        return self._layout.nbytes
 
     @property
     def bytes_to_send(self) -> int:
         """Bytes to copy: the norms are among them only if they were computed."""
-        return self._layout.nbytes if self.has_norms else self._layout.norms_at
-
-    @property
-    def sections(self) -> list[Section]:
-        """The sections of the bytes to copy."""
-        return divide([weight.master for weight in self.weights], self._layout.offsets, self.dtypes, self.bytes_to_send)
-
-    @cached_property
-    def _layout(self) -> GradientLayout:
-        return lay_out_gradients(self.weights, self.dtypes)
+        return self.layout.nbytes if self.has_norms else self.layout.norms_at
 
 
 class Pieces:
@@ -228,104 +157,101 @@ class Pieces:
         self._pieces.clear()
 
 
-class Slot(TensorsIn):
+class LandingBuffer(TensorsIn):
     """Host memory through which the gradients of one unit pass.
 
     Attributes:
+        host: The memory, as it was allocated.
         is_free: Whether nothing is on its way into it, or waits in it to be read.
     """
 
-    def __init__(self, buffer: HostBuffer, released: threading.Condition) -> None:
-        self.buffer = buffer
-        super().__init__(buffer.bytes)
+    def __init__(self, host: HostBuffer, released: threading.Condition) -> None:
+        super().__init__(host.bytes)
+        self.host = host
         self.is_free = True
         self._released = released
 
-    def take(self) -> None:
-        """Reserve the slot until it is released."""
-        self.is_free = False
-
     def release(self) -> None:
-        """Free the slot, as its gradients have been read."""
+        """Free the buffer, as its gradients have been read."""
         with self._released:
             self.is_free = True
             self._released.notify_all()
 
 
-class Ring:
-    """Slots that are used again and again; a new one is made only if no other is free.
+class LandingBuffers:
+    """Buffers that are used again and again; a new one is made only if no other is free.
 
     Args:
         backend: Pins the memory.
         pin: Whether to pin it.
-        few: Number of slots that it may always have.
+        few: Number of buffers that there may always be.
     """
 
     def __init__(self, backend: Backend, pin: bool, few: int) -> None:
         self._backend = backend
         self._pin = pin
         self._few = few
-        self._slots: list[Slot] = []
+        self._buffers: list[LandingBuffer] = []
         self._released = threading.Condition()
 
-    def take(self, nbytes: int, patient: bool = False) -> Slot:
-        """Take a slot; block until one is released if all are in use and there may not be more.
+    def take(self, nbytes: int, patient: bool = False) -> LandingBuffer:
+        """Take a buffer; block until one is released if all are in use and there may not be more.
 
         Args:
             nbytes: The least bytes that it must have.
             patient: Whether to rather wait than have more than a few, where the host has memory to spare.
         """
         with self._released:
-            while (slot := self._find(nbytes, patient)) is None:
+            while (buffer := self._find(nbytes, patient)) is None:
                 self._released.wait()
-            slot.take()
-            return slot
+            buffer.is_free = False
+            return buffer
 
-    def take_over(self, buffer: HostBuffer) -> None:
-        """Make a slot of memory that was used otherwise if all others are in use; release it if not."""
+    def take_over(self, host: HostBuffer) -> None:
+        """Make a buffer of memory that was used otherwise if all others are in use; release it if not."""
         with self._released:
             if not self._free() and self._may_grow(0, patient=False):
-                self._add(buffer)
+                self._add(host)
             else:
-                buffer.release()
+                host.release()
 
-    def _find(self, nbytes: int, patient: bool) -> Slot | None:
-        """Find the smallest free slot that is large enough, or make one; None if there may not be more."""
+    def _find(self, nbytes: int, patient: bool) -> LandingBuffer | None:
+        """Find the smallest free buffer that is large enough, or make one; None if there may not be more."""
         free = self._free()
-        large_enough = next((slot for slot in free if slot.memory.nbytes >= nbytes), None)
+        large_enough = next((buffer for buffer in free if buffer.memory.nbytes >= nbytes), None)
         if large_enough is not None:
             return large_enough
         if free:
-            self._slots.remove(free[-1])
-            free[-1].buffer.release()
+            self._buffers.remove(free[-1])
+            free[-1].host.release()
         elif not self._may_grow(nbytes, patient):
             return None
         return self._add(HostBuffer(nbytes, self._backend, self._pin))
 
-    def _free(self) -> list[Slot]:
-        """Return the slots that are free, the smallest first."""
-        return sorted((slot for slot in self._slots if slot.is_free), key=lambda slot: slot.memory.nbytes)
+    def _free(self) -> list[LandingBuffer]:
+        """Return the buffers that are free, the smallest first."""
+        return sorted((buffer for buffer in self._buffers if buffer.is_free), key=lambda buffer: buffer.memory.nbytes)
 
     def _may_grow(self, nbytes: int, patient: bool) -> bool:
-        return len(self._slots) < self._few or (not patient and _is_left_over(nbytes))
+        return len(self._buffers) < self._few or (not patient and _is_left_over(nbytes))
 
-    def _add(self, buffer: HostBuffer) -> Slot:
-        self._slots.append(Slot(buffer, self._released))
-        return self._slots[-1]
+    def _add(self, host: HostBuffer) -> LandingBuffer:
+        self._buffers.append(LandingBuffer(host, self._released))
+        return self._buffers[-1]
 
     def release_all(self) -> None:
-        """Release all slots, after an exception."""
-        for slot in self._slots:
-            slot.release()
+        """Release all buffers, after an exception."""
+        for buffer in self._buffers:
+            buffer.release()
 
     def nbytes(self) -> int:
         """Return the bytes of host memory."""
-        return sum(slot.memory.nbytes for slot in self._slots)
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def close(self) -> None:
         """Unpin the memory."""
-        for slot in self._slots:
-            slot.buffer.release()
+        for buffer in self._buffers:
+            buffer.host.release()
 
 
 def _is_left_over(nbytes: int) -> bool:
@@ -343,11 +269,11 @@ class Shipment:
         weights: Those of its weights that the gradients belong to.
         arrived: The tensors that the gradients land in, one for each weight.
         ticket: The copy, or the addition, that brings them.
-        slot: The slot to release when they have been read; None if they land where they stay.
+        buffer: The landing buffer to release when they have been read; None if they land where they stay.
     """
 
     unit: Unit
-    weights: list[Weight]
-    arrived: list[Tensor]
+    weights: Sequence[Weight]
+    arrived: Sequence[Tensor]
     ticket: Ticket
-    slot: Slot | None
+    buffer: LandingBuffer | None

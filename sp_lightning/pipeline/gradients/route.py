@@ -15,10 +15,10 @@ class Route(enum.Enum):
     """To their home, in a lower dtype: they become `.grad` when somebody asks for it."""
 
     SUM = "sum"
-    """Through a slot into a sum."""
+    """Through a landing buffer into a sum."""
 
     OPTIMIZER = "optimizer"
-    """Into a slot, from which the optimizer reads them; then they are gone."""
+    """Into a landing buffer, from which the optimizer reads them; then they are gone."""
 
     @property
     def stays(self) -> bool:

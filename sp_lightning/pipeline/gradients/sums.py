@@ -57,7 +57,7 @@ class Sums:
         self._totals.update(zip(weights, gradients, strict=True))
 
     def add(self, shipment: Shipment, with_norms: bool) -> Shipment:
-        """Have gradients that arrive in a slot added to those that are there.
+        """Have gradients that arrive in a landing buffer added to those that are there.
 
         Args:
             shipment: The gradients that arrive.
@@ -66,7 +66,7 @@ class Sums:
         Returns:
             The sums, as a shipment that arrives when they are done.
         """
-        assert shipment.slot is not None
+        assert shipment.buffer is not None
         additions, after = [], [shipment.ticket, *self._gradients.tickets_of(shipment.weights)]
         for weight, arrived in zip(shipment.weights, shipment.arrived, strict=True):
             if tensor_hooks(weight.master) or _is_other_kind(weight):  # users' hooks must not run in the thread
@@ -88,7 +88,7 @@ class Sums:
                         norms[weight].copy_(torch.linalg.vector_norm(addition.target, dtype=torch.float32))
 
         moved = sum(addition.target.nbytes for addition in additions)
-        ticket = self._backend.work(job, after, 2 * moved, shipment.slot.release)
+        ticket = self._backend.work(job, after, 2 * moved, shipment.buffer.release)
         self._backend.trace.moved(Kind.ADD, shipment.unit.name, 2 * moved, ticket)
         return Shipment(shipment.unit, shipment.weights, [addition.target for addition in additions], ticket, None)
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
-from sp_lightning.pipeline.gradients.landing import TensorsIn, lay_out_gradients
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
@@ -94,13 +94,12 @@ class Unaveraged:
         """Start copies to the device, in the dtypes of the sums."""
         self._gradients.apply_pending(weights)
         sums = [total for total in map(self._gradients.get, weights) if total is not None]
-        dtypes = [total.dtype for total in sums]
-        layout = lay_out_gradients(weights, dtypes)
-        memory = TensorsIn(self._backend.allocate(layout.nbytes))
-        tensors = memory.tensors(weights, dtypes)
+        layout = GradientLayout(tuple(weights), tuple(total.dtype for total in sums))
+        memory = self._backend.allocate(layout.nbytes)
+        tensors = layout.tensors_in(memory)
         together, after = self._gradients.memory_of(unit, sums), None
         if together is not None:
-            pairs = [(memory.memory[: layout.norms_at], together[: layout.norms_at])]
+            pairs = [(memory[: layout.norms_at], together[: layout.norms_at])]
             after = self._when_landed(weights)
         else:  # somebody has set a `.grad`, or some weights of the unit have none
             self._gradients.wait_until_landed(weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from sp_lightning.pipeline.gradients.landing import lay_out_gradients
+from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
@@ -34,7 +34,7 @@ class HostShare:
         self._weight_bytes = sum(weight.compute_bytes for weight in weights)
         self._copy_bytes = sum(weight.compute_bytes for weight in weights if weight.lowered)
         trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in units)
-        self._gradient_bytes = sum(lay_out_gradients(own, [w.master.dtype for w in own]).nbytes for own in trainable)
+        self._gradient_bytes = sum(GradientLayout.in_master_dtypes(own).nbytes for own in trainable)
         self._total = total_host_memory()
         self._may_pin = backend.can_pin and pin_memory is not False
         has_limit = self._may_pin and pin_memory is not True and self._total is not None
@@ -66,8 +66,8 @@ class HostShare:
             warnings.warn(
                 f"Pinning {readable_bytes(self._weight_bytes)} of weights and {readable_bytes(self._gradient_bytes)} "
                 f"of gradients would page-lock more than {_PINNED_SHARE:.0%} of the host's "
-                f"{readable_bytes(self._total or 0)}. {'Gradients' if self.pin else 'Both'} go through a small "
-                "page-locked ring instead, which is slower. `pin_memory=True` page-locks everything.",
+                f"{readable_bytes(self._total or 0)}. {'Gradients' if self.pin else 'Both'} go through two "
+                "small page-locked chunks instead, which is slower. `pin_memory=True` page-locks everything.",
                 stacklevel=2,
             )
 

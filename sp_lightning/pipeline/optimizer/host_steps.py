@@ -154,14 +154,14 @@ class HostSteps:
             group: The group.
             shares: The weights to step, divided by param groups.
             after: Tickets that the step has to wait for.
-            shipments: Gradients that are used where they arrived; their slots are released after the step.
+            shipments: Gradients that are used where they arrived; their landing buffers are released after the step.
         """
         step = _GroupStep(group, [(self._unit_step(share.optimizer, group), share) for share in shares], after)
 
         def release_slots() -> None:
             for shipment in shipments:
-                if shipment.slot is not None:
-                    shipment.slot.release()
+                if shipment.buffer is not None:
+                    shipment.buffer.release()
 
         self._window.finish_step(group)
         self._window.outdate(group)

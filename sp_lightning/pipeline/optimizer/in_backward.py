@@ -198,7 +198,7 @@ class InBackward:
         """Take note of gradients on their way to the optimizer; step the unit's group if they are its last."""
         group = shipment.unit.group
         for other in [other for other in self._arriving if other is not group]:
-            self._give_back(other)  # backward has moved on, and there are few slots
+            self._give_back(other)  # backward has moved on, and there are few landing buffers
         shipments = self._arriving.setdefault(group, [])
         shipments.append(shipment)
         gradients = {w: g for s in shipments for w, g in zip(s.weights, s.arrived, strict=True)}
@@ -214,7 +214,7 @@ class InBackward:
         del self._arriving[group]
         self._current.stepped.update(gradients)
         self._steps.begin(group, shares, [s.ticket for s in shipments], shipments)
-        self._spent.update(id(w.master) for s in shipments if s.slot is not None for w in s.weights)
+        self._spent.update(id(w.master) for s in shipments if s.buffer is not None for w in s.weights)
         self._stats.overlapped_steps += group.unit_count
         self._stats.steps_in_backward += group.unit_count
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.gradients.averaging import Averaging
+from sp_lightning.pipeline.gradients.averaging import ReplicatedWeights
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.stats import Stats
@@ -23,11 +23,18 @@ from ..parts import FakeStepper, Placed, RecordingBackend, gradient_scene, host_
 
 
 def way_home(
-    *placed: Placed, backend: Backend, pin: bool = False, averaging: Averaging | None = None
+    *placed: Placed, backend: Backend, pin: bool = False, replicated: ReplicatedWeights | None = None
 ) -> GradientReturn:
     """The way home for the gradients of several units, which nobody steps in backward."""
     returns = GradientReturn(
-        [made.unit for made in placed], backend, Stats(), pin, lambda: None, lambda: None, lambda group: None, averaging
+        [made.unit for made in placed],
+        backend,
+        Stats(),
+        pin,
+        lambda: None,
+        lambda: None,
+        lambda group: None,
+        replicated,
     )
     returns.stepper = FakeStepper()
     for made in placed:
@@ -316,7 +323,7 @@ def test_a_piece_is_not_filled_before_it_was_averaged(monkeypatch: pytest.Monkey
     weights[0].master.register_hook(lambda gradient: None)
     replicas = Replicas()
     replicas.accumulates = True
-    returns = way_home(*units, backend=backend, averaging=Averaging(replicas, weights, [], lambda: 0))
+    returns = way_home(*units, backend=backend, replicated=ReplicatedWeights(replicas, weights, [], lambda: 0))
     for index, made in enumerate(units):
         (made.twins[0].parameter * (index + 1)).sum().backward()
     returns.finish()
@@ -324,8 +331,8 @@ def test_a_piece_is_not_filled_before_it_was_averaged(monkeypatch: pytest.Monkey
     returns.close()
 
 
-def test_a_slot_is_not_filled_before_it_was_added() -> None:
-    """The worker is slower than backward: the next copy into a slot waits for it."""
+def test_a_landing_buffer_is_not_filled_before_it_was_added() -> None:
+    """The worker is slower than backward: the next copy into a buffer waits for it."""
     with host_backend(poison=True) as backend:
         units = [place([torch.ones(50)], backend, name=f"unit {index}") for index in range(5)]
         returns = way_home(*units, backend=backend)
@@ -338,7 +345,7 @@ def test_a_slot_is_not_filled_before_it_was_added() -> None:
         returns.finish()
         returns.gradients.settle()
         assert returns.host_bytes() == 2 * 512, (
-            "two slots, whatever the number of units, and no homes: `.grad` is there"
+            "two buffers, whatever the number of units, and no homes: `.grad` is there"
         )
         assert all(made.weights[0].master.grad.eq(index + 1).all() for index, made in enumerate(units))
         returns.close()

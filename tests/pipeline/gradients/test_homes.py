@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.gradients.homes import Home, Homes
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -22,8 +23,8 @@ def weights_of(*tensors: Tensor) -> list[Weight]:
 
 
 def home_of(*tensors: Tensor, dtype: torch.dtype = FLOAT, backend: RecordingBackend | None = None) -> Home:
-    weights = weights_of(*tensors)
-    return Home(weights, [dtype] * len(weights), backend or RecordingBackend(can_pin=True), pin=True)
+    layout = GradientLayout(tuple(weights_of(*tensors)), (dtype,) * len(tensors))
+    return Home(layout, backend or RecordingBackend(can_pin=True), pin=True)
 
 
 def test_gradients_lie_at_home_as_they_travel() -> None:
@@ -103,7 +104,7 @@ def test_a_gradient_that_was_given_other_memory_comes_home_the_next_time(elsewhe
     point(parameter.grad, elsewhere)
     total = parameter.grad
     assert not home.consists_of([total, home.tensors[1]])
-    assert not home.is_only_shown(home.weights[0], id(total)), "who gave it its memory may hold that"
+    assert not home.is_only_shown(home.layout.weights[0], id(total)), "who gave it its memory may hold that"
     del total
     parameter.grad = None
     home.vacate()
@@ -134,7 +135,7 @@ def test_memory_that_the_user_took_from_a_gradient_is_theirs(way: str) -> None:
         assert home.memory.data_ptr() != before
         home.memory.zero_()
     else:
-        home.room_for(home.weights[0]).zero_()
+        home.room_for(home.layout.weights[0]).zero_()
     assert kept.tolist() == [3] * 4
 
 
@@ -142,15 +143,15 @@ def test_room_where_a_gradient_was_given_other_memory() -> None:
     home = home_of(torch.ones(4), torch.ones(6))
     where = home.tensors[1].data_ptr()
     home.tensors[1].data = torch.zeros(6)
-    room = home.room_for(home.weights[1])
+    room = home.room_for(home.layout.weights[1])
     assert room.data_ptr() == where
-    assert home.is_only_shown(home.weights[1], id(room))
+    assert home.is_only_shown(home.layout.weights[1], id(room))
 
 
 def test_room_for_one_gradient() -> None:
     """At home if nobody holds what is there; otherwise elsewhere, in the same form."""
     home = home_of(torch.ones(4), torch.ones(6, 2).t())
-    first, second = home.weights
+    first, second = home.layout.weights
     assert home.room_for(second).data_ptr() == home.tensors[1].data_ptr()
     kept = home.tensors[1]
     other = home.room_for(second)
@@ -164,7 +165,7 @@ def test_a_gradient_that_is_only_shown() -> None:
     home = home_of(torch.ones(4), torch.ones(6))
     parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])
     total = parameter.grad  # as the engine holds it while it asks
-    assert home.is_only_shown(home.weights[0], id(total))
+    assert home.is_only_shown(home.layout.weights[0], id(total))
 
 
 def test_nothing_is_taken_for_held_when_dynamo_has_failed() -> None:
@@ -185,16 +186,16 @@ def test_a_gradient_that_somebody_holds_is_not_only_shown(way: str) -> None:
     parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])
     total = parameter.grad
     held = HOLD[way](total)
-    assert not home.is_only_shown(home.weights[0], id(total))
+    assert not home.is_only_shown(home.layout.weights[0], id(total))
     del held
-    assert home.is_only_shown(home.weights[0], id(total))
+    assert home.is_only_shown(home.layout.weights[0], id(total))
 
 
 def test_a_users_own_gradient_is_not_only_shown() -> None:
     """It is nobody's home: who made it may hold it."""
     home = home_of(torch.ones(4))
     total = torch.ones(4)
-    assert not home.is_only_shown(home.weights[0], id(total))
+    assert not home.is_only_shown(home.layout.weights[0], id(total))
 
 
 # ------------------------------------------------------------------------------------------------------- homes of units
@@ -206,12 +207,12 @@ def test_a_unit_has_a_home_for_each_kind_of_gradients() -> None:
     unit, (first, second) = made.unit, made.weights
     homes = Homes(made.backend, pin=False)
     home = homes.of(unit, [first])
-    assert home.weights == [first, second]
+    assert home.layout.weights == (first, second)
     assert homes.of(unit, [second]) is home
     assert not homes.has_lower(unit)
-    lower = homes.in_lower_dtypes(unit, [first], [BF16])
+    lower = homes.in_lower_dtypes(unit, GradientLayout((first,), (BF16,)))
     assert homes.has_lower(unit)
-    assert homes.in_lower_dtypes(unit, [first], [BF16]) is lower
+    assert homes.in_lower_dtypes(unit, GradientLayout((first,), (BF16,))) is lower
     assert homes.nbytes() == home.memory.nbytes + lower.memory.nbytes
     homes.give_up_lower(unit)
     assert not homes.has_lower(unit)
@@ -223,11 +224,11 @@ def test_the_memory_of_a_home_that_is_given_up_may_be_used_otherwise() -> None:
     backend = RecordingBackend(can_pin=True)
     made = place([torch.ones(4), torch.ones(6)], backend)
     backend.pinned.clear()
-    homes = Homes(backend, pin=True)
-    left = homes.in_lower_dtypes(made.unit, made.weights, [BF16, BF16]).buffer
+    homes, layout = Homes(backend, pin=True), GradientLayout(tuple(made.weights), (BF16, BF16))
+    left = homes.in_lower_dtypes(made.unit, layout).buffer
     assert homes.give_up_lower(made.unit) is left
     assert left.pinned
-    kept = homes.in_lower_dtypes(made.unit, made.weights, [BF16, BF16]).tensors[1]
+    kept = homes.in_lower_dtypes(made.unit, layout).tensors[1]
     assert homes.give_up_lower(made.unit) is None
     assert backend.pinned == {left.bytes.data_ptr()}
     assert kept.numel() == 6

@@ -103,7 +103,7 @@ def test_lower_gradients_that_arrive_several_times_in_one_backward() -> None:
 
 
 def test_a_sum_is_kept_at_home() -> None:
-    """Accumulation onto a gradient that only arrived low makes no third copy: low memory, the sum, and a slot."""
+    """Accumulation onto a gradient that only arrived low makes no third copy: low memory, the sum, and a buffer."""
     with gradient_scene((1024,), lowered=BF16) as s:
         for _ in range(3):
             s.backward(1)
@@ -481,15 +481,15 @@ def test_a_stepped_units_gradients_go_to_the_stepper(lowered: torch.dtype | None
         s.stepper.wanted.add(s.placed.unit)
         s.backward(5, 6)
         (shipment,) = s.stepper.shipments
-        assert shipment.weights == s.weights
+        assert list(shipment.weights) == s.weights
         assert [set(gradient.flatten().tolist()) for gradient in shipment.arrived] == [{5}, {6}]
         assert {gradient.dtype for gradient in shipment.arrived} == {lowered or torch.float32}
-        assert (shipment.slot is not None) is (lowered is not None)
+        assert (shipment.buffer is not None) is (lowered is not None)
         assert s.stepper.calls == ["finish step", "end of backward"]
         if lowered:
             assert [master.grad for master in s.masters] == [None, None]
             assert s.returns.host_bytes() == 2048 + 256 + 256
-            shipment.slot.release()
+            shipment.buffer.release()
         else:
             assert s.gradients() == [[5], [6]]
 
@@ -501,13 +501,13 @@ def test_a_stepped_units_gradients_are_kept_where_somebody_may_ask_for_them() ->
         s.stepper.keeps_gradients = True
         s.backward(5, 6)
         (shipment,) = s.stepper.shipments
-        assert shipment.slot is None
+        assert shipment.buffer is None
         assert s.returns.host_bytes() == 2048 + 256 + 256
         assert s.gradients() == [[5], [6]]
 
 
-def test_what_the_first_gradients_have_landed_in_becomes_a_slot() -> None:
-    """In the first step nothing can be stepped in backward; making other memory for slots would take time."""
+def test_what_the_first_gradients_have_landed_in_becomes_a_landing_buffer() -> None:
+    """In the first step nothing can be stepped in backward; making other memory for buffers would take time."""
     with gradient_scene((1024,), (3,), lowered=BF16) as s:
         s.backward(5, 6)
         s.returns.gradients.settle()
@@ -518,10 +518,10 @@ def test_what_the_first_gradients_have_landed_in_becomes_a_slot() -> None:
         s.stepper.wanted.add(s.placed.unit)
         s.backward(7, 8)
         (shipment,) = s.stepper.shipments
-        assert shipment.slot is not None
-        assert shipment.slot.memory.data_ptr() == memory
+        assert shipment.buffer is not None
+        assert shipment.buffer.memory.data_ptr() == memory
         assert s.returns.host_bytes() == 2048 + 256 + 256
-        shipment.slot.release()
+        shipment.buffer.release()
 
 
 def test_a_sum_is_given_to_the_stepper() -> None:
@@ -531,7 +531,7 @@ def test_a_sum_is_given_to_the_stepper() -> None:
         s.stepper.wanted.add(s.placed.unit)
         s.backward(1, 1)
         (shipment,) = s.stepper.shipments
-        assert shipment.slot is None
+        assert shipment.buffer is None
         assert [tensor.tolist() for tensor in shipment.arrived] == [[2] * 4, [2] * 3]
         assert s.gradients() == [[2], [2]]
 
@@ -633,7 +633,7 @@ def test_an_interrupted_wait_for_a_gradient_leaves_it_under_way() -> None:
 
 @pytest.mark.parametrize("what", ["copies", "additions"])
 def test_a_failure_does_not_make_backward_wait_for_ever(what: str) -> None:
-    """Slots whose gradients nobody could read are free again: more units follow than there are slots."""
+    """Buffers whose gradients nobody could read are free again: more units follow than there are buffers."""
     with host_backend(poison=True) as backend:
         units = [place([torch.ones(5)], backend, name=f"unit {index}") for index in range(6)]
         returns = GradientReturn(
@@ -667,7 +667,7 @@ def test_a_failure_does_not_make_backward_wait_for_ever(what: str) -> None:
         thread.join(2)
         hangs = thread.is_alive()
         while thread.is_alive():
-            returns._ring.release_all()
+            returns._landing_buffers.release_all()
             thread.join(0.01)
         returns.abandon()
         returns.close()
@@ -693,16 +693,16 @@ def fail_next_download(backend: object) -> None:
     backend.download = failing  # type: ignore[attr-defined]
 
 
-def test_abandoned_gradients_give_back_their_slots() -> None:
+def test_abandoned_gradients_give_back_their_buffers() -> None:
     """Those that went to the optimizer, too, which never came to step them."""
     with gradient_scene((4,), lowered=BF16) as s:
         s.stepper.wanted.add(s.placed.unit)
         s.arrive(1)
         (shipment,) = s.stepper.shipments
-        assert shipment.slot is not None
-        assert not shipment.slot.is_free
+        assert shipment.buffer is not None
+        assert not shipment.buffer.is_free
         s.returns.abandon()
-        assert shipment.slot.is_free
+        assert shipment.buffer.is_free
 
 
 def test_after_an_exception_what_was_there_stays() -> None:

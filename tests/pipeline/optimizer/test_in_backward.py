@@ -261,7 +261,7 @@ def test_what_a_checkpoint_inside_of_a_unit_still_reads_keeps_its_place(frozen: 
         assert pipeline.stats.steps_in_backward == steps  # the first unit's frozen weight is not read in backward
 
 
-@pytest.mark.timeout(30)  # slots that are not given back would be waited for, for ever
+@pytest.mark.timeout(30)  # landing buffers that are not given back would be waited for, for ever
 @pytest.mark.parametrize("count", [5, 16])
 @pytest.mark.parametrize("why", ["incomplete", "another graph needs weights"])
 def test_lower_gradients_that_were_not_stepped_in_backward_are_kept(why: str, count: int) -> None:

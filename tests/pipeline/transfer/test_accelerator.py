@@ -509,7 +509,7 @@ def test_a_failed_arrangement_leaves_nothing_page_locked(runtime: FakeRuntime, m
 
 
 def test_a_failed_page_lock_is_cleared_and_warned_about(runtime: FakeRuntime) -> None:
-    """cudaHostRegister leaves an error that the next kernel launch would raise; copies go through the ring then."""
+    """cudaHostRegister leaves an error that the next kernel launch would raise; copies go through small chunks then."""
     runtime.limit = 3000
     with pytest.warns(UserWarning, match=r"could not be page-locked.*ulimit -l"):
         pipe, backend = attach(chain())
@@ -535,11 +535,11 @@ def test_page_locks_take_no_more_than_their_share(
     pinned: bool,
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    """Above the share the ring is used, and it says so; a user who insists gets what they ask for."""
+    """Above the share small chunks are used, and it says so; a user who insists gets what they ask for."""
     monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.total_host_memory", lambda: 5000)
     pipe, _ = attach(chain(), pin_memory=pin_memory)
     assert pipe.summary().pinned is pinned
-    assert [str(warning.message)[:16] for warning in recwarn if "page-locked ring" in str(warning.message)] == (
+    assert [str(warning.message)[:16] for warning in recwarn if "page-locked chunks" in str(warning.message)] == (
         [] if pinned else ["Pinning 4.2 KiB "]
     )
     pipe.detach()
@@ -550,7 +550,7 @@ def test_page_locks_take_no_more_than_their_share(
     ("pin_memory", "total", "left"),
     [(True, 5000, None), (False, 50_000, 0), ("auto", 50_000, 40_000), ("auto", 5000, 4000), ("auto", None, None)],
 )
-@pytest.mark.filterwarnings("ignore:.*page-locked ring")
+@pytest.mark.filterwarnings("ignore:.*page-locked chunks")
 def test_what_may_be_page_locked_besides(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, pin_memory: Any, total: int | None, left: int | None
 ) -> None:
