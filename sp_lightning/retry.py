@@ -271,7 +271,9 @@ class _Attempt:
         self._device = pipeline.device
         self._random = RandomStates(self._device)
         self._takes_its_batch = any(isinstance(value, Iterator) for value in inputs)
-        inputs = (*lightning.logged(module), *inputs)
+        trainer: Any = module.trainer
+        param_groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        inputs = (*lightning.logged(module), *param_groups, *inputs)
         self._look = partial(
             SideEffects, module, inputs, outside=[module._trainer], largest=_LARGEST, trusts_versions=False
         )

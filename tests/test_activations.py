@@ -9,6 +9,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy
@@ -482,6 +483,55 @@ def test_a_mode_that_changes_before_backward() -> None:
             run.note(name, parameter.grad)
 
     assert_same_story(story, lambda: Chain(Block(dropout=0.5) for _ in range(3)), activations="recompute")
+
+
+class Annealed(Block):
+    """Reads all kinds of settings, which may be other ones by the next step."""
+
+    def __init__(self, shared: SimpleNamespace) -> None:
+        super().__init__(dropout=0.2)
+        self.temperature, self.shared, self.own = 1.0, shared, {"scale": [1.0]}
+        self.act: nn.Module = nn.ReLU()
+        self.steps = numpy.ones(1)
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(super().forward(x) * self.temperature + self.shift)
+        return y * self.shared.scale * self.own["scale"][0] * float(self.steps[0])
+
+
+SETTINGS: dict[str, Callable[[Annealed], object]] = {
+    "attribute": lambda block: setattr(block, "temperature", block.temperature * 0.9),
+    "attribute of a child": lambda block: setattr(block.dropout, "p", block.dropout.p * 0.5),
+    "shared object": lambda block: setattr(block.shared, "scale", block.shared.scale * 0.9),
+    "value in a list": lambda block: block.own["scale"].__setitem__(0, 0.5),
+    "array": lambda block: block.steps.__iadd__(1),
+    "module": lambda block: setattr(block, "act", nn.GELU()),
+    "buffer": lambda block: setattr(block, "shift", block.shift + 1),
+    "buffer in place": lambda block: block.shift.add_(1),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_change_before_backward(name: str) -> None:
+    """The second forward is one with the settings of the first."""
+
+    def story(run: Run) -> None:
+        for number in range(3):
+            with run.step():
+                loss = run.model(run.rows(number)).square().mean()
+                for block in run.model.blocks:
+                    SETTINGS[name](block)
+                loss.backward()
+            for key, parameter in run.model.named_parameters():
+                run.note(f"{number} {key}", parameter.grad)
+        assert run.pipe is None or run.pipe.stats.recomputed == 3 * 4
+
+    def build() -> nn.Module:
+        shared = SimpleNamespace(scale=1.0)
+        return Chain(Annealed(shared) for _ in range(4))
+
+    assert_same_story(story, build, activations="recompute")
 
 
 # ------------------------------------------------------------------------------------------- what cannot run twice

@@ -607,6 +607,8 @@ class HasHooks(Module):
         self.history.append("step")
         self.table["steps"] = self.calls
         noise = self.noise + self.count
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.9
         return super().training_step([batch[0] * noise], batch_idx)
 
     @torch.no_grad()
@@ -621,6 +623,7 @@ class HasHooks(Module):
             average.lerp_(parameter, 0.1)
 
     def on_before_backward(self, loss: Tensor) -> None:
+        self.blocks[3].train(self.calls % 2 == 0)
         self.log("noise", self.noise + torch.rand(()))
         self.history = self.history[-5:]
 

@@ -6,9 +6,10 @@ that as it was before the first run, and must not leave a second trace.
 
 What may change is found by looking: at the module's attributes and buffers, at what its hooks hold, at the objects
 among its inputs. For lists, dicts, sets and attributes a shallow copy shows what has changed; the module's own tensors
-are copied whole, since they change in place, unless they are very large. After the forward only what it has changed is
-still remembered, along with the contents of the objects among its inputs. Others may change those as well, such as a
-model that puts what its block has computed into a cache. What no object leads to is not seen: global variables, files.
+are copied whole, since they change in place, unless they are very large. After the forward, copies of tensors that it
+has not changed are forgotten. All other contents are still remembered, as code between forward and backward may change
+what the forward has read: a temperature that is annealed, a cache that the model fills with what its blocks have
+computed. What no object leads to is not seen: global variables, files, iterators.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pickle
 import random
 import sys
 import types
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ from torch.quasirandom import SobolEngine
 
 from sp_lightning.pipeline.modules.tensors import tensor_bytes
 
+_LARGEST_ARRAY = 1 << 22  # bytes, of numpy; a data set is larger
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 MAX_OBJECTS = 20_000  # in attributes; a data set has more, and looking at them would take longer than a step
 
@@ -99,6 +102,7 @@ class SideEffects:
         self._changed: list[Tensor] = []  # in place, by the forward
         self._copies: dict[int, Tensor] = {}  # of the changed tensors, by their identity
         self._seen = set(map(id, outside))
+        self._changes_contents = False
         self._has_scripted_buffers = False
         self._looked_at = 0
         self._modes = [(inner, inner.training) for inner in module.modules()]
@@ -107,7 +111,6 @@ class SideEffects:
         for inner, _ in self._modes:
             for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # a forward may register more, once
                 self._look_into(hooks, own=False)
-        self._inputs_from = len(self._before)
         self._watched: list[_Held] = []
         self.include(inputs)
 
@@ -124,7 +127,7 @@ class SideEffects:
         self._watched += [held for key, held in self._held.items() if key not in others]
 
     def settle(self) -> str | None:
-        """Forget everything that the forward has not changed.
+        """Find out what the forward has changed, and forget the copies of all other tensors.
 
         Returns:
             The reason why the changes cannot be undone, in words; None if they can.
@@ -136,11 +139,7 @@ class SideEffects:
         self._seen.clear()
         self._changed = [held.tensor for held in changed if held.copy is not None]
         self._copies = {id(held.tensor): held.copy for held in changed if held.copy is not None}
-        own, inputs = self._before[: self._inputs_from], self._before[self._inputs_from :]
-        if all(_is_same(content, _read(place)) for place, content in own):
-            # otherwise others may replace what it has changed, and all places on the way there are needed
-            own = [(place, content) for place, content in own if self._has_copies(content)]
-        self._before = [*own, *inputs]
+        self._changes_contents = any(not _is_same(content, _read(place)) for place, content in self._before)
         lost = [held.tensor for held in changed if held.copy is None]
         if lost:
             return f"changes a tensor of shape {list(lost[0].shape)} in place"
@@ -181,7 +180,8 @@ class SideEffects:
         """
         copies = {key: copy.clone() for key, copy in self._copies.items()}
         before = self._differing(self._before)
-        now = [(place, _read(place)) for place, _ in self._before]
+        # a forward that changed no contents will not do so in the block, either
+        now = [(place, _read(place)) for place, _ in (self._before if self._changes_contents else before)]
         modes = [(module, module.training) for module, _ in self._modes]
         try:
             for place, content in before:
@@ -211,8 +211,11 @@ class SideEffects:
         """
         tensors = [(tensor, tensor.detach().clone()) for tensor in self._changed]
         changes = [(place, _change(before, _read(place))) for place, before in self._before]
+        modes = [(module, module.training) for module, before in self._modes if module.training != before]
 
         def make_changes() -> None:
+            for module, training in modes:
+                module.training = training
             for tensor, values in tensors:
                 tensor.data.copy_(values)
             for place, change in changes:
@@ -229,6 +232,8 @@ class SideEffects:
             self._has_scripted_buffers |= any(True for _ in module.buffers(recurse=False))
             return
         self._look_into(_Attributes(module), own=True)
+        if module._modules:
+            self._before.append((module._modules, dict(module._modules)))  # each of them is looked at by itself
         if module._buffers:
             self._look_into(module._buffers, own=True)
 
@@ -248,7 +253,7 @@ class SideEffects:
             self._hold(value, own)
         elif isinstance(value, nn.Module):  # not of this unit, a hook's for example: only its own attributes
             self._look_into(_Attributes(value), own)
-        elif isinstance(value, _PLACES) or _is_numpy_generator(value):
+        elif isinstance(value, _PLACES) or _is_numpy_generator(value) or _is_numpy_array(value):
             self._look_into(value, own)
         elif isinstance(value, (tuple, frozenset)):
             for item in value:
@@ -261,7 +266,7 @@ class SideEffects:
                 self._look_at(half, own)
         elif isinstance(value, types.FunctionType) and is_user_defined(value):
             self._look_at(value.__closure__, own)
-        elif hasattr(value, "__dict__") and (is_user_defined(type(value)) or isinstance(value, SobolEngine)):
+        elif hasattr(value, "__dict__") and (is_user_defined(type(value)) or isinstance(value, _OPEN)):
             self._look_into(vars(value), own)
 
     def _look_into(self, place: Any, own: bool) -> None:
@@ -280,7 +285,8 @@ class SideEffects:
         self._held[id(tensor)] = _Held(tensor, tensor._version if has_version else None, copy)
 
 
-_PLACES = (dict, list, set, deque, types.CellType, torch.Generator, random.Random)
+_PLACES = (dict, list, set, deque, types.CellType, torch.Generator, random.Random, bytearray)
+_OPEN = (types.SimpleNamespace, Namespace, SobolEngine)  # not defined by users, but with content of theirs
 PLAIN = {str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device}
 _NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
 
@@ -295,6 +301,14 @@ def _is_numpy_generator(value: Any) -> bool:
     return type(value).__module__.startswith("numpy.random") and hasattr(value, "_bit_generator")
 
 
+def _is_numpy_array(value: Any) -> bool:
+    """Tell whether this is a numpy array of numbers, small enough to be copied, whose bytes can be written."""
+    if (type(value).__module__, type(value).__name__) != ("numpy", "ndarray"):
+        return False
+    is_open = value.flags.c_contiguous and value.flags.writeable and 0 < value.nbytes <= _LARGEST_ARRAY
+    return is_open and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
+
+
 def _read(place: Any) -> Any:
     if isinstance(place, dict):
         return dict(place)
@@ -306,6 +320,10 @@ def _read(place: Any) -> Any:
         return pickle.dumps(place.getstate())
     if _is_numpy_generator(place):
         return pickle.dumps(place._bit_generator.state)
+    if isinstance(place, bytearray):
+        return bytes(place)
+    if _is_numpy_array(place):
+        return place.tobytes()
     if isinstance(place, types.CellType):
         try:
             return [place.cell_contents]
@@ -323,6 +341,10 @@ def _write(place: Any, content: Any) -> None:
         place.setstate(pickle.loads(content))  # noqa: S301  # what `_read` has made
     elif _is_numpy_generator(place):
         place._bit_generator.state = pickle.loads(content)  # noqa: S301
+    elif isinstance(place, bytearray):
+        place[:] = content
+    elif _is_numpy_array(place):
+        memoryview(place).cast("B")[:] = content
     elif isinstance(place, types.CellType):
         del place.cell_contents
         for value in content:
@@ -333,7 +355,7 @@ def _write(place: Any, content: Any) -> None:
 
 
 def _values(content: Any) -> Collection[Any]:
-    if isinstance(content, Tensor | bytes):  # the state of a generator
+    if isinstance(content, Tensor | bytes):  # the state of a generator, numbers
         return ()
     return content.values() if isinstance(content, dict) else content
 
