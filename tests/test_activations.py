@@ -496,8 +496,8 @@ class Annealed(Block):
         self.register_buffer("shift", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.act(super().forward(x) * self.temperature + self.shift)
-        return y * self.shared.scale * self.own["scale"][0] * float(self.steps[0])
+        scale = self.temperature * self.shared.scale * self.own["scale"][0] * float(self.steps[0])
+        return self.act(super().forward(x) * scale + self.shift)
 
 
 SETTINGS: dict[str, Callable[[Annealed], object]] = {
