@@ -74,7 +74,7 @@ class Assembly:
             arrangement.host_share.pin_gradients,
             on_arrival=lambda: self.backward.note(),
             on_departure=self.write_back.again,
-            finish_step=self.window.finish_step,
+            finish_optimizer=self.window.finish_optimizer,
             replicated=self._replicated_weights(),
         )
         self.gradients = self.returns.gradients

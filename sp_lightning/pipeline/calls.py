@@ -101,7 +101,7 @@ class Calls:
         if member.unit is None:
             return self._run_around_units(member, forward, args, kwargs)
         if self._activations.manages(member):
-            self._finish_steps(member)  # later, their end would look like a write by the forward
+            self._finish_optimizer(member)  # later, their end would look like a write by the forward
             return self._activations.run(member, args, kwargs)  # calls the module, which comes here once more
         if autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
             forward = without_autocast_cache(forward)
@@ -132,10 +132,10 @@ class Calls:
 
     # --------------------------------------------------------------------------------------------------------- a call
 
-    def _finish_steps(self, member: Member) -> None:
+    def _finish_optimizer(self, member: Member) -> None:
         with self._at_work:
             for group in member.groups:
-                self._window.finish_step(group)
+                self._window.finish_optimizer(group)
 
     def _enter(self, member: Member) -> int:
         """Bring what a call needs, and return the call's number."""

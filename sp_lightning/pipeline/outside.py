@@ -82,7 +82,7 @@ class OutsideUse:
     def serve(self, weight: Weight) -> nn.Parameter:
         """Return the weight on the device, for an operation outside of its unit."""
         with self._at_work:
-            self._window.finish_step(weight.unit.group)
+            self._window.finish_optimizer(weight.unit.group)
             self._arrangement.unused_in_step = False
             self._write_back.served.add(weight)
             if weight.lowered:  # this use may need it in its own dtype
@@ -124,7 +124,7 @@ class OutsideUse:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
         if self.guard.redirects:
             with self._at_work:
-                self._window.finish_step(weight.unit.group)
+                self._window.finish_optimizer(weight.unit.group)
                 self._window.finish_copies(weight.unit.group)
                 self._write_back.now([weight])
         else:
@@ -139,7 +139,7 @@ class OutsideUse:
                 "it before the step, in `on_before_optimizer_step`, or train with `overlap_optimizer=False`."
             )
         with self._at_work:
-            self._window.finish_step(weight.unit.group)
+            self._window.finish_optimizer(weight.unit.group)
             self._gradients.settle()
             self._gradients.show(weight)
 
@@ -176,7 +176,7 @@ class OutsideUse:
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device until the next arrangement, which is due."""
-        self._window.finish_step(weight.unit.group)  # it is sent at once
+        self._window.finish_optimizer(weight.unit.group)  # it is sent at once
         self._stats.promotions += 1
         twin = self._arrangement.make_resident(weight)
         self._learned.outdated = True

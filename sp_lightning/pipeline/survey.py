@@ -109,7 +109,7 @@ class Survey:
         self._most_memory = 0
         # Sampled at the end of each backward, because somebody may reset the device's peak between steps.
         self._lasting.activations.on_backward_end = self._look_at_memory
-        return self._lasting.backend.memory_in_use()
+        return self._lasting.backend.reset_peak_memory()
 
     def end_watching_memory(self) -> int:
         """Return the peak bytes of device memory since `begin_watching_memory`; 0 if the device does not tell."""
@@ -118,7 +118,7 @@ class Survey:
         return self._most_memory
 
     def _look_at_memory(self) -> None:
-        self._most_memory = max(self._most_memory, self._lasting.backend.most_memory_in_use() or 0)
+        self._most_memory = max(self._most_memory, self._lasting.backend.peak_since_reset() or 0)
 
     def record(self) -> AbstractContextManager[Recording]:
         """Record what the lanes do in this scope."""

@@ -63,7 +63,7 @@ class WriteBack:
         with torch.inference_mode(False), torch.no_grad():
             arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
             self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
-            self._window.finish_step(weight.unit.group)
+            self._window.finish_optimizer(weight.unit.group)
             self._stats.host_syncs += 1
             if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
                 weight.twin.note_unchanged()

@@ -268,7 +268,7 @@ class FakeStepper:
     def end_of_backward(self) -> None:
         self.calls.append("end of backward")
 
-    def finish_step(self, group: Group) -> None:
+    def finish_optimizer(self, group: Group) -> None:
         self.calls.append("finish step")
 
     def abandon(self) -> None:
@@ -293,7 +293,7 @@ class GradientScene:
             False,
             self._count,
             lambda: None,
-            lambda group: self.stepper.finish_step(group),
+            lambda group: self.stepper.finish_optimizer(group),
         )
         self.returns.stepper = self.stepper
         for twin in self.placed.twins:

@@ -382,8 +382,8 @@ def test_a_user_may_count_the_peak_anew_between_steps(monkeypatch: pytest.Monkey
         return choose(workload, *args, **options)
 
     monkeypatch.setattr(planner, "choose", choose_by)
-    monkeypatch.setattr(HostBackend, "memory_in_use", lambda self: 1000)
-    monkeypatch.setattr(HostBackend, "most_memory_in_use", lambda self: most)
+    monkeypatch.setattr(HostBackend, "reset_peak_memory", lambda self: 1000)
+    monkeypatch.setattr(HostBackend, "peak_since_reset", lambda self: most)
     model = chain(8)
     optimizer = SGD(model.parameters(), 1e-3)
     with planned(model, memory_budget="1MiB", activations="recompute") as pipeline:

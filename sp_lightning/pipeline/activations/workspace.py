@@ -37,7 +37,7 @@ class Workspace:
 
     def begin(self) -> None:
         """Start measuring."""
-        in_use = self._backend.memory_in_use()
+        in_use = self._backend.reset_peak_memory()
         self._baseline = None if in_use is None else in_use - self._meter.bytes
         self.is_known = in_use is not None
 
@@ -45,10 +45,10 @@ class Workspace:
         """End a stretch, and begin another; return the workspace that it took, or 0 while nothing is measured."""
         taken = 0
         if self._baseline is not None:
-            most = self._backend.most_memory_in_use()
+            most = self._backend.peak_since_reset()
             assert most is not None
             taken = max(0, most - self._baseline - self._meter.stretch_peak)
-            self._backend.memory_in_use()  # the peak is counted anew
+            self._backend.reset_peak_memory()  # the peak is counted anew
         self._meter.begin_stretch()
         return taken
 

@@ -82,7 +82,7 @@ class GradientReturn:
         pin: Whether to pin host memory.
         on_arrival: Called when autograd has finished a gradient.
         on_departure: Called before gradients are sent off: backward leaves a unit, or has all gradients of it.
-        finish_step: Waits until no step reads the gradients of a group any more.
+        finish_optimizer: Waits until no step reads the gradients of a group any more.
         replicated: The weights whose gradients are averaged with those of other processes, if there are any.
 
     Attributes:
@@ -102,14 +102,14 @@ class GradientReturn:
         pin: bool,
         on_arrival: Callable[[], None],
         on_departure: Callable[[], None],
-        finish_step: Callable[[Group], None],
+        finish_optimizer: Callable[[Group], None],
         replicated: ReplicatedWeights | None = None,
     ) -> None:
         self._backend = backend
         self._stats = stats
         self._on_arrival = on_arrival
         self._on_departure = on_departure
-        self._finish_step = finish_step
+        self._finish_step = finish_optimizer
         self._units = list(units)
         self._gathered: dict[Unit, dict[Weight, Tensor]] = {}
         self._expected: dict[Unit, int] = {}

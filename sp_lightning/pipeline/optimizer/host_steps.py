@@ -163,7 +163,7 @@ class HostSteps:
                 if shipment.buffer is not None:
                     shipment.buffer.release()
 
-        self._window.finish_step(group)
+        self._window.finish_optimizer(group)
         self._window.outdate(group)
         copies = self._window.copies_of(group)
         moved = sum(2 * w.master.nbytes + gradient.nbytes for s in shares for w, gradient in s.gradients.items())
@@ -180,7 +180,9 @@ class HostSteps:
         group.being_stepped = Ticket.of_parts(tickets)
         self._under_way.append(group)
         if any(weight.twin.group is not group for weight in group.host.weights):
-            self._window.finish_step(group)  # weights made resident are in groups that do not wait for this one's step
+            self._window.finish_optimizer(
+                group
+            )  # weights made resident are in groups that do not wait for this one's step
 
     def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:
         if optimizer not in self._known:
@@ -190,9 +192,9 @@ class HostSteps:
             unit_steps[group] = UnitStep(optimizer, [weight.master for weight in group.host.weights])
         return unit_steps[group]
 
-    def finish_step(self, group: Group) -> None:
+    def finish_optimizer(self, group: Group) -> None:
         """Wait until no step reads or writes the memory of a group any more."""
-        self._window.finish_step(group)
+        self._window.finish_optimizer(group)
 
     def settle(self) -> None:
         """Wait until every step is done, and no copy to the device reads a master: others may write to them.
@@ -203,7 +205,7 @@ class HostSteps:
         errors = []
         while self._under_way:
             try:
-                self._window.finish_step(self._under_way[0])
+                self._window.finish_optimizer(self._under_way[0])
             except Exception as error:
                 errors.append(error)
             self._under_way.pop(0)  # not if an interrupt has ended the wait
@@ -228,6 +230,6 @@ class HostSteps:
         """Note which steps are over, and tell whether none is under way any more; does not wait."""
         for group in self._under_way:
             if group.being_stepped is not None and group.being_stepped.done:
-                self._window.finish_step(group)
+                self._window.finish_optimizer(group)
         self._under_way = [group for group in self._under_way if group.being_stepped is not None]
         return not self._under_way

@@ -126,7 +126,7 @@ class Overlap:
                 self._steps.note_stepped(share.optimizer, share.gradients)
                 is_held = group in self._held or any(map(is_aliased, share.gradients))
                 if is_first_step or not self._overlaps or is_held:
-                    self._steps.finish_step(group)
+                    self._steps.finish_optimizer(group)
                 if is_first_step:
                     begun.add(share.optimizer)
         self._to_step.clear()
@@ -182,7 +182,7 @@ class Overlap:
         return None
 
     def _let_plain_code_step(self, weight: Weight) -> None:
-        self._steps.finish_step(weight.unit.group)
+        self._steps.finish_optimizer(weight.unit.group)
         self._gradients.wait_until_landed([weight])
         self._gradients.show(weight)
 

@@ -277,11 +277,11 @@ class AcceleratorBackend(Backend):
 
     @override
     def peak_memory(self) -> int | None:
-        most = self.most_memory_in_use()
+        most = self.peak_since_reset()
         return None if most is None else max(self._peak_before_reset, most)
 
     @override
-    def memory_in_use(self) -> int | None:
+    def reset_peak_memory(self) -> int | None:
         if not hasattr(self._api, "reset_peak_memory_stats"):
             return None
         self._peak_before_reset = max(self._peak_before_reset, int(self._api.max_memory_allocated(self.device)))
@@ -289,7 +289,7 @@ class AcceleratorBackend(Backend):
         return int(self._api.memory_allocated(self.device))
 
     @override
-    def most_memory_in_use(self) -> int | None:
+    def peak_since_reset(self) -> int | None:
         if not hasattr(self._api, "reset_peak_memory_stats"):
             return None
         return int(self._api.max_memory_allocated(self.device))

@@ -149,12 +149,12 @@ class Backend(Lanes):
         """Return the peak of allocated bytes so far, or None if unknown."""
         return None
 
-    def memory_in_use(self) -> int | None:
-        """Return the bytes of device memory that are allocated, or None if unknown, and reset their peak."""
+    def reset_peak_memory(self) -> int | None:
+        """Count the peak of allocated bytes anew; return the bytes that are allocated now, or None if unknown."""
         return None
 
-    def most_memory_in_use(self) -> int | None:
-        """Return the peak of allocated bytes since the last call of `memory_in_use`, or None if unknown."""
+    def peak_since_reset(self) -> int | None:
+        """Return the peak of allocated bytes since the last call of `reset_peak_memory`, or None if unknown."""
         return None
 
     def close(self) -> None:

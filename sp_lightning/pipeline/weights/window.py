@@ -133,7 +133,7 @@ class Window:
         group.suspect, group.state = False, None
         self._lose(group)
 
-    def finish_step(self, group: Group) -> None:
+    def finish_optimizer(self, group: Group) -> None:
         """Wait until the optimizer is done with the group's masters.
 
         Raises:
@@ -176,7 +176,7 @@ class Window:
 
     def _is_being_stepped(self, group: Group) -> bool:
         if group.being_stepped is not None and group.being_stepped.done:
-            self.finish_step(group)
+            self.finish_optimizer(group)
         return group.being_stepped is not None
 
     def _awaits_step(self, group: Group) -> bool:
@@ -246,7 +246,7 @@ class Window:
                 "larger `k`, or name the inner module in `resident`."
             )
         if self._awaits_step(group):
-            self.finish_step(group)
+            self.finish_optimizer(group)
         was_readable = group.readable
         self._lose(group)
         self._on_evict(group)

@@ -190,11 +190,11 @@ class TellsMemory(RecordingBackend):
         self.allocated += nbytes
         self.most = max(self.most, self.allocated)
 
-    def memory_in_use(self) -> int:
+    def reset_peak_memory(self) -> int:
         self.most = self.allocated
         return self.allocated
 
-    def most_memory_in_use(self) -> int:
+    def peak_since_reset(self) -> int:
         return self.most
 
 

@@ -589,7 +589,7 @@ def test_a_step_reads_its_gradients_before_the_next_ones_come() -> None:
     """The next backward's first gradients land where the last step reads its own."""
     with gradient_scene((4,)) as s:
         order: list[str] = []
-        s.stepper.finish_step = lambda group: order.append("finish step")  # type: ignore[method-assign]
+        s.stepper.finish_optimizer = lambda group: order.append("finish step")  # type: ignore[method-assign]
         download = s.backend.download
         s.backend.download = lambda *args: (order.append("download"), download(*args))[1]  # type: ignore[method-assign]
         s.backward(1)

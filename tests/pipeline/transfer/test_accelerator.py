@@ -403,11 +403,11 @@ def test_usable_memory_is_limited_as_the_process_is(scene: Scene) -> None:
 def test_the_peak_is_that_of_the_run(scene: Scene) -> None:
     """And not since the engine has last counted it anew."""
     scene.api.peak = 9 << 10
-    scene.backend.memory_in_use()
-    assert scene.backend.most_memory_in_use() == 1 << 10
+    scene.backend.reset_peak_memory()
+    assert scene.backend.peak_since_reset() == 1 << 10
     assert scene.backend.peak_memory() == 9 << 10
     scene.api.peak = 8 << 10
-    scene.backend.memory_in_use()
+    scene.backend.reset_peak_memory()
     assert scene.backend.peak_memory() == 9 << 10
     scene.api.peak = 10 << 10
     assert scene.backend.peak_memory() == 10 << 10

@@ -427,7 +427,7 @@ def test_a_step_is_waited_for_once() -> None:
     ticket = stepping(scene, 0)
     ticket.finish()
     for _ in range(2):
-        scene.window.finish_step(scene.groups[0])
+        scene.window.finish_optimizer(scene.groups[0])
         assert scene.groups[0].being_stepped is None
 
 
@@ -436,21 +436,21 @@ def test_an_interrupted_wait_for_a_step_leaves_it_under_way() -> None:
     scene = Scene(2, 2)
     ticket = stepping(scene, 0, InterruptedTicket())
     with pytest.raises(KeyboardInterrupt):
-        scene.window.finish_step(scene.groups[0])
+        scene.window.finish_optimizer(scene.groups[0])
     assert scene.groups[0].being_stepped is ticket
     threading.Timer(0.03, ticket.finish).start()
-    scene.window.finish_step(scene.groups[0])
+    scene.window.finish_optimizer(scene.groups[0])
     assert ticket.done
     assert scene.groups[0].being_stepped is None
 
 
-@pytest.mark.parametrize("by", ["finish_step", "bring", "prefetch"])
+@pytest.mark.parametrize("by", ["finish_optimizer", "bring", "prefetch"])
 def test_an_error_of_a_step_surfaces_once(by: str) -> None:
     """Where the group is next wanted; after that there is nothing more to be told."""
     scene = Scene(2, 2)
     stepping(scene, 0).finish(ArithmeticError("the optimizer is lost"))
     use = {
-        "finish_step": lambda: scene.window.finish_step(scene.groups[0]),
+        "finish_optimizer": lambda: scene.window.finish_optimizer(scene.groups[0]),
         "bring": lambda: scene.window.bring(scene.groups[0]),
         "prefetch": scene.window.prefetch,
     }[by]
