@@ -48,7 +48,7 @@ class Workspace:
             most = self._backend.peak_since_reset()
             assert most is not None
             taken = max(0, most - self._baseline - self._meter.stretch_peak)
-            self._backend.reset_peak_memory()  # the peak is counted anew
+            self._backend.reset_peak_memory()
         self._meter.begin_stretch()
         return taken
 
