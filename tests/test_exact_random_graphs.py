@@ -280,6 +280,23 @@ ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT = replace(
     plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False, set_to_none=True),
 )
 
+# Found once: a frozen unit whose checkpoint writes to its weight in backward makes way for another one at once.
+WRITTEN_IN_BACKWARD_AND_EVICTED = replace(
+    TWICE_IN_A_REENTRANT_CHECKPOINT,
+    trees=[
+        (decays := ("reentrant", [("frozen", ("leaf", "decay"))])),
+        (
+            "reentrant",
+            [("twice", [("frozen", ("again", 5)), ("leaf", "clamp")]), ("frozen", ("leaf", "decay_counted"))],
+        ),
+        decays,
+    ],
+    k=1,
+    k_prime=1,
+    units=None,
+    plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False, set_to_none=True),
+)
+
 
 @settings(max_examples=100)
 @given(examples())
@@ -293,6 +310,7 @@ def test_random_graphs_are_exact(example: Example) -> None:
 
 @settings(max_examples=60)
 @given(examples((*WRITERS, "block", "norm")))
+@hypothesis_example(WRITTEN_IN_BACKWARD_AND_EVICTED)
 def test_random_graphs_that_write_to_weights_are_exact(example: Example) -> None:
     """Neither does what forwards write, unless backward would need what was there before."""
     note(str(example))

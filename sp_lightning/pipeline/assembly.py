@@ -26,6 +26,7 @@ from sp_lightning.pipeline.optimizer.host_steps import HostSteps
 from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.outside import OutsideUse
+from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.schedule import Schedule
 from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.write_back import WriteBack
@@ -63,9 +64,7 @@ class Assembly:
         members = arrangement.streamed_members
         groups = [member.unit.group for member in members if member.unit is not None]
         self.schedule = Schedule(len(members))
-        self.window = Window(
-            arrangement.groups, groups, self.schedule, backend, stats, lambda group: self.backward.evict(group)
-        )
+        self.window = Window(arrangement.groups, groups, self.schedule, backend, stats, self._on_evict)
         self.write_back = WriteBack(lasting, self.window)
         self.returns = GradientReturn(
             arrangement.all_units,
@@ -232,6 +231,10 @@ class Assembly:
         self._lasting.offloader.reset()
         self.schedule.forget_position()
         self.window.forget()
+
+    def _on_evict(self, group: Group) -> None:
+        self.write_back.again()  # while the group can be read
+        self.backward.evict(group)
 
     def _begin_backward(self) -> None:
         self.arm_guard()

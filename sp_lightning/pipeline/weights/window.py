@@ -248,8 +248,8 @@ class Window:
         if self._awaits_step(group):
             self.finish_optimizer(group)
         was_readable = group.readable
-        self._lose(group)
         self._on_evict(group)
+        self._lose(group)
         if was_readable:  # otherwise a copy into the place may still run, and only another copy is ordered after that
             self._backend.invalidate(group.place)
 
