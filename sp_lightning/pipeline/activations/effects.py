@@ -186,14 +186,12 @@ class SideEffects:
         try:
             for place, content in before:
                 _write(place, _replace(content, copies))
-            for module, training in self._modes:
-                module.training = training
+            _set_modes(self._modes)
             yield
         finally:
             for place, content in self._differing(now):
                 _write(place, content)
-            for module, training in modes:
-                module.training = training
+            _set_modes(modes)
 
     def undo(self) -> None:
         """Put everything back as it was before the forward, for good; tensors stay the same objects."""
@@ -201,8 +199,7 @@ class SideEffects:
             tensor.data.copy_(self._copies[id(tensor)])
         for place, content in self._differing(self._before):
             _write(place, content)
-        for module, training in self._modes:
-            module.training = training
+        _set_modes(self._modes)
 
     def redo(self) -> Callable[[], None]:
         """Return a function that makes the same changes again; call it after `settle`.
@@ -214,8 +211,7 @@ class SideEffects:
         modes = [(module, module.training) for module, before in self._modes if module.training != before]
 
         def make_changes() -> None:
-            for module, training in modes:
-                module.training = training
+            _set_modes(modes)
             for tensor, values in tensors:
                 tensor.data.copy_(values)
             for place, change in changes:
@@ -253,7 +249,7 @@ class SideEffects:
             self._hold(value, own)
         elif isinstance(value, nn.Module):  # not of this unit, a hook's for example: only its own attributes
             self._look_into(_Attributes(value), own)
-        elif isinstance(value, _PLACES) or _is_numpy_generator(value) or _is_numpy_array(value):
+        elif isinstance(value, _PLACES):
             self._look_into(value, own)
         elif isinstance(value, (tuple, frozenset)):
             for item in value:
@@ -268,6 +264,8 @@ class SideEffects:
             self._look_at(value.__closure__, own)
         elif hasattr(value, "__dict__") and (is_user_defined(type(value)) or isinstance(value, _OPEN)):
             self._look_into(vars(value), own)
+        elif _is_numpy_generator(value) or _is_numpy_array(value):
+            self._look_into(value, own)
 
     def _look_into(self, place: Any, own: bool) -> None:
         content = _read(place)
@@ -309,27 +307,32 @@ def _is_numpy_array(value: Any) -> bool:
     return is_open and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
 
 
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+
+
 def _read(place: Any) -> Any:
     if isinstance(place, dict):
         return dict(place)
     if isinstance(place, _Attributes):
         return place.read()
+    if isinstance(place, set):
+        return set(place)
+    if isinstance(place, list | deque):
+        return list(place)
+    if isinstance(place, types.CellType):
+        try:
+            return [place.cell_contents]
+        except ValueError:  # an unbound variable
+            return []
     if isinstance(place, torch.Generator):
         return place.get_state()
     if isinstance(place, random.Random):
         return pickle.dumps(place.getstate())
     if _is_numpy_generator(place):
         return pickle.dumps(place._bit_generator.state)
-    if isinstance(place, bytearray):
-        return bytes(place)
-    if _is_numpy_array(place):
-        return place.tobytes()
-    if isinstance(place, types.CellType):
-        try:
-            return [place.cell_contents]
-        except ValueError:  # an unbound variable
-            return []
-    return set(place) if isinstance(place, set) else list(place)
+    return bytes(place) if isinstance(place, bytearray) else place.tobytes()
 
 
 def _write(place: Any, content: Any) -> None:

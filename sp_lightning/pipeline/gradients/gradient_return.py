@@ -109,7 +109,7 @@ class GradientReturn:
         self._stats = stats
         self._on_arrival = on_arrival
         self._on_departure = on_departure
-        self._finish_step = finish_optimizer
+        self._finish_optimizer = finish_optimizer
         self._units = list(units)
         self._gathered: dict[Unit, dict[Weight, Tensor]] = {}
         self._expected: dict[Unit, int] = {}
@@ -240,7 +240,7 @@ class GradientReturn:
         unit, layout, weights = parcel.unit, parcel.layout, parcel.layout.weights
         if self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights):
             parcel.measure()
-        self._finish_step(unit.group)
+        self._finish_optimizer(unit.group)
         self.gradients.apply_pending(weights)
         complete = len(weights) == self._expected.get(unit)
         steps_now = complete and self._is_final(weights) and self.stepper.wants(unit)
