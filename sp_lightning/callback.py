@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from sp_lightning._namespace import Namespace, logged_step, logs_now
 from sp_lightning.monitor.advice import Evidence, diagnose
 from sp_lightning.monitor.metrics import Counters, device_memory, timed_metrics
 from sp_lightning.monitor.recorder import Recorder
 from sp_lightning.pipeline import Pipeline, Recording
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.timeline import break_down, check_timeline_path, write_timeline
+from sp_lightning.trainer._namespace import Namespace, logged_step, logs_now
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

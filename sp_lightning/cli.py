@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from sp_lightning._namespace import FABRIC, namespace
+from sp_lightning.trainer._namespace import FABRIC, namespace
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -8,10 +8,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 
-from sp_lightning._namespace import Namespace, namespace
 from sp_lightning.callback import CallbackMixin
-from sp_lightning.checkpoint_io import StreamingCheckpointIO
 from sp_lightning.strategy import SuperpipelineMixin
+from sp_lightning.trainer._namespace import Namespace, namespace
+from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
 
 
 class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):

@@ -8,10 +8,10 @@ from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 
-from sp_lightning._namespace import Namespace, namespace
 from sp_lightning.callback import CallbackMixin
-from sp_lightning.checkpoint_io import StreamingCheckpointIO
 from sp_lightning.strategy import SuperpipelineMixin
+from sp_lightning.trainer._namespace import Namespace, namespace
+from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
 
 
 class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):

@@ -23,18 +23,18 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 from typing_extensions import override
 
-from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
-from sp_lightning.materialize import materialize
 from sp_lightning.monitor.progress import SetUpProgress
-from sp_lightning.narrator import Narrator
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.transfer.cores import use_all_cores
 from sp_lightning.planning import AutoPlanner
-from sp_lightning.precision import host_precision, lend, take_back
-from sp_lightning.processes import ProcessesMixin
-from sp_lightning.refusals import check_callbacks, check_processes
-from sp_lightning.steps import Steps
-from sp_lightning.when_to_step import SteppingPlan
+from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
+from sp_lightning.trainer.materialize import materialize
+from sp_lightning.trainer.narrator import Narrator
+from sp_lightning.trainer.precision import host_precision, lend, take_back
+from sp_lightning.trainer.processes import ProcessesMixin
+from sp_lightning.trainer.refusals import check_callbacks, check_processes
+from sp_lightning.trainer.steps import Steps
+from sp_lightning.trainer.when_to_step import SteppingPlan
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment

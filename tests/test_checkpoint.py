@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 
 from sp_lightning import SuperpipelineCheckpointIO, SuperpipelineStrategy
-from sp_lightning.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
+from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
 
 from .helpers import Trace, assert_same_trace
 from .lightning_modules import Base, Block, fit, loader, note_end, plain, run, streamed, trainer

@@ -33,7 +33,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.optimizer.stepping import UnitStep
 from sp_lightning.pipeline.transfer.cores import use_all_cores
-from sp_lightning.precision import HostGradScaler
+from sp_lightning.trainer.precision import HostGradScaler
 
 from .helpers import assert_same_trace
 from .lightning_modules import (

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning._namespace import Namespace
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.retry import StepRetry
-from sp_lightning.when_to_step import SteppingPlan, WhenToStep, is_users
+from sp_lightning.trainer._namespace import Namespace
+from sp_lightning.trainer.retry import StepRetry
+from sp_lightning.trainer.when_to_step import SteppingPlan, WhenToStep, is_users
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

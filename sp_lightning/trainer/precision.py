@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from sp_lightning._namespace import Namespace
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.steps import Steps
+from sp_lightning.trainer._namespace import Namespace
+from sp_lightning.trainer.steps import Steps
 
 
 class Loan:
@@ -89,7 +89,7 @@ def host_scaler(scaler: torch.amp.GradScaler, lightning: Namespace) -> torch.amp
         scaler._device == "cpu",
         f"`MixedPrecision(scaler={type(scaler).__name__}(device={scaler._device!r}))` keeps its scale on the device,"
         " but `strategy='superpipeline'` keeps gradients in host memory. Build the scaler with `device='cpu'`, or"
-        " derive it from `sp_lightning.precision.HostGradScaler`.",
+        " derive it from `sp_lightning.trainer.precision.HostGradScaler`.",
     )
     if scaler._scale is None:  # torch would put the scale on the device of the first loss, whatever `device` says
         scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))

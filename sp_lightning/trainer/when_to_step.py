@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from sp_lightning._namespace import Namespace
 from sp_lightning.pipeline import Pipeline
+from sp_lightning.trainer._namespace import Namespace
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

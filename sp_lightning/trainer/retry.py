@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from sp_lightning._namespace import Namespace
 from sp_lightning.pipeline import Pipeline, readable_bytes
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 from sp_lightning.pipeline.activations.surroundings import RandomStates
 from sp_lightning.pipeline.modules.tensors import tensor_bytes, tensors_in
 from sp_lightning.pipeline.transfer.backend import is_out_of_memory
-from sp_lightning.when_to_step import overridden
+from sp_lightning.trainer._namespace import Namespace
+from sp_lightning.trainer.when_to_step import overridden
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from sp_lightning._namespace import Namespace, is_tuning
 from sp_lightning.monitor.report import outcome, plan_rows, planned, show_table
 from sp_lightning.pipeline import Pipeline, WindowPlan
-from sp_lightning.when_to_step import SteppingPlan
+from sp_lightning.trainer._namespace import Namespace, is_tuning
+from sp_lightning.trainer.when_to_step import SteppingPlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sp_lightning._namespace import Namespace
 from sp_lightning.pipeline import PipelineOptions
+from sp_lightning.trainer._namespace import Namespace
 
 
 def check_processes(options: PipelineOptions, is_distributed: bool, lightning: Namespace) -> None:

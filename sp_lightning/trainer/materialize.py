@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from sp_lightning._namespace import Namespace
+from sp_lightning.trainer._namespace import Namespace
 
 
 def materialize(module: nn.Module, lightning: Namespace) -> None:
