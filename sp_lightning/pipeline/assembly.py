@@ -228,9 +228,9 @@ class Assembly:
         self.backward.abandon()
         self._lasting.saved.pop_all()
         self._lasting.backend.drain()
-        self._lasting.offloader.reset()
+        self._lasting.offloader.abandon()
         self.schedule.forget_position()
-        self.window.forget()
+        self.window.abandon()
 
     def _on_evict(self, group: Group) -> None:
         self.write_back.again()  # while the group can be read

@@ -290,7 +290,7 @@ class _Attempt:
         """Note what such hooks have changed, as backward begins."""
         if self._hooks is None:
             return
-        self._lost_to_hooks = self._hooks.settle()
+        self._lost_to_hooks = self._hooks.conclude()
         changes, random = self._hooks.redo(), RandomStates(self._device)
         self._hooks = None
 
@@ -319,7 +319,7 @@ class _Attempt:
             return "takes its batch from an iterator"
         if self._journal.lost is not None:
             return f"writes to weight {self._journal.lost!r}, or takes its `.data`, and a write would happen twice"
-        lost = self._lost_to_hooks or self._effects.settle()
+        lost = self._lost_to_hooks or self._effects.conclude()
         if lost is None:
             self._effects.undo()
             self._journal.undo()

@@ -72,7 +72,7 @@ class _Held(NamedTuple):
 
 
 class SideEffects:
-    """The side effects of one forward. Create it before that forward, and call `settle` after it.
+    """The side effects of one forward. Create it before that forward, and call `conclude` after it.
 
     Args:
         module: The module whose forward it is.
@@ -84,7 +84,7 @@ class SideEffects:
             None if that is to be found out, by comparing contents, for which the host waits.
 
     Attributes:
-        trusts_versions: The same; what was found out after `settle`.
+        trusts_versions: The same; what was found out after `conclude`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class SideEffects:
 
     @property
     def found(self) -> Set[int]:
-        """The objects that were looked at, by identity; empty after `settle`."""
+        """The objects that were looked at, by identity; empty after `conclude`."""
         return self._seen
 
     def include(self, inputs: Iterable[Any]) -> None:
@@ -126,7 +126,7 @@ class SideEffects:
             self._look_at(value, own=False)
         self._watched += [held for key, held in self._held.items() if key not in others]
 
-    def settle(self) -> str | None:
+    def conclude(self) -> str | None:
         """Find out what the forward has changed, and forget the copies of all other tensors.
 
         Returns:
@@ -202,7 +202,7 @@ class SideEffects:
         _set_modes(self._modes)
 
     def redo(self) -> Callable[[], None]:
-        """Return a function that makes the same changes again; call it after `settle`.
+        """Return a function that makes the same changes again; call it after `conclude`.
 
         What has changed by then, but not by this code, is left alone.
         """

@@ -296,7 +296,7 @@ class Offloader:
 
     # ------------------------------------------------------------------------------------------------------ endings
 
-    def reset(self) -> None:
+    def abandon(self) -> None:
         """Return to idle after an exception, when no copy is under way: no call is open, nothing leaves or comes.
 
         A copy may have failed, so what was leaving stays on the device, and what was being fetched is still on the
@@ -316,7 +316,7 @@ class Offloader:
     def close(self) -> None:
         """Release all host memory."""
         with self._lock:
-            self.reset()
+            self.abandon()
             self._closed = True
             self._pool.close()
 

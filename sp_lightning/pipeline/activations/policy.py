@@ -139,7 +139,7 @@ class Activations:
         )
         with saved_tensors_hooks(call.pack, call.unpack):
             output = member.module(*args, **kwargs)
-        obstacle = call.settle(output)
+        obstacle = call.conclude(output)
         self._trusts_versions[member.name] = bool(effects.trusts_versions)
         if call.footprint.repeatable:
             self._dropped.add(call)

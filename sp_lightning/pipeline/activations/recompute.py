@@ -111,7 +111,7 @@ class UnitCall:
 
     Attributes:
         member: The member that is called.
-        footprint: The device memory that the call takes; set by `settle`.
+        footprint: The device memory that the call takes; set by `conclude`.
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class UnitCall:
         self._kept.append(weakref.ref(kept))
         return kept
 
-    def settle(self, output: Any) -> str | None:
+    def conclude(self, output: Any) -> str | None:
         """Drop what the forward, which is over, has saved, if that can be recomputed and is worth it.
 
         Returns:
             The obstacle to warn of, in words; None if there is none, or if nothing would have been dropped anyway.
         """
-        obstacle = self._effects.settle()
+        obstacle = self._effects.conclude()
         if self._inputs.are_changed or self._weights_are_changed():
             obstacle = f"changes its {'input' if self._inputs.are_changed else 'weights'} in place"
         if (scope := scope_that_ends_before_backward()) is not None:

@@ -79,7 +79,7 @@ class Window:
         group.suspect, group.state = True, None
         self._ahead.lose(group)
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         """After an exception: treat every group as absent, with no call inside."""
         self._ahead.forget()
         for group in self.groups:

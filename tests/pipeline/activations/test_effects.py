@@ -119,7 +119,7 @@ def test_a_change_is_undone_and_done(thing: Any, change: Callable[[Any], object]
     before = picture()
     effects = SideEffects(module, [])
     change(module)
-    assert effects.settle() is None
+    assert effects.conclude() is None
     after = picture()
     assert before != after
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_a_change_is_made_again(thing: Any, change: Callable[[Any], object]) -> 
     picture = lambda: seen({k: v for k, v in vars(module.part).items() if k == "thing"})  # noqa: E731
     effects = SideEffects(module, [])
     change(module)
-    assert effects.settle() is None
+    assert effects.conclude() is None
     after, redo = picture(), effects.redo()
     effects.undo()
     for _ in range(2):
@@ -163,7 +163,7 @@ def test_changes_are_made_to_what_is_there() -> None:
     box.table.update(a=2)
     del box.table["b"]
     box.kinds ^= {2, 3}
-    effects.settle()
+    effects.conclude()
     redo = effects.redo()
     box.rows[:], box.kinds = [5], {2, 7}
     box.table.update(b=4, c=5)
@@ -176,7 +176,7 @@ def test_a_container_that_somebody_has_replaced() -> None:
     module = Holder(Box(rows=[]))
     effects = SideEffects(module)
     module.part.thing.rows.append(1)
-    assert effects.settle() is None
+    assert effects.conclude() is None
     module.part.thing.rows = []
     with effects.undone():
         module.part.thing.rows.append(1)
@@ -192,7 +192,7 @@ def test_objects_stay_the_same_objects() -> None:
     effects = SideEffects(module, [])
     rows.append(2)
     buffer.add_(1)
-    effects.settle()
+    effects.conclude()
     with effects.undone():
         assert module.part.thing.rows is rows
         assert module.buffer is not buffer
@@ -210,7 +210,7 @@ def test_statistics_without_a_version() -> None:
     version = module[0].running_mean._version
     expected = module(x)
     assert module[0].running_mean._version == version
-    effects.settle()
+    effects.conclude()
     after = [buffer.clone() for buffer in module.buffers()]
     with effects.undone():
         assert module[0].running_mean.count_nonzero() == 0
@@ -222,7 +222,7 @@ def test_modes_are_those_of_the_forward() -> None:
     module = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout().eval()))
     modes = [part.training for part in module.modules()]
     effects = SideEffects(module, [])
-    effects.settle()
+    effects.conclude()
     module.eval()
     with effects.undone():
         assert [part.training for part in module.modules()] == modes
@@ -255,7 +255,7 @@ def test_what_hooks_write_to(make: Callable[[list[int]], Callable[..., None]]) -
         module[0].register_forward_hook(make(target))
     effects = SideEffects(module, [])
     module(torch.ones(1, 2))
-    assert effects.settle() is None
+    assert effects.conclude() is None
     with effects.undone():
         assert targets == [[7], [8]]
         module(torch.ones(1, 2))
@@ -286,7 +286,7 @@ def test_hooks_that_a_forward_registers() -> None:
     effects = SideEffects(module, [])
     module(torch.ones(1, 2))
     hooks = [*module.layer._forward_pre_hooks.items(), *module.layer._forward_hooks.items()]
-    assert effects.settle() is None
+    assert effects.conclude() is None
     with effects.undone():
         assert not module.layer._forward_hooks
         module(torch.ones(1, 2))
@@ -304,7 +304,7 @@ def test_a_hook_that_holds_a_buffer() -> None:
     module[0].register_forward_hook(lambda *args: print(mean))
     effects = SideEffects(module, [])
     module(x)
-    assert effects.settle() is None
+    assert effects.conclude() is None
     after = mean.clone()
     with effects.undone():
         module(x)
@@ -317,13 +317,13 @@ def test_a_cache_among_the_inputs() -> None:
     module = nn.Linear(2, 2)
     effects = SideEffects(module, [cache, 3, "text"])
     cache.keys, cache.count = torch.ones(2), 1
-    assert effects.settle() is None
+    assert effects.conclude() is None
     with effects.undone():
         assert (cache.keys, cache.count) == (None, 0)
     assert cache.count == 1
     effects = SideEffects(module, [cache])
     cache.fixed[0] = 1
-    assert effects.settle() == "changes a tensor of shape [4] in place"
+    assert effects.conclude() == "changes a tensor of shape [4] in place"
 
 
 def test_nothing_is_remembered_of_what_does_not_change() -> None:
@@ -332,7 +332,7 @@ def test_nothing_is_remembered_of_what_does_not_change() -> None:
     module.register_buffer("mask", torch.ones(100_000))
     given = Box(y=1)
     effects = SideEffects(module, [given])
-    assert effects.settle() is None
+    assert effects.conclude() is None
     assert not effects._held
     assert not effects._copies
 
@@ -343,7 +343,7 @@ def test_a_change_that_does_not_count(trusts_versions: bool | None) -> None:
     module = Holder(torch.ones(100_000))
     effects = SideEffects(module, trusts_versions=trusts_versions)
     module.part.thing.data.add_(1)
-    assert effects.settle() is None
+    assert effects.conclude() is None
     assert effects.trusts_versions is False
     with effects.undone():
         assert module.part.thing.sum() == 100_000
@@ -357,11 +357,11 @@ def test_versions_are_trusted_where_nothing_speaks_against_it() -> None:
     module = Holder(torch.ones(100_000))
     first = SideEffects(module)
     module.part.thing.add_(1)
-    assert first.settle() is None
+    assert first.conclude() is None
     assert first.trusts_versions is True
     later = SideEffects(module, trusts_versions=True)
     module.part.thing.data.add_(1)
-    assert later.settle() is None
+    assert later.conclude() is None
     assert later._copies == {}
 
 
@@ -375,7 +375,7 @@ def test_circles_and_strangers() -> None:
     module.part.owner = [module]
     effects = SideEffects(module, [])
     box.new = 1
-    assert effects.settle() is None
+    assert effects.conclude() is None
     with effects.undone():
         assert not hasattr(box, "new")
     assert box.new == 1
@@ -384,9 +384,9 @@ def test_circles_and_strangers() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 def test_scripted_buffers_are_out_of_reach() -> None:
     module = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
-    assert SideEffects(module, []).settle() == "has a scripted part with buffers"
+    assert SideEffects(module, []).conclude() == "has a scripted part with buffers"
     module = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
-    assert SideEffects(module, []).settle() is None
+    assert SideEffects(module, []).conclude() is None
 
 
 def test_data_that_a_module_holds_is_not_looked_through() -> None:
@@ -394,7 +394,7 @@ def test_data_that_a_module_holds_is_not_looked_through() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     module.data = [(number, [number]) for number in range(30_000)]
     effects = SideEffects(module, [])
-    assert effects.settle() == "has more than 20000 objects in its attributes"
+    assert effects.conclude() == "has more than 20000 objects in its attributes"
 
 
 @pytest.mark.parametrize(("changes", "obstacle"), [(False, None), (True, r"changes a tensor of shape \[8\] in place")])
@@ -408,7 +408,7 @@ def test_a_very_large_tensor_is_not_copied(
     module.state += 1
     if changes:
         module.memory += 1
-    said = effects.settle()
+    said = effects.conclude()
     assert said is None if obstacle is None else re.fullmatch(obstacle, said or "")
     with effects.undone():
         assert not module.state.any()

@@ -635,7 +635,7 @@ def test_reset_leaves_nothing_half_done(scene: Scene) -> None:
     x = large()
     y, first = scene.call(exp(x), 9)
     scene.offloader.enter(scene.unit()[0], True)
-    scene.offloader.reset()
+    scene.offloader.abandon()
     assert scene.offloader.current is None
     scene.offloader.leave(soon)  # from a `finally` further out
     assert scene.stages(first) == [Stage.DEVICE]  # the copy may have failed
@@ -644,7 +644,7 @@ def test_reset_leaves_nothing_half_done(scene: Scene) -> None:
     assert torch.equal(x.grad, y.detach())
     scene.packed.clear()
     del y
-    scene.offloader.reset()
+    scene.offloader.abandon()
     assert scene.pool.in_use == 0
     _, bundle = scene.call(exp(large()), 9)
     assert bundle.before is None
@@ -657,7 +657,7 @@ def test_a_copy_that_failed_is_told_of_and_never_used(scene: Scene) -> None:
     y, first = scene.call(exp(x), 9)
     with pytest.raises(OSError, match="on purpose"):
         scene.call(exp(large()), 9)
-    scene.offloader.reset()
+    scene.offloader.abandon()
     assert scene.stages(first) == [Stage.DEVICE]
     assert scene.pool.in_use == 0
     z, second = scene.call(exp(y), 9)
@@ -665,7 +665,7 @@ def test_a_copy_that_failed_is_told_of_and_never_used(scene: Scene) -> None:
     scene.backend.fail_next("upload", OSError("on purpose"))
     with pytest.raises(OSError, match="on purpose"):
         torch.autograd.grad(z.sum(), x, retain_graph=True)
-    scene.offloader.reset()
+    scene.offloader.abandon()
     assert scene.stages(second) == [Stage.HOST]
     z.sum().backward()
     assert torch.equal(x.grad, z.detach() * y.detach())
