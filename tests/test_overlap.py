@@ -798,7 +798,7 @@ def test_an_exception_in_mid_step(fails: str) -> None:
     assert_same_trace(*traces)
 
 
-def test_an_exception_while_units_are_stepped_in_backward_is_told() -> None:
+def test_an_exception_while_units_are_stepped_in_backward_warns() -> None:
     """Some units have taken the step then; nothing can take that back, so it must not go unnoticed."""
 
     class Fault(Exception):
@@ -826,7 +826,7 @@ def test_an_exception_while_units_are_stepped_in_backward_is_told() -> None:
             self.losses.append(loss.detach())
             return loss
 
-    with pytest.raises(Fault), pytest.warns(UserWarning, match="have taken this step, .* Go on from a checkpoint"):
+    with pytest.raises(Fault), pytest.warns(UserWarning, match="have taken this step, .* Continue from a checkpoint"):
         fit(Failing(), SuperpipelineStrategy(k=2, units=[Block]))
 
 
@@ -843,7 +843,7 @@ def test_spent_gradients_cannot_be_read() -> None:
         fit(Reading(), SuperpipelineStrategy(k=2, units=[Block]), precision="bf16-mixed")
 
 
-def test_what_was_chosen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_choices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     fit(Module(), SuperpipelineStrategy(k=2, units=[Block]))
     assert caplog.text.count("AdamW steps each unit in backward") == 1

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, readable_bytes
 from sp_lightning.pipeline.activations.effects import SideEffects
@@ -41,9 +42,9 @@ _WATCHED = 8  # micro-batches that may run again after a new arrangement; later 
 
 
 class StepRetry:
-    """Runs steps, and runs one that fails again: with a smaller window, say, or without recomputing a unit.
+    """Runs evaluation steps, and if one fails, runs it again: with a smaller window, say.
 
-    There is one for training and one for evaluation, because what works in one need not work in the other.
+    Training has a `TrainingRetry` of its own, because what works in one need not work in the other.
 
     Args:
         pipeline: The engine, which gives something up.
@@ -64,10 +65,9 @@ class StepRetry:
         self._arranged = 0
         self._left = _WATCHED
         self._proven = _Proven(0, 0)
-        self._attempt: _Attempt | None = None
 
-    def training_step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run a training step.
+    def step(self, inputs: tuple[Any, ...], run: Callable[[], T]) -> T:
+        """Run a validation, test or prediction step.
 
         Args:
             inputs: Its arguments.
@@ -76,23 +76,6 @@ class StepRetry:
         Raises:
             torch.OutOfMemoryError: If it does not fit, and nothing is left to give up or it cannot run again.
         """
-        self._attempt = None
-        attempt = self._begin(inputs, run)
-        if attempt is None:
-            return run()
-        output = self._until_it_works(attempt, run)
-        if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
-            self._note_success(attempt)
-            return output
-        attempt.loss, attempt.lightning_loss = loss, loss.detach().requires_grad_()
-        trainer: Any = self._module.trainer
-        if any(overridden([self._module, *trainer.callbacks], _IN_BETWEEN)):
-            attempt.watch_hooks()
-        self._attempt = attempt
-        return {**output, "loss": attempt.lightning_loss} if isinstance(output, Mapping) else attempt.lightning_loss
-
-    def evaluation_step(self, inputs: tuple[Any, ...], run: Callable[[], T]) -> T:
-        """Run a validation, test or prediction step; arguments and errors are those of `training_step`."""
         attempt = self._begin(inputs, run)
         if attempt is None:
             return run()
@@ -109,6 +92,81 @@ class StepRetry:
         if not self._is_watched(size):
             return None
         return _Attempt(self._module, self._pipeline, self._lightning, inputs, run, size)
+
+    def _until_it_works(self, attempt: _Attempt, run: Callable[[], T]) -> T:
+        result, failure = _try(run)
+        while failure is not None:
+            if attempt.has_stepped():
+                raise failure.as_error(
+                    "The step cannot run again, because the optimizer has stepped already. Continue from a "
+                    "checkpoint with smaller batches, or set `overlap_optimizer=False`."
+                )
+            given_up = failure.given_up or self._make_room(failure)
+            lost = attempt.undo()
+            if lost is not None:
+                raise failure.as_error(f"The step cannot run again, because it {lost}.")
+            self._lightning.warn(f"{given_up}. The step runs again, with the same data and the same random numbers.")
+            result, failure = _try(run)
+        return cast("T", result)
+
+    def _is_watched(self, size: int) -> bool:
+        if self._arranged != self._pipeline.stats.arrangements:
+            self._arranged, self._left = self._pipeline.stats.arrangements, _WATCHED
+        self._left -= 1
+        return self._left >= 0 or not self._is_proven(size)
+
+    def _is_proven(self, size: int) -> bool:
+        """Tell whether a step with inputs of at least this many bytes has worked in the current arrangement."""
+        return self._proven.arrangement == self._pipeline.stats.arrangements and size <= self._proven.size
+
+    def _note_success(self, attempt: _Attempt) -> None:
+        self._pipeline.journal.end()
+        arrangement, proven = self._pipeline.stats.arrangements, self._proven
+        before = proven.size if proven.arrangement == arrangement else 0
+        self._proven = _Proven(arrangement, max(attempt.size, before))
+
+    def _make_room(self, failure: _Failure) -> str:
+        """Give something up and free cached memory, outside of any `except`: a traceback would hold activations.
+
+        Returns:
+            What was given up, for the log.
+        """
+        given_up = self._pipeline.shrink()
+        if given_up is None:
+            raise failure.as_error(_advice(self._pipeline))
+        self.gave_up = True
+        gc.collect()
+        device = self._pipeline.device
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
+        return f"The device's memory did not suffice: {given_up}"
+
+
+class TrainingRetry(StepRetry):
+    """Runs training steps and their backward passes; if either fails, both run again.
+
+    Arguments and attributes are those of `StepRetry`.
+    """
+
+    _attempt: _Attempt | None = None
+
+    @override
+    def step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Run a training step; arguments and errors are those of an evaluation step."""
+        self._attempt = None
+        attempt = self._begin(inputs, run)
+        if attempt is None:
+            return run()
+        output = self._until_it_works(attempt, run)
+        if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
+            self._note_success(attempt)
+            return output
+        attempt.loss, attempt.lightning_loss = loss, loss.detach().requires_grad_()
+        trainer: Any = self._module.trainer
+        if any(overridden([self._module, *trainer.callbacks], _IN_BETWEEN)):
+            attempt.watch_hooks()
+        self._attempt = attempt
+        return {**output, "loss": attempt.lightning_loss} if isinstance(output, Mapping) else attempt.lightning_loss
 
     @property
     def is_probing(self) -> bool:
@@ -165,54 +223,6 @@ class StepRetry:
                 "something that could not be put back, such as weights that a hook changes before backward, a random "
                 "generator of another library, or an operation that does not repeat itself."
             )
-
-    def _until_it_works(self, attempt: _Attempt, run: Callable[[], T]) -> T:
-        result, failure = _try(run)
-        while failure is not None:
-            if attempt.has_stepped():
-                raise failure.as_error(
-                    "The step cannot run again, because the optimizer has stepped already. Go on from a "
-                    "checkpoint with smaller batches, or set `overlap_optimizer=False`."
-                )
-            given_up = failure.given_up or self._make_room(failure)
-            lost = attempt.undo()
-            if lost is not None:
-                raise failure.as_error(f"The step cannot run again, because it {lost}.")
-            self._lightning.warn(f"{given_up}. The step runs again, with the same data and the same random numbers.")
-            result, failure = _try(run)
-        return cast("T", result)
-
-    def _is_watched(self, size: int) -> bool:
-        if self._arranged != self._pipeline.stats.arrangements:
-            self._arranged, self._left = self._pipeline.stats.arrangements, _WATCHED
-        self._left -= 1
-        return self._left >= 0 or not self._is_proven(size)
-
-    def _is_proven(self, size: int) -> bool:
-        """Tell whether a step with inputs of at least this many bytes has worked in the current arrangement."""
-        return self._proven.arrangement == self._pipeline.stats.arrangements and size <= self._proven.size
-
-    def _note_success(self, attempt: _Attempt) -> None:
-        self._pipeline.journal.end()
-        arrangement, proven = self._pipeline.stats.arrangements, self._proven
-        before = proven.size if proven.arrangement == arrangement else 0
-        self._proven = _Proven(arrangement, max(attempt.size, before))
-
-    def _make_room(self, failure: _Failure) -> str:
-        """Give something up and free cached memory, outside of any `except`: a traceback would hold activations.
-
-        Returns:
-            What was given up, for the log.
-        """
-        given_up = self._pipeline.shrink()
-        if given_up is None:
-            raise failure.as_error(_advice(self._pipeline))
-        self.gave_up = True
-        gc.collect()
-        device = self._pipeline.device
-        if device.type != "cpu":
-            torch.get_device_module(device).empty_cache()
-        return f"The device's memory did not suffice: {given_up}"
 
 
 class _Proven(NamedTuple):

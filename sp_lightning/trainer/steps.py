@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.trainer._namespace import Namespace
-from sp_lightning.trainer.retry import StepRetry
+from sp_lightning.trainer.retry import StepRetry, TrainingRetry
 from sp_lightning.trainer.when_to_step import SteppingPlan, WhenToStep, is_users
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ class Steps:
         # If a step ran again in one process only, the others would be left waiting. A user's own `backward` may not
         # call ours, which joins the graphs of a step that may run again.
         alone = pipeline.replicas is None and not is_users(strategy, "backward")
-        self._retry = StepRetry(pipeline, module, lightning, enabled=alone)
-        self._evaluation_retry = StepRetry(pipeline, module, lightning, enabled=pipeline.replicas is None)
+        self._training = TrainingRetry(pipeline, module, lightning, enabled=alone)
+        self._evaluation = StepRetry(pipeline, module, lightning, enabled=pipeline.replicas is None)
         self._steps_next: tuple[Optimizer, SteppingPlan] | None = None
 
     @property
     def gave_up(self) -> bool:
         """Whether the pipeline has given something up to use less memory."""
-        return self._retry.gave_up or self._evaluation_retry.gave_up
+        return self._training.gave_up or self._evaluation.gave_up
 
     def training_step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Run a training step, and run it again if it runs out of memory.
@@ -54,7 +54,7 @@ class Steps:
             inputs: Its arguments.
             run: Calls it.
         """
-        return self._retry.training_step(inputs, partial(self._in_step, run))
+        return self._training.step(inputs, partial(self._in_step, run))
 
     def evaluation_step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Run a validation, test or prediction step, and run it again if it runs out of memory.
@@ -63,7 +63,7 @@ class Steps:
             inputs: Its arguments.
             run: Calls it.
         """
-        return self._evaluation_retry.evaluation_step(inputs, partial(self._in_step, run))
+        return self._evaluation.step(inputs, partial(self._in_step, run))
 
     def _in_step(self, run: Callable[[], Any]) -> Any:
         with self._pipeline.step():
@@ -88,7 +88,7 @@ class Steps:
                     tensors = [named] if isinstance(named, Tensor) else named
                     run(loss, *args, **{**kwargs, "inputs": self._pipeline.backward_inputs(tensors)})
 
-        self._retry.backward(loss, in_step)
+        self._training.backward(loss, in_step)
 
     def _stepping(self) -> AbstractContextManager[None]:
         """Return the scope for a backward pass, according to the plan for the optimizer's step that follows."""
@@ -97,7 +97,7 @@ class Steps:
         optimizer, plan = self._steps_next
         optimizers = self._pipeline.optimizers
         # While the step may have to run again, nothing is stepped in backward: that could not be undone.
-        if plan.why_not_in_backward is None and not self._retry.is_probing:
+        if plan.why_not_in_backward is None and not self._training.is_probing:
             return optimizers.stepping_in_backward(optimizer, clamp=plan.clamp, keep_gradients=plan.keeps_gradients)
         return optimizers.measuring_norms() if plan.needs_norms else nullcontext()
 

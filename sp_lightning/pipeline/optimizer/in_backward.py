@@ -162,7 +162,7 @@ class InBackward:
             if left > 0:
                 warnings.warn(
                     f"The exception came while the optimizer was stepping in backward: {len(step.stepped)} weights "
-                    f"have taken this step, {left} have not. Go on from a checkpoint, or train with "
+                    f"have taken this step, {left} have not. Continue from a checkpoint, or train with "
                     "`overlap_optimizer=False`.",
                     stacklevel=2,
                 )
