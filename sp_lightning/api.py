@@ -35,8 +35,9 @@ def superpipeline(
     Args:
         module: The module, with its parameters on the CPU. Inputs go on the device, as usual.
         device: The device to compute on; by default the current accelerator, or else the CPU.
-        k: Number of units on the device at once. With `k` at least the number of units, nothing is streamed. `"auto"`
-            starts with two, then chooses what the first steps show to be fastest within `memory_budget`.
+        k: Number of units on the device at once. With `k` at least the number of units, all stay there, and are sent
+            again only when the optimizer has stepped them. `"auto"` starts with two, then chooses what the first steps
+            show to be fastest within `memory_budget`.
         k_prime: Number of units moved together in one transfer, at most `k`. `"auto"` starts with one, and is then
             chosen with `k`.
         memory_budget: Device memory that weights, gradients on their way to the host and activations may take: a number

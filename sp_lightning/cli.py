@@ -149,16 +149,19 @@ def one_line(message: str) -> str:
     inner = message.partition("Problem with given class_path")[2] or message
     lines = [re.sub(r'^(- |Parser key "[^"]+":)*', "", line.strip()).strip() for line in inner.splitlines()]
     told = [line for line in dict.fromkeys(lines) if not _STRUCTURE.match(line)]
-    expected, given = (
-        re.findall(r"Expected a ([^\n]+?)(?:\. Got|\n)", inner),
-        re.findall(r"(?:Given|Got) value: (.+)", inner),
-    )
-    if not told and expected and given:
-        types = re.sub(
-            r"<class '([\w.]+)'>|typing\.Literal\[([^]]+)\]|typing\.", r"\1\2", " or ".join(dict.fromkeys(expected))
-        )
-        told = [f"expected {types}, got {given[0]}"]
-    return ": ".join(filter(None, [".".join(keys), "; ".join(told)])) or " ".join(message.split())
+    said = "; ".join(told) or _wrong_type(inner)
+    return ": ".join(filter(None, [".".join(keys), said])) or " ".join(message.split())
+
+
+def _wrong_type(message: str) -> str:
+    """Return which types a value could have had, and the value; nothing if the message does not say both."""
+    expected = re.findall(r"Expected a ([^\n]+?)(?:\. Got|\n)", message)
+    given = re.findall(r"(?:Given|Got) value: (.+)", message)
+    if not (expected and given):
+        return ""
+    types = " or ".join(dict.fromkeys(expected))
+    types = re.sub(r"<class '([\w.]+)'>|typing\.Literal\[([^]]+)\]|typing\.", r"\1\2", types)
+    return f"expected {types}, got {given[0]}"
 
 
 def _is_refusal(error: Exception) -> bool:

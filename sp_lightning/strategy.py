@@ -61,8 +61,9 @@ class SuperpipelineMixin(ProcessesMixin):
         process_group_backend: The `torch.distributed` backend for training on several devices. None uses torch's
             default for the device.
         timeout: How long a process waits for the others.
-        k: Number of units on the device at once. With `k` at least the number of units, nothing is streamed. "auto"
-            starts with two, then chooses what the first steps show to be fastest within `memory_budget`.
+        k: Number of units on the device at once. With `k` at least the number of units, all stay there, and are sent
+            again only when the optimizer has stepped them. "auto" starts with two, then chooses what the first steps
+            show to be fastest within `memory_budget`.
         k_prime: Number of units moved together in one transfer, at most `k`. "auto" starts with one, and is then chosen
             with `k`.
         memory_budget: Device memory that weights, gradients on their way to the host and activations may take: a number
@@ -93,7 +94,7 @@ class SuperpipelineMixin(ProcessesMixin):
     Example::
 
         trainer = Trainer(strategy="superpipeline", precision="bf16-mixed")
-        trainer = Trainer(strategy=SuperpipelineStrategy(k=4, memory_budget="12GB"))
+        trainer = Trainer(strategy=SuperpipelineStrategy(memory_budget="12GB", activations="recompute"))
     """
 
     strategy_name = "superpipeline"

@@ -108,8 +108,7 @@ def outcome(stats: Stats, summary: Summary) -> str:
     living = f"\nLiving on the device: {summary.living_on_device}." if summary.living_on_device else ""
     return (
         f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {readable_bytes(stats.bytes_to_device)} to the"
-        f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late,"
-        f" {stats.heals} were repeated.\n"
+        f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late.\n"
         f"Weights on {summary.device}, k={summary.k}, k_prime={summary.k_prime}: at most"
         f" {readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)}"
         f", {summary.saved:.0%} less.\n"

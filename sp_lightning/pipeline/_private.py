@@ -2,7 +2,8 @@
 
 `tests/pipeline/test_private.py` fails when one of them changes. All else is public torch, or is used where it is needed
 because torch itself relies on it across packages: `torch.utils._pytree`, `torch.utils._python_dispatch`, `torch._ops`,
-`torch._foreach_*`, `Tensor._base`, and of modules `_call_impl`, their hooks, and an RNN's `_flat_weights`.
+`torch._foreach_*`, `Tensor._base` and `_version`, and of modules `_parameters`, `_buffers`, `_modules`, `_call_impl`,
+`_compiled_call_impl`, their hooks, and an RNN's `_flat_weights`.
 """
 
 from __future__ import annotations

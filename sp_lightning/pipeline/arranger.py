@@ -7,7 +7,7 @@ steps have shown something (learned.py), a planner wants another window, autocas
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 
 import torch
@@ -153,13 +153,13 @@ class Arranger:
         if self._options.units is not None:
             return None
         modules = dict(self._lasting.module.named_modules())
+        repeated_layers = [
+            name for name, calls in self._activations.calls.items() if calls > 1 and not any(modules[name].children())
+        ]
         found = {}
-        for name in [name for name, calls in self._activations.calls.items() if calls > 1]:
-            around = name.rpartition(".")[0]
-            while around and not is_called(modules[around]):
-                around = around.rpartition(".")[0]
-            if around and not any(modules[name].children()) and modules[around] not in self._learned.undivided:
-                found[around] = modules[around]
+        for name in [_called_around(layer, modules) for layer in repeated_layers]:
+            if name and modules[name] not in self._learned.undivided:
+                found[name] = modules[name]
         outermost = {name: module for name, module in found.items() if not any(name.startswith(f"{n}.") for n in found)}
         weights = sum(parameter.nbytes for module in outermost.values() for parameter in module.parameters())
         if not outermost or weights > self.survey.activation_peak:
@@ -287,3 +287,11 @@ class Arranger:
     def _room_for_activations(self) -> int:
         """Return the bytes of device memory left for activations; only meaningful where there is a limit."""
         return max(0, (self.survey.budget or 0) - self.arrangement.streaming_bytes())
+
+
+def _called_around(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the name of the nearest module around this one that has a forward of its own; empty for the root."""
+    around = name.rpartition(".")[0]
+    while around and not is_called(modules[around]):
+        around = around.rpartition(".")[0]
+    return around

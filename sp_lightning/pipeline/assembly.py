@@ -226,10 +226,10 @@ class Assembly:
         self.calls.abandon()
         self.overlap.restore_param_groups()
         self.backward.abandon()
-        self._lasting.saved.pop_all()
+        self._lasting.saved.abandon()
         self._lasting.backend.drain()
         self._lasting.offloader.abandon()
-        self.schedule.forget_position()
+        self.schedule.abandon()
         self.window.abandon()
 
     def _on_evict(self, group: Group) -> None:

@@ -185,5 +185,5 @@ class BackwardPass:
 
 def _take_twins_from(unit: Unit) -> None:
     for member in unit.members:
-        if not member.running:
+        if not member.running_calls:
             swap_out(member)

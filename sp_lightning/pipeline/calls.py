@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY, Bundle
@@ -45,6 +46,7 @@ class Calls:
         schedule: Records which members are used.
         backward: Follows backward passes.
         outside: Makes weights resident that cannot stay in their group.
+        write_back: Copies what is written to weights on the device to the masters.
         returns: Moves gradients to the host.
         in_step: Tells whether the scope of a step is open.
     """
@@ -125,7 +127,7 @@ class Calls:
     def abandon(self) -> None:
         """Clean up after an exception has ended all calls."""
         for member in self._arrangement.members:
-            member.running = 0
+            member.running_calls = 0
             swap_out(member)
         self._inside.clear()
         self._under_autocast.end_recomputation()
@@ -155,7 +157,7 @@ class Calls:
                 self._window.bring(group)
             for group in member.groups:
                 group.users += 1
-            member.running += 1
+            member.running_calls += 1
             if self._inside:
                 member.called_in.update(*self._inside)
             self._inside.append(member.groups)
@@ -172,16 +174,16 @@ class Calls:
 
     def _leave(self, member: Member) -> None:
         with self._at_work:
-            if not member.running:  # an exception inside the call led to a reset
+            if not member.running_calls:  # an exception inside the call led to a reset
                 return
-            member.running -= 1
+            member.running_calls -= 1
             for group in self._inside.pop():
                 group.users -= 1
             is_backward = in_backward()
             if not self._inside and not is_backward:
                 self._backend.trace.end()
             self._write_back.now(entry.weight for entry in member.entries)
-            if not member.running and not self._backward.has_reached(member.unit):
+            if not member.running_calls and not self._backward.has_reached(member.unit):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:
                 self._offloader.leave(lambda: self._units_ahead(member))
@@ -215,34 +217,39 @@ class Calls:
     def _announce(self, member: Member, output: Any, number: int) -> Any:
         """Have backward announce itself when it reaches this call, and clone outputs that lie in a slot."""
         tensors = tensors_in(output)
-        if any(storage_key(tensor) in self._arrangement.twins for tensor in tensors):
-            output = replace_tensors(output, lambda t: t.clone() if storage_key(t) in self._arrangement.twins else t)
+        if any(map(self._lies_in_a_slot, tensors)):
+            output = replace_tensors(output, lambda tensor: tensor.clone() if self._lies_in_a_slot(tensor) else tensor)
             tensors = tensors_in(output)
         if not member.is_streamed:
-            self._outside.used({entry.weight for entry in member.entries})
-        elif torch.is_grad_enabled():
-            watched = [tensor for tensor in tensors if tensor.requires_grad]
-            if watched:
-                graph = self._graphs.watch_current()
-                graph.has_calls = True
-                *outer, groups = self._inside
-                around = [group for each in outer for group in each]
-                if in_backward():  # the call that it was inside of is over, but the backward of that is not
-                    around += [group for group in self._backward.in_use if group in member.called_in]
-                bundle = self._offloader.current
-                lowered = [group for group in groups if group.host.keeps_lowered_copies]
-                if lowered:  # what this call has written must not look like a change since then
-                    with self._at_work:
-                        self._write_back.now(entry.weight for entry in member.entries)
-                glances = Glances(member, lowered)
-
-                def reach() -> None:
-                    if glances.differ() and not self._backward.closed:
-                        raise RuntimeError(_changed_past_its_version(member.name))
-                    self._reach(member, graph, groups, around, bundle)
-
-                before_backward(watched, reach, number, self._graphs.calls)
+            self._outside.note_use({entry.weight for entry in member.entries})
+        elif torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
+            before_backward(watched, self._announcement(member), number, self._graphs.calls)
         return output
+
+    def _lies_in_a_slot(self, tensor: Tensor) -> bool:
+        return storage_key(tensor) in self._arrangement.twins
+
+    def _announcement(self, member: Member) -> Callable[[], None]:
+        """Return what to do when backward reaches the call that is ending."""
+        graph = self._graphs.watch_current()
+        graph.has_calls = True
+        *outer, groups = self._inside
+        around = [group for each in outer for group in each]
+        if in_backward():  # the call that it was inside of is over, but the backward of that is not
+            around += [group for group in self._backward.in_use if group in member.called_in]
+        bundle = self._offloader.current
+        lowered = [group for group in groups if group.host.keeps_lowered_copies]
+        if lowered:  # what this call has written must not look like a change since then
+            with self._at_work:
+                self._write_back.now(entry.weight for entry in member.entries)
+        glances = Glances(member, lowered)
+
+        def reach() -> None:
+            if glances.differ() and not self._backward.closed:
+                raise RuntimeError(_changed_past_its_version(member.name))
+            self._reach(member, graph, groups, around, bundle)
+
+        return reach
 
     def _reach(
         self, member: Member, graph: Graph, groups: list[Group], around: list[Group], bundle: Bundle | None

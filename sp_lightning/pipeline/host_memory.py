@@ -29,13 +29,13 @@ class _ControlGroup(NamedTuple):
 
 
 def available_host_memory() -> int | None:
-    """Return the bytes of host memory that are free now, or None if the system does not tell."""
+    """Return the bytes of host memory that are free now, or None if the system does not report it."""
     free = _from_meminfo("MemAvailable")
     return None if free is None else min([free, *(group.free for group in _control_groups())])
 
 
 def total_host_memory() -> int | None:
-    """Return the bytes of host memory, or None if the system does not tell."""
+    """Return the bytes of host memory, or None if the system does not report it."""
     total = _from_meminfo("MemTotal")
     return None if total is None else min([total, *(group.limit for group in _control_groups())])
 

@@ -105,7 +105,7 @@ class OutsideUse:
                     self.make_resident(weight)
                     self._learned.touched_outside.append(weight)
 
-    def used(self, weights: Iterable[Weight]) -> None:
+    def note_use(self, weights: Iterable[Weight]) -> None:
         """Note the use of weights outside of unit calls: a graph that needs them waits for its backward, too."""
         if not torch.is_grad_enabled() or in_backward():
             return

@@ -334,7 +334,7 @@ class Pipeline:
         if in_backward():
             self._assembly.backward.note()
             return
-        if self._assembly.backward.running or any(member.running for member in self.arrangement.members):
+        if self._assembly.backward.running or any(member.running_calls for member in self.arrangement.members):
             self.reset()  # a backward outside of any scope ended with an exception
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
         self._arranger.before_step(look_for_new_parameters, goes_on)

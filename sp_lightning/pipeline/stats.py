@@ -19,7 +19,8 @@ class Stats:
         offloaded_bytes: The part of `bytes_to_host` that was saved activations.
         fetched_bytes: The part of `bytes_to_device` that was saved activations coming back.
         activation_misses: Activations that backward needed and that had not been fetched ahead.
-        heals: Weights that had to be brought back because backward needed them without announcing their unit.
+        heals: Loads, counted in `misses` too, of what backward needed without having announced its unit; those of
+            `k_prime` units together count as one.
         promotions: Weights that became resident because they were used outside of their unit.
         write_backs: Weights copied back to the host because a forward changed them in place.
         recomputed: Unit calls whose forward ran again in backward.

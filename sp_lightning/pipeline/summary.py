@@ -79,7 +79,7 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the plan as pairs of a name and a value."""
-        streamed = "all on the device, none streamed" if self.k >= self.units else "streamed"
+        streamed = "all stay on the device" if self.k >= self.units else "streamed"
         largest = max(self.unit_bytes, default=0)
         return [
             ("device", self.device),

@@ -18,7 +18,7 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.trace import Recording
 from sp_lightning.pipeline.weights.units import Unit
 
-SHARE_OF_FREE_MEMORY = 0.9  # of free device memory is the budget if the user gives none
+SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 _SHARE_AFTER_FAILURE = 0.85  # the budget shrinks to this share of it each time that it did not suffice
 
 
@@ -79,12 +79,12 @@ class Survey:
 
     @property
     def peak_memory(self) -> int | None:
-        """The peak bytes of device memory so far, whoever has allocated them; None if the device does not tell."""
+        """The peak bytes of device memory so far, whoever has allocated them; None if the device does not report it."""
         return self._lasting.backend.peak_memory()
 
     @property
     def usable_memory(self) -> int | None:
-        """The bytes of device memory that this process has or can have; None if the device does not tell."""
+        """The bytes of device memory that this process has or can have; None if the device does not report it."""
         return self._lasting.backend.usable_memory()
 
     @property
@@ -105,14 +105,14 @@ class Survey:
         return weights + sum(p.nbytes + on_device.state_bytes(optimizers.seen, p) for p in trainable)
 
     def begin_watching_memory(self) -> int | None:
-        """Start to track peak device memory, and return the bytes allocated now; None if the device does not tell."""
+        """Start to track peak device memory. Return the bytes allocated now; None if the device does not report it."""
         self._most_memory = 0
         # Sampled at the end of each backward, because somebody may reset the device's peak between steps.
         self._lasting.activations.on_backward_end = self._look_at_memory
         return self._lasting.backend.reset_peak_memory()
 
     def end_watching_memory(self) -> int:
-        """Return the peak bytes of device memory since `begin_watching_memory`; 0 if the device does not tell."""
+        """Return the peak bytes of device memory since `begin_watching_memory`; 0 if the device does not report it."""
         self._look_at_memory()
         self._lasting.activations.on_backward_end = lambda: None
         return self._most_memory

@@ -75,7 +75,7 @@ class UnderAutocast:
                 begin_call(entry.weight.twin)
         if torch.is_autocast_cache_enabled():
             return
-        outermost = {p.weight for p in member.entries if p.parameters.get(p.key) is p.weight.master}
+        outermost = {entry.weight for entry in member.entries if entry.parameters.get(entry.key) is entry.weight.master}
         if in_backward():
             # A reentrant checkpoint builds a graph of its own there, and its first forward has built none. For others
             # this repeats uses that have been seen.

@@ -143,7 +143,7 @@ def _choose_streaming(
             arena = weight_bytes(workload, choice)
             if arena > left:
                 continue
-            for each in {choice, _filled(workload, choice, left)} if fill else {choice}:
+            for each in dict.fromkeys([choice, _filled(workload, choice, left)] if fill else [choice]):
                 candidates.append(_Candidate(each, predict(workload, machine, each), arena))
                 fastest = min(fastest, candidates[-1].seconds)
             if fastest <= _TIE * least:

@@ -102,7 +102,7 @@ class Assumptions:
         if isinstance(self.optimizer, str) and self.optimizer not in (*STATE, _FACTORED):
             known = ", ".join(sorted((*STATE, _FACTORED)))
             raise ValueError(
-                f"`optimizer={self.optimizer!r}` is none of {known}. Give the bytes that yours keeps per parameter."
+                f"`optimizer={self.optimizer!r}` is not one of {known}. Give the bytes that yours keeps per parameter."
             )
         self._check_device_memory()
 

@@ -59,8 +59,8 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
     steps = [_Step(arrangement, recording, begin, end) for begin, end in recording.steps]
     ways = {} if auto is None else auto.ways()
     policies = observed.policies if len(observed.policies) == len(steps) else [{}] * len(steps)
-    seen = [*zip(steps, policies, strict=True)]
-    seen = [(step, chosen) for step, chosen in seen if step.backward] or seen
+    recorded = [*zip(steps, policies, strict=True)]
+    seen = [(step, chosen) for step, chosen in recorded if step.backward] or recorded
     steps = [step for step, _ in seen]
     numbers = {unit.name: number for number, unit in enumerate(arrangement.units)}
     calls = calls_in_order((numbers.get(name) for name in steps[0].called), len(numbers))

@@ -14,7 +14,7 @@ class Model(NamedTuple):
 
     Attributes:
         module: The model, on the meta device.
-        inputs: Inputs for a training step; None if its configuration does not tell them.
+        inputs: Inputs for a training step; None if its configuration does not say.
         title: Its name, with the size of the inputs.
     """
 

@@ -150,22 +150,25 @@ class _Measurement:
     def goes_on(self) -> bool:
         """Count the step that ended before this call, and tell whether more steps are needed."""
         self._steps += 1
-        if self._scope is None:
+        if self._scope is None:  # warming up
             if self._steps >= _WARM_UP and self._saw_optimizer():
                 self._start()
             return True
+        self._note_recorded_step()
+        if (self._complete >= _RECORDED or self._steps >= _PATIENCE) and self._saw_optimizer():
+            self.stop()
+            return False
+        return True
+
+    def _note_recorded_step(self) -> None:
         auto = self._survey.activations
         self._policies.append({} if auto is None else dict(auto.in_use))
         if auto is not None:  # depends on the policies in use, as memory that two units save is counted for both
             auto.update_peaks()
             self._turn, self._outside = max(self._turn, auto.turn_bytes), max(self._outside, auto.outside_bytes)
         self._peak = max(self._peak, self._survey.activation_peak)
-        passes, self._passes = self._passes, self._survey.backward_passes
-        self._complete += self._passes > passes or not self._waits  # a step that returns no loss has no backward
-        if (self._complete >= _RECORDED or self._steps >= _PATIENCE) and self._saw_optimizer():
-            self.stop()
-            return False
-        return True
+        before, self._passes = self._passes, self._survey.backward_passes
+        self._complete += self._passes > before or not self._waits  # a step that returns no loss has no backward
 
     def _saw_optimizer(self) -> bool:
         """Tell whether an optimizer has stepped meanwhile, or is not worth waiting for."""

@@ -305,20 +305,23 @@ class Replay:
             until: The group to stop after. Groups behind it may still be overtaken by ones that land later.
             before: The moment to stop at, for the same reason.
         """
-        landing, landed = self._landing, self._landed
-        while (landing or landed) and (until is None or until.stepped is None):
-            if max(self._host, 0.0 if landed else landing[-1].landed.first) >= before:
+        while (self._landing or self._landed) and (until is None or until.stepped is None):
+            begin = self._host if self._landed else max(self._host, self._next_to_land.landed.first)
+            if begin >= before:
                 break
-            if not landed:
-                self._host = max(self._host, landing[-1].landed.first)
-            while landing and landing[-1].landed.first <= self._host:
-                group = landing.pop()
-                heappush(landed, (group.index, group))
-            _, group = heappop(landed)
-            more_urgent = landing[-1].landed.first if landing and landing[-1].index < group.index else inf
-            self._step_sections(group, more_urgent)
+            self._host = begin
+            while self._landing and self._next_to_land.landed.first <= self._host:
+                group = self._landing.pop()
+                heappush(self._landed, (group.index, group))
+            _, group = heappop(self._landed)
+            is_overtaken = self._landing and self._next_to_land.index < group.index
+            self._step_sections(group, until=self._next_to_land.landed.first if is_overtaken else inf)
             if group.left:
-                heappush(landed, (group.index, group))
+                heappush(self._landed, (group.index, group))
+
+    @property
+    def _next_to_land(self) -> _Group:
+        return self._landing[-1]
 
     def _step_sections(self, group: _Group, until: float) -> None:
         """Step the sections of a group that are left, as far as they begin before something more urgent has landed."""

@@ -180,7 +180,7 @@ def test_a_call_that_cannot_begin_is_not_under_way(monkeypatch: pytest.MonkeyPat
             with pytest.raises(ArithmeticError, match="the optimizer is lost"):
                 model(x)
         assert not any(group.users for group in arrangement.groups)
-        assert not any(member.running for member in arrangement.members)
+        assert not any(member.running_calls for member in arrangement.members)
         model(x)
         assert pipeline.stats.promotions == 0
 
@@ -421,7 +421,7 @@ def test_it_is_said_when_a_graph_is_kept_and_never_used() -> None:
         assert pipeline.stats.steps == 2
 
 
-def test_what_was_learned_of_weights_goes_with_them() -> None:
+def test_findings_about_removed_weights_are_forgotten() -> None:
     """Another Parameter may get the identity of one that is gone; it would have been sent in bf16."""
     model = layers(2)
     with attached(model, debug=False) as pipeline:
@@ -543,7 +543,7 @@ def test_a_backward_that_failed_holds_no_graph() -> None:
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_a_choice_that_has_lost_its_effect_is_told_of(activations: Any) -> None:
+def test_a_policy_that_has_lost_its_effect_warns(activations: Any) -> None:
     model = layers()
     with attached(model, activations=activations) as pipeline:
 

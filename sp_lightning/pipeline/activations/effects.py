@@ -377,7 +377,7 @@ def _change(before: Any, after: Any) -> Callable[[Any], Any] | None:
     """Return what turns one content into the other, applied to any content; None if they are the same."""
     if _is_same(before, after):
         return None
-    if isinstance(after, dict) and [*filter(after.__contains__, before)] == [*filter(before.__contains__, after)]:
+    if isinstance(after, dict) and _have_one_order(before, after):
         gone = before.keys() - after.keys()
         new = {key: value for key, value in after.items() if key not in before or before[key] is not value}
         return lambda content: {**{key: content[key] for key in content if key not in gone}, **new}
@@ -388,6 +388,11 @@ def _change(before: Any, after: Any) -> Callable[[Any], Any] | None:
         tail = after[len(before) :]
         return lambda content: [*content, *tail]
     return lambda content: after
+
+
+def _have_one_order(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Tell whether the keys that are in both come in the same order."""
+    return [key for key in one if key in other] == [key for key in other if key in one]
 
 
 def _replace(content: Any, copies: dict[int, Tensor]) -> Any:

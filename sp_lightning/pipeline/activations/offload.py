@@ -39,7 +39,7 @@ from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.units import Member, Unit
 
-MIN_OFFLOAD_BYTES = 4 << 10  # bytes; smaller storages stay on the device
+MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
 _NEGLIGIBLE = 100  # one part in so many of a unit's bytes stays, the smallest tensors: each copy costs host time
 UNITS_THAT_STAY = 2  # units before the turn whose activations stay: as many as are on the device at any other time
 

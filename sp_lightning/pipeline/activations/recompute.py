@@ -159,23 +159,11 @@ class UnitCall:
         Returns:
             The obstacle to warn of, in words; None if there is none, or if nothing would have been dropped anyway.
         """
-        obstacle = self._effects.conclude()
-        if self._inputs.are_changed or self._weights_are_changed():
-            obstacle = f"changes its {'input' if self._inputs.are_changed else 'weights'} in place"
-        if (scope := scope_that_ends_before_backward()) is not None:
-            obstacle = f"is called under {scope}"
+        obstacle = self._obstacle()
+        tensors = [kept.tensor for _, kept in self._alive() if kept.tensor is not None]
         known = {storage_key(tensor) for tensor in [*self._inputs.tensors, *tensors_in(output)]}
-        alive = [kept for _, kept in self._alive()]
-        tensors = [kept.tensor for kept in alive if kept.tensor is not None]
         is_worth_it = any(storage_key(tensor) not in known for tensor in tensors)
-        # what was changed after it was saved must raise in backward, as it does in plain training
-        is_wrong = any(kept.is_changed for kept in alive)
-        has_new_twins = any(twin.weight.twin is not twin for twin, _ in self._weights)  # no longer lowered, say
-        is_possible = (
-            self._may_repeat
-            and self._inputs.outlive_the_call
-            and not (is_wrong or has_new_twins or self._checkpoints_itself)
-        )
+        is_possible = self._is_possible()
         repeatable = obstacle is None and is_worth_it and is_possible
         self.footprint = self._measure_footprint(tensors, repeatable)
         if repeatable:
@@ -187,6 +175,24 @@ class UnitCall:
             return None
         del self._inputs, self._surroundings, self._effects
         return obstacle if is_worth_it and is_possible else None
+
+    def _obstacle(self) -> str | None:
+        """Return what the forward has done that keeps it from running again, in words; None if it has not."""
+        obstacle = self._effects.conclude()
+        if self._weights_are_changed():
+            obstacle = "changes its weights in place"
+        if self._inputs.are_changed:
+            obstacle = "changes its input in place"
+        scope = scope_that_ends_before_backward()
+        return obstacle if scope is None else f"is called under {scope}"
+
+    def _is_possible(self) -> bool:
+        """Tell whether the forward could run again; if not, the user need not be told why."""
+        # what was changed after it was saved must raise in backward, as it does in plain training
+        is_wrong = any(kept.is_changed for _, kept in self._alive())
+        has_new_twins = any(twin.weight.twin is not twin for twin, _ in self._weights)  # no longer lowered, say
+        hindered = is_wrong or has_new_twins or self._checkpoints_itself
+        return self._may_repeat and self._inputs.outlive_the_call and not hindered
 
     def drop(self) -> None:
         """Release all tensors that can be recomputed."""
@@ -309,13 +315,12 @@ class _Inputs:
     def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any], stand_ins: StandIns) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
-        distinct = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
-        inputs = {key: _Input(leaf, saved) for key, leaf in distinct.items()}
-        self._distinct = [*inputs.values()]
+        tensors = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
         others = {id(leaf): leaf for leaf in leaves if not isinstance(leaf, Tensor)}
+        self._distinct = [_Input(tensor, saved) for tensor in tensors.values()]
         self.objects = stand_ins.of(others.values())
-        inputs_and_objects = {**inputs, **dict(zip(others, self.objects, strict=True))}
-        self._leaves = [inputs_and_objects.get(id(leaf), leaf) for leaf in leaves]
+        held = dict(zip([*tensors, *others], [*self._distinct, *self.objects], strict=True))
+        self._leaves = [held.get(id(leaf), leaf) for leaf in leaves]  # a weight is held as it is
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -160,12 +160,12 @@ class SavedTensors:
         return outer is None or getattr(outer[0], "__self__", None) is self
 
     def pop(self) -> None:
-        """Undo one `push` that returned True; do nothing if `pop_all` has done it already."""
+        """Undo one `push` that returned True; do nothing if `abandon` has done it already."""
         if self._pushed:
             self._pushed -= 1
             pop_saved_tensor_hooks()
 
-    def pop_all(self) -> None:
+    def abandon(self) -> None:
         """Undo every `push` that an interrupted step has left behind."""
         while self._pushed:
             self.pop()

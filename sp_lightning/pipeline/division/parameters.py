@@ -41,7 +41,7 @@ def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
         return
     if parameter.device.type == "meta":
         raise ValueError(
-            f"Parameter {name!r} is on the meta device and has no values. Materialise the model on the CPU first "
+            f"Parameter {name!r} is on the meta device and has no values. Materialize the model on the CPU first "
             "(`module.to_empty(device='cpu')` and then load or initialize its weights)."
         )
     if parameter.device.type != "cpu":

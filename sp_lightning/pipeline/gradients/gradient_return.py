@@ -251,11 +251,8 @@ class GradientReturn:
             fills_home=self._homes.layout_of(unit, weights) == layout,
             used_up=steps_now and not self.stepper.keeps_gradients,
         )
-        if route is Route.OPTIMIZER and self._homes.has_lower(unit):  # from before the unit was stepped in backward
-            self.gradients.wait_until_landed(weights)
-            left = self._homes.give_up_lower(unit)
-            if left is not None:
-                self._landing_buffers.take_over(left)
+        if route is Route.OPTIMIZER:
+            self._turn_lower_home_into_buffer(unit, weights)
         shipment = self._send_home(parcel, route) if route.stays else self._send_through_buffer(parcel, route)
         self._stats.bytes_to_host += parcel.bytes_to_send
         self._shipped.update(dict.fromkeys(weights))
@@ -264,6 +261,14 @@ class GradientReturn:
         self.gradients.mark_under_way(weights, shipment.ticket)
         if steps_now and self._sums.held_back.isdisjoint(weights):
             self.stepper.step_in_backward(shipment)
+
+    def _turn_lower_home_into_buffer(self, unit: Unit, weights: Sequence[Weight]) -> None:
+        """Reuse the home that gradients in a lower dtype had before the unit was stepped in backward."""
+        if self._homes.has_lower(unit):
+            self.gradients.wait_until_landed(weights)
+            left = self._homes.give_up_lower(unit)
+            if left is not None:
+                self._landing_buffers.take_over(left)
 
     def _send_home(self, parcel: Parcel, route: Route) -> Shipment:
         unit, weights = parcel.unit, parcel.layout.weights
@@ -355,8 +360,8 @@ class GradientReturn:
         self.gradients.abandon()
         if self._averaging is not None:
             self._averaging.abandon()
-        self._landing_buffers.release_all()
-        self._pieces.forget_copies()
+        self._landing_buffers.abandon()
+        self._pieces.abandon()
         self._forget()
 
     def close(self) -> None:

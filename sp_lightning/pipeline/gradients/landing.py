@@ -142,7 +142,7 @@ class Pieces:
         """Never use this piece again."""
         self._pieces = [other for other in self._pieces if other is not piece]
 
-    def forget_copies(self) -> None:
+    def abandon(self) -> None:
         """Forget the copies out of the pieces, after an exception."""
         for piece in self._pieces:
             piece.ticket = None
@@ -239,7 +239,7 @@ class LandingBuffers:
         self._buffers.append(LandingBuffer(host, self._released))
         return self._buffers[-1]
 
-    def release_all(self) -> None:
+    def abandon(self) -> None:
         """Release all buffers, after an exception."""
         for buffer in self._buffers:
             buffer.release()

@@ -98,13 +98,7 @@ class Arrangement:
         self.all_units = division.all_units()
         self.streamed_members = [member for unit in division.units for member in unit.members]
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
-        if autocast is not None:
-            lowered = learned.lowered - learned.used_as_is
-            for weight in [weight for unit in division.units for weight in unit.weights]:  # resident ones do not travel
-                if id(weight.master) in lowered:
-                    weight.compute_dtype = autocast
-        for weight in [weight for unit in self.all_units for weight in unit.weights]:
-            weight.averaged = replicas is not None
+        self._choose_dtypes(learned, averaged=replicas is not None)
         self._layout = choose_device_layout(
             division,
             options,
@@ -128,6 +122,16 @@ class Arrangement:
         self.twins: dict[int, Twin] = {}
         self._lay_out(learned, progress or (lambda done, total: None))
         self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
+
+    def _choose_dtypes(self, learned: Learned, averaged: bool) -> None:
+        """Decide in which dtype each weight is sent, and its gradient comes back."""
+        if self.autocast is not None:
+            lowered = learned.lowered - learned.used_as_is
+            for weight in [weight for unit in self.units for weight in unit.weights]:  # resident ones do not travel
+                if id(weight.master) in lowered:
+                    weight.compute_dtype = self.autocast
+        for weight in [weight for unit in self.all_units for weight in unit.weights]:
+            weight.averaged = averaged
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""

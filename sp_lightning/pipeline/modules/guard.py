@@ -39,7 +39,7 @@ _RUN_ON_MASTER = {
 _ALIASES = {"detach", "numpy", "__array__", "storage", "untyped_storage", "data_ptr", "__dlpack__"}
 
 
-ACCESSORS = ("__get__", "__set__", "__delete__")
+_ACCESSORS = ("__get__", "__set__", "__delete__")
 _GRADIENT: Any = torch.Tensor.grad
 METADATA = {
     "shape", "dtype", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn", "names", "is_sparse", "is_meta",
@@ -67,7 +67,7 @@ class Owner(Protocol):
     def serve(self, weight: Weight) -> nn.Parameter:
         """Return the weight on the device, for an operation outside of its unit."""
 
-    def used(self, weights: Iterable[Weight]) -> None:
+    def note_use(self, weights: Iterable[Weight]) -> None:
         """Note that an operation outside of their units has used weights on the device."""
 
     def note_write(self, weight: Weight) -> None:
@@ -148,7 +148,7 @@ class Guard:
                 (args, kwargs), HostParameter, lambda master: self.owner.serve(_weight_of(master))
             )
         result = func(*new_args, **new_kwargs)
-        self.owner.used([_weight_of(master) for master in _masters_in((args, kwargs))])
+        self.owner.note_use([_weight_of(master) for master in _masters_in((args, kwargs))])
         return result
 
     def access_gradient(self, accessor: Callable[..., Any], args: tuple[Any, ...], weight: Weight) -> Any:
@@ -162,12 +162,12 @@ class Guard:
             return accessor(*args)
 
     def _read_property(self, func: Any, args: tuple[Any, ...]) -> Any:
-        name = getattr(func.__self__, "__name__", "")
+        name = subject_of(func)
         if name in _DEVICE_PROPERTIES:
             return self._ask_the_device(func, args)
         if name in _COMPUTED_PROPERTIES:
             result = func(self.owner.serve(_weight_of(args[0])))
-            self.owner.used([_weight_of(args[0])])
+            self.owner.note_use([_weight_of(args[0])])
             return result
         return self._on_the_host(func, args, {}, writes=name == "data")
 
@@ -177,11 +177,10 @@ class Guard:
         return func(probe, *args[1:])
 
     def _on_the_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool) -> Any:
-        name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ACCESSORS else ""
-        for master in args[:1] if name in ACCESSORS else _masters_in((args, kwargs)):
+        name = subject_of(func)
+        for master in args[:1] if is_accessor(func) else _masters_in((args, kwargs)):
             weight = _weight_of(master)
-            if (attribute or name) not in METADATA:
+            if name not in METADATA:
                 self.owner.before_access(weight)
             if writes:
                 self.owner.note_write(weight)
@@ -253,6 +252,17 @@ class HostParameter(nn.Parameter):
             return action()
         finally:
             self.__class__ = guarded
+
+
+def is_accessor(func: Callable[..., Any]) -> bool:
+    """Tell whether a function reads, sets or deletes an attribute of its first argument."""
+    return getattr(func, "__name__", "") in _ACCESSORS
+
+
+def subject_of(func: Callable[..., Any]) -> str:
+    """Return the name of an operation or, if that is to access an attribute, the attribute's name."""
+    subject = getattr(func, "__self__", None) if is_accessor(func) else func
+    return getattr(subject, "__name__", "")
 
 
 def _weight_of(master: HostParameter) -> Weight:

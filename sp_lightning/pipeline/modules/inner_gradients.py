@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,10 +61,13 @@ def _grad(
             **options,
         )
     )
-    gradients: list[Tensor | None] = []
-    for each, of_weight in zip(wanted, leaves, strict=True):
-        parts = [part for part in [next(found) for _ in of_weight] if part is not None]
-        if not parts and not one_each and not allow_unused:
-            raise RuntimeError("One of the differentiated tensors was not used in the graph; see `allow_unused=True`.")
-        gradients.append(sum((part.to(each.dtype) for part in parts[1:]), parts[0].to(each.dtype)) if parts else None)
+    gradients = [_sum([next(found) for _ in own], each.dtype) for each, own in zip(wanted, leaves, strict=True)]
+    if not one_each and not allow_unused and any(gradient is None for gradient in gradients):
+        raise RuntimeError("One of the differentiated tensors was not used in the graph; see `allow_unused=True`.")
     return tuple(gradients)
+
+
+def _sum(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
+    """Add up the gradients of a weight's leaves, in the weight's dtype; None if none of them has one."""
+    found = [part.to(dtype) for part in parts if part is not None]
+    return functools.reduce(torch.add, found) if found else None

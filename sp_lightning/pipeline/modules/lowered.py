@@ -22,10 +22,10 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from sp_lightning.pipeline._private import in_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.modules.guard import (
-    ACCESSORS,
     METADATA,
     GoesFirst,
     Owner,
+    subject_of,
 )
 from sp_lightning.pipeline.modules.inner_gradients import DIFFERENTIATING, differentiate
 from sp_lightning.pipeline.modules.operands import instances_in, replace_instances
@@ -132,7 +132,7 @@ class _Lowering:
     def note_use(self) -> None:
         """Note that an operation has used the weight as it is."""
         owner, weight = self._parts()
-        owner.used([weight])
+        owner.note_use([weight])
 
     def leaves(self) -> list[Tensor]:
         """Return all leaves that stand for the weight in the graph."""
@@ -210,9 +210,7 @@ _SERVED = frozenset({LoweredParameter, LoweredView})
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], among_others: bool) -> Any:
-    name = getattr(func, "__name__", "")
-    if name in ACCESSORS:
-        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    name = subject_of(func)
     with without_torch_function():
         operands = list(instances_in((args, kwargs), Served))
         if _asks_the_leaf(func, name) or not all(map(_has_owner, operands)):
@@ -226,14 +224,14 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         is_view = name in _VIEWS and not any(instances_in((args, kwargs), torch.dtype))  # `view` may change the dtype
         if is_view and _mark(result := func(*args, **kwargs), operands[0]):
             return result
-        if name in _CONVERSIONS and operands[0] is args[0] and (result := _convert(func, args, kwargs)) is not None:
+        converts, converts_another = name in _CONVERSIONS, operands[0] is not args[0]
+        if converts and not converts_another and (result := _convert(func, args, kwargs)) is not None:
             return result
-        if name in _CONVERSIONS and operands[0] is not args[0]:  # `x.to(weight)` asks for its dtype and device
+        if converts and converts_another:  # `x.to(weight)` asks for its dtype and device
             served = []
             substitutes = {id(operand): operand.lowering.original for operand in operands}
         else:
-            is_cast, casts_views = _is_cast(func, name, args, kwargs)
-            served = [each for each in operands if not (is_cast and each.lowering.admits(each, casts_views))]
+            served = _not_cast(operands, func, name, args, kwargs)
             if not served and not among_others:
                 return func(*args, **kwargs)
             substitutes = {id(operand): operand.view_as(operand) for operand in operands}
@@ -286,6 +284,14 @@ def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return None
     result = func(operand, *others, **kwargs)
     return operand.view_as(operand) if result is operand else result
+
+
+def _not_cast(
+    operands: list[Any], func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """Return the operands that autocast does not cast, or not as their weights were: they need the weight as it is."""
+    is_cast, casts_views = _is_cast(func, name, args, kwargs)
+    return [each for each in operands if not (is_cast and each.lowering.admits(each, casts_views))]
 
 
 def _is_cast(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:

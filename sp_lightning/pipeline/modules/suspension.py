@@ -37,7 +37,7 @@ def guards_suspended() -> bool:
 
 
 def forget_ended_steps() -> None:
-    """Forget steps that ended with an exception: torch does not tell, and their frames would hold closure and batch."""
+    """Forget steps that ended with an exception: torch does not tell us, and their frames would hold closures."""
     while _stepping.frames and not _is_running(_stepping.frames[-1]):
         _stepping.frames.pop()
 

@@ -158,7 +158,7 @@ class HostSteps:
         """
         step = _GroupStep(group, [(self._unit_step(share.optimizer, group), share) for share in shares], after)
 
-        def release_slots() -> None:
+        def release_buffers() -> None:
             for shipment in shipments:
                 if shipment.buffer is not None:
                     shipment.buffer.release()
@@ -173,16 +173,15 @@ class HostSteps:
                 partial(step.step_section, is_last=cut is None),
                 [*copies, *tickets.values(), *(ticket.until(cut) for ticket in after)],
                 nbytes := moved * (end - start) // max(1, group.nbytes),
-                release_slots if cut is None else None,
+                release_buffers if cut is None else None,
                 rank=0 if group.resident else group.index + 1,
             )
             self._backend.trace.moved(Kind.STEP, group.name, nbytes, tickets[cut])
         group.being_stepped = Ticket.of_parts(tickets)
         self._under_way.append(group)
         if any(weight.twin.group is not group for weight in group.host.weights):
-            self._window.finish_optimizer(
-                group
-            )  # weights made resident are in groups that do not wait for this one's step
+            # weights made resident are in groups that do not wait for this one's step
+            self._window.finish_optimizer(group)
 
     def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:
         if optimizer not in self._known:

@@ -118,19 +118,18 @@ class Overlap:
             after = [ticket for share in shares for ticket in self._gradients.tickets_of(share.gradients)]
             self._steps.begin(group, shares, after)
             self._stats.overlapped_steps += group.unit_count * self._overlaps
-        begun = set()
-        for group, shares in self._to_step.items():
-            for share in shares:
-                # state made in a first step depends on settings of the process (torch's default dtype): wait for it
-                is_first_step = not self._steps.has_stepped_before(share.optimizer, share.gradients)
-                self._steps.note_stepped(share.optimizer, share.gradients)
-                is_held = group in self._held or any(map(is_aliased, share.gradients))
-                if is_first_step or not self._overlaps or is_held:
-                    self._steps.finish_optimizer(group)
-                if is_first_step:
-                    begun.add(share.optimizer)
+        with_new_state = set()
+        for group, share in [(group, share) for group, shares in self._to_step.items() for share in shares]:
+            is_first_step = not self._steps.has_stepped_before(share.optimizer, share.gradients)
+            self._steps.note_stepped(share.optimizer, share.gradients)
+            if is_first_step:
+                with_new_state.add(share.optimizer)
+            is_held = group in self._held or any(map(is_aliased, share.gradients))
+            # state made in a first step depends on settings of the process (torch's default dtype): wait for it
+            if is_first_step or is_held or not self._overlaps:
+                self._steps.finish_optimizer(group)
         self._to_step.clear()
-        for optimizer in begun:
+        for optimizer in with_new_state:
             self._put_new_state_in_order(optimizer)
 
     def _put_new_state_in_order(self, optimizer: Optimizer) -> None:

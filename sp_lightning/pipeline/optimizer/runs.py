@@ -189,12 +189,7 @@ class Run:
 
     def parts(self, size: int | None) -> Iterable[Part]:
         """Return the run in parts of `size` elements, or, if `size` is None, each of its sections as one part."""
-        ends = [*(cuts_in(self._memory.numel()) if self._has_sections else []), self._memory.numel()]
-        sizes: list[int] = []
-        sections: list[int] = []
-        for section, (begin, end) in enumerate(pairwise([0, *ends]), self._section):
-            sizes += [min(size or end, end - start) for start in range(begin, end, size or end)]
-            sections += [section] * (len(sizes) - len(sections))
+        sizes, sections = self._divide(size)
         memories, gradients = torch.split(self._memory, sizes), torch.split(self._gradient, sizes)
         copies = repeat(None) if self._copy is None else torch.split(self._copy, sizes)
         states: list[State] = [{} for _ in memories]
@@ -211,6 +206,17 @@ class Run:
             for state, number in zip(states, self._part_numbers[key].unbind(), strict=True):
                 state[key] = number
         return map(Part, memories, gradients, copies, states, repeat(None), sections)
+
+    def _divide(self, size: int | None) -> tuple[list[int], list[int]]:
+        """Return the elements of each part, and the number of the section that it lies in."""
+        ends = [*(cuts_in(self._memory.numel()) if self._has_sections else []), self._memory.numel()]
+        sizes, sections = [], []
+        for section, (begin, end) in enumerate(pairwise([0, *ends]), self._section):
+            most = size or end - begin
+            for start in range(begin, end, most):
+                sizes.append(min(most, end - start))
+                sections.append(section)
+        return sizes, sections
 
     def finish(self) -> None:
         """Update the state of the weights, when all parts have been stepped."""

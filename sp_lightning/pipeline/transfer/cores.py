@@ -116,7 +116,7 @@ def allowed_cores() -> frozenset[int]:
 
 
 def _node_of(device: torch.device) -> int | None:
-    """Return the NUMA node that a device is attached to, or None if torch or the system does not tell."""
+    """Return the NUMA node that a device is attached to, or None if torch or the system does not report it."""
     properties = torch.get_device_module(device).get_device_properties(device)
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

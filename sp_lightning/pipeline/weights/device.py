@@ -7,7 +7,7 @@ that any `window` consecutive groups do not overlap: with equal sizes, "group g 
 a large embedding does not inflate every slot. Groups whose places overlap cannot be on the device at once: loading
 one evicts the others. Evicting moves nothing, because the host has the truth.
 
-A unit that is kept (`WindowPlan.resident`) travels alone, to a place of its own outside of the arena. It is loaded when
+A unit that is kept (`WindowPlan.kept`) travels alone, to a place of its own outside of the arena. It is loaded when
 its weights have changed, in the order of use like all others, and never evicted.
 
     12 blocks, k = 3      slot 0   slot 1   slot 2

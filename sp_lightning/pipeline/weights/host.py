@@ -321,26 +321,29 @@ class GroupHost:
             self.source.release()
 
     def _sampled_words(self) -> Tensor:
-        """Choose the words that a `MasterState` samples, by index.
-
-        Each row of a weight has one at a random place, so that a change of any one row is seen. Of a weight with more
-        than `_MOST_SAMPLES` rows, that many have one, evenly spread.
-        """
+        """Choose the words that a `MasterState` samples, by index: all words of the sampled elements."""
         generator = torch.Generator().manual_seed(0)
         chosen = [torch.empty(0, dtype=torch.long)]
         with torch.inference_mode(False):
             for weight, offset in zip(self.weights, self._offsets, strict=True):
-                host = weight.host
-                if host.numel() == 0:
-                    continue
-                rows = host.size(0) if host.dim() else 1
-                samples = min(max(rows, _LEAST_SAMPLES), _MOST_SAMPLES)
-                elements = torch.zeros(samples, dtype=torch.long)
-                for dimension, (size, stride) in enumerate(zip(host.size(), host.stride(), strict=True)):
-                    anywhere = torch.randint(size, (samples,), generator=generator)
-                    every = torch.arange(samples) % size if samples >= size else torch.arange(samples) * size // samples
-                    elements += (every if dimension == 0 else anywhere) * stride
-                words_each = torch.arange(max(1, host.element_size() // _WORD))
-                words = (offset + elements * host.element_size()) // _WORD
-                chosen.append((words[:, None] + words_each).flatten())
+                if weight.host.numel():
+                    nbytes = weight.host.element_size()
+                    first = (offset + _sampled_elements(weight.host, generator) * nbytes) // _WORD
+                    chosen.append((first[:, None] + torch.arange(max(1, nbytes // _WORD))).flatten())
             return torch.cat(chosen)
+
+
+def _sampled_elements(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Choose elements of a tensor, by their offsets in memory, such that a change of any one row is seen.
+
+    Each row has one at a random place. If there are more than `_MOST_SAMPLES` rows, that many have one, evenly spread.
+    """
+    rows = tensor.size(0) if tensor.dim() else 1
+    samples = min(max(rows, _LEAST_SAMPLES), _MOST_SAMPLES)
+    offsets = torch.zeros(samples, dtype=torch.long)
+    for dimension, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+        numbers = torch.randint(size, (samples,), generator=generator)  # for rows, too: later draws depend on it
+        if dimension == 0:
+            numbers = torch.arange(samples) * size // samples if samples < size else torch.arange(samples) % size
+        offsets += numbers * stride
+    return offsets

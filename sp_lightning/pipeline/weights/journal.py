@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.weights.weight import Weight
 
-_LARGEST = 1 << 24  # bytes of weights that are copied: limits of a scale are clamped, but whole models are averaged
+_LARGEST = 1 << 24  # bytes that are copied: enough for a scale that is clamped; a model that is averaged is too much
 
 
 class Journal:

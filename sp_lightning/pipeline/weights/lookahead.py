@@ -42,23 +42,32 @@ class Lookahead:
         Args:
             in_use: Groups that must not be reloaded now: if one of them was lost, it is left for a later prefetch.
         """
-        schedule, last = self._schedule, self._schedule.now + self._schedule.horizon
-        if self._blocked is not None:
-            number, group, by = self._blocked
-            if number > schedule.now and (by.users or by in in_use) and group not in in_use:
-                return
+        if self._is_still_blocked(in_use):
+            return
         if self._lost:
-            self._lost = {group for group in self._lost if self.next_use(group) != _NEVER}
-            self._next_loss = _NEVER
-            for group in sorted(self._lost.difference(in_use), key=self.next_use):
-                number = self.next_use(group)
-                if number > self._next_loss:  # loading one of these evicted a group that is needed before this one
-                    return
-                yield number, group
-            if not self._lost.issubset(in_use):
+            yield from self._lost_uses(in_use)
+            if not self._lost.issubset(in_use):  # loading these has evicted others, which come first the next time
                 return
-        for number in range(max(self._covered_up_to, schedule.now) + 1, last + 1):
+        schedule = self._schedule
+        for number in range(max(self._covered_up_to, schedule.now) + 1, schedule.now + schedule.horizon + 1):
             yield number, self._group_of_member[schedule.expected(number)]
+
+    def _is_still_blocked(self, in_use: Collection[Group]) -> bool:
+        """Tell whether what stopped the last prefetch (see `block`) stops this one at the same use."""
+        if self._blocked is None:
+            return False
+        number, group, by = self._blocked
+        return number > self._schedule.now and bool(by.users or by in in_use) and group not in in_use
+
+    def _lost_uses(self, in_use: Collection[Group]) -> Iterator[tuple[int, Group]]:
+        """Yield the next use of each lost group, soonest first, up to the use of a group that is lost meanwhile."""
+        self._lost = {group for group in self._lost if self.next_use(group) != _NEVER}
+        self._next_loss = _NEVER
+        for group in sorted(self._lost.difference(in_use), key=self.next_use):
+            number = self.next_use(group)
+            if number > self._next_loss:
+                return
+            yield number, group
 
     def block(self, number: int, group: Group, by: Group) -> None:
         """Note that nothing from this use on can be covered while `by`, which has the place of its group, is in use."""

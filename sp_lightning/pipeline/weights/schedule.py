@@ -100,7 +100,7 @@ class Schedule:
                 return
             yield member
 
-    def forget_position(self) -> None:
+    def abandon(self) -> None:
         """After an exception: what comes next does not follow from what came last."""
         self._record, self._position, self._repeats = [], -1, False
         self._turn_to(-1, -1)

@@ -37,7 +37,7 @@ class Member:
         groups: Groups that have to be on the device for its call.
         twins: All twins of the arrangement, by the identity of their memory.
         called_in: Groups of other calls that its calls were inside of.
-        running: How many of its calls are under way.
+        running_calls: How many of its calls are under way.
         entered: How many times it has been called since it was attached.
         observed: The modes in which its forward has been watched under autocast: without a graph (False), with one
             (True).
@@ -56,7 +56,7 @@ class Member:
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
         self.called_in: set[Group] = set()
-        self.running = 0
+        self.running_calls = 0
         self.entered = 0
         self.observed: set[bool] = set()
         self.compiled: Callable[..., Any] | None = None

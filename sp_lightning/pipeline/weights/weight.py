@@ -36,14 +36,19 @@ def outdated_graph_error(name: str) -> RuntimeError:
 class Twin:
     """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away.
 
+    Args:
+        weight: The weight it is the twin of.
+        group: The group that has to be on the device for its values to be valid.
+        data: Its values as a tensor outside of autograd.
+        compiled: Whether torch compiles the model.
+
     Attributes:
         weight: The weight it is the twin of.
         group: The group that has to be on the device for its values to be valid.
         data: Its values as a tensor outside of autograd.
         parameter: The leaf that graphs are built on.
-
-    Args:
-        compiled: Whether torch compiles the model.
+        key: The identity of its memory.
+        gradient_hook: Collects its gradients, once it requires one.
     """
 
     def __init__(self, weight: Weight, group: Group, data: Tensor, compiled: bool = False) -> None:

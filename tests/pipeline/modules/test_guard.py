@@ -50,7 +50,7 @@ class Owner:
         self.served.append(weight.name)
         return weight.twin.parameter
 
-    def used(self, weights: Iterable[Weight]) -> None:
+    def note_use(self, weights: Iterable[Weight]) -> None:
         self.in_use += [weight.name for weight in weights]
 
     def note_alias(self, weight: Weight) -> None:
@@ -237,7 +237,7 @@ def test_disarmed_masters_are_ordinary(scene: Scene) -> None:
     scene.guard.disarm()
 
 
-def test_an_optimizer_means_what_it_does(scene: Scene) -> None:
+def test_guards_are_suspended_while_an_optimizer_steps(scene: Scene) -> None:
     """While one steps, masters are masters; a closure computes on the device again."""
     suspend_guards(sys._getframe())
     assert guards_suspended()
@@ -466,7 +466,7 @@ def test_metadata_waits_for_nothing(watched: Scene, look: Callable[[Scene], Any]
 
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_whoever_looks_at_a_master_is_noticed_first(watched: Scene, look: Callable[[Scene], Any]) -> None:
+def test_an_access_is_reported_before_it_happens(watched: Scene, look: Callable[[Scene], Any]) -> None:
     """Before it sees anything, and it sees the master."""
     seen_before: list[float] = []
 
@@ -575,7 +575,7 @@ def test_optimizers_that_are_made_between_steps_look_at_no_values(watched: Scene
 @pytest.mark.parametrize(
     "reads", [lambda s, o: o.state[s.w], lambda s, o: s.w in o.state, lambda s, o: o.state.get(s.w)]
 )
-def test_who_looks_up_an_optimizers_state_is_noticed(watched: Scene, reads: Callable[[Scene, Any], Any]) -> None:
+def test_looking_up_optimizer_state_is_an_access(watched: Scene, reads: Callable[[Scene, Any], Any]) -> None:
     """The step that is under way writes it."""
     optimizer = SGD([watched.w], lr=0.1, momentum=0.9)
     watched.owner.looked_at.clear()
@@ -583,7 +583,7 @@ def test_who_looks_up_an_optimizers_state_is_noticed(watched: Scene, reads: Call
     assert set(watched.owner.looked_at) == {"unit.0"}
 
 
-def test_the_engine_is_not_noticed(watched: Scene) -> None:
+def test_accesses_by_the_engine_are_not_reported(watched: Scene) -> None:
     """Its own thread reads masters, and state by master, while they are being stepped."""
     with EngineAtWork():
         watched.w.sum()
