@@ -87,11 +87,11 @@ def test_ci_runs_the_commands_of_the_readme():
     assert 'pip install -e ".[dev]" && pytest -n auto\n' in README.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("document", [README, ROOT / "examples" / "README.md"], ids=["README", "examples"])
-def test_scripts_in_commands_exist(document):
-    text = "\n".join(blocks(document, "bash"))
-    for match in re.finditer(r"\b(examples/[\w./]+)", text):
-        assert (ROOT / match[1]).is_file(), match[1]
+def test_scripts_in_commands_exist():
+    commands = "\n".join(text for document in DOCUMENTS for text in blocks(document, "bash"))
+    scripts = set(re.findall(r"\bexamples/[\w/]+\.(?:py|yaml)\b", commands))
+    assert len(scripts) > 5
+    assert not [script for script in scripts if not (ROOT / script).is_file()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -104,8 +104,9 @@ def test_a_step_after_an_exception_is_right(where: str, error: type[BaseExceptio
     assert_same_story(story, bombs, k=k)
 
 
+@pytest.mark.parametrize("activations", ["auto", "offload"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_that_the_user_catches_inside_of_a_step(where: str) -> None:
+def test_an_exception_that_the_user_catches_inside_of_a_step(where: str, activations: Any) -> None:
     """A training step that skips a bad batch and goes on with the next one."""
 
     def story(run: Run) -> None:
@@ -124,7 +125,7 @@ def test_an_exception_that_the_user_catches_inside_of_a_step(where: str) -> None
         run.normal_step("accumulated on top", optimizer, seed=3)
         run.normal_step("after", optimizer, seed=4)
 
-    assert_same_story(story, bombs)
+    assert_same_story(story, bombs, activations=activations)
 
 
 @pytest.mark.parametrize("grad", [True, False])

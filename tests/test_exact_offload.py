@@ -342,26 +342,6 @@ def test_a_step_after_an_exception_is_right(where: str, error: type[BaseExceptio
     assert_same_story(story, bombs, k=1, activations="offload")
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_that_the_user_catches_inside_of_a_step(where: str) -> None:
-    def story(run: Run) -> None:
-        optimizer = sgd(run.model)
-        bomb = run.model.blocks[2]
-        with run.step():
-            bomb.error, bomb.where = ValueError, where
-            with pytest.raises(ValueError, match="on purpose"):
-                run.model(run.rows(1)).square().mean().backward()
-            bomb.error = None
-            run.model.zero_grad()
-            loss = run.model(run.rows(2)).square().mean()
-            loss.backward()
-        run.note("loss", loss)
-        run.normal_step("accumulated on top", optimizer, seed=3)
-        run.normal_step("after", optimizer, seed=4)
-
-    assert_same_story(story, bombs, activations="offload")
-
-
 class SavesOnCpu(Block):
     """A block whose author had the same idea."""
 

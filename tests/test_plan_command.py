@@ -129,7 +129,7 @@ def test_nothing_fits():
             "model.in_features: expected int, got x",
         ),
         ("--model Llama-3.1-8B --model.layers 3", "--model.layers is for the class of a model"),
-        ("--model Llama-3.1-8B --optimizer Lion", "`optimizer='Lion'` is none of"),
+        ("--model Llama-3.1-8B --optimizer Lion", "`optimizer='Lion'` is not one of"),
         ("--model Llama-3.1-8B --device_memory much", "`device_memory='much'` must be an amount of memory"),
         ("--model Llama-3.1-8B --to_host 0", "`to_host=0.0` must be above zero"),
         ("--model Llama-3.1-8B --precision fp8", "precision: expected '32-true'"),

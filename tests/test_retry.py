@@ -664,7 +664,7 @@ class Teaches(Module):
 
 
 @pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
-def test_a_second_run_with_another_loss_is_told_of() -> None:
+def test_a_second_run_with_another_loss_warns() -> None:
     Device.current = Device("backward", one_unit)
     with pytest.warns(UserWarning, match="When the step ran again, its loss was"):
         fit(Teaches(), SuperpipelineStrategy(units=Block))

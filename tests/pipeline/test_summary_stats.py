@@ -84,7 +84,7 @@ def test_automatic_k(k: int | str, k_prime: int | str, expected: tuple[int, int]
     pipeline.detach()
 
 
-@pytest.mark.parametrize(("k", "phrase"), [(2, "(streamed)"), (6, "(all on the device, none streamed)")])
+@pytest.mark.parametrize(("k", "phrase"), [(2, "(streamed)"), (6, "(all stay on the device)")])
 def test_the_table(k: int, phrase: str) -> None:
     """One aligned row for each thing that a user asks about."""
     pipeline = superpipeline(chain(6, 16, 32), "cpu", k=k, units=Block)

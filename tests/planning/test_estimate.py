@@ -283,7 +283,7 @@ def test_70_billion_parameters_are_planned_for_in_no_time():
         ({"to_device": 0.0}, "`to_device=0.0` must be above zero"),
         ({"precision": "8-true"}, "`precision='8-true'` must be one of '32-true'"),
         ({"activations": "drop"}, "`activations='drop'` must be one of 'keep'"),
-        ({"optimizer": "Lion"}, "`optimizer='Lion'` is none of ASGD"),
+        ({"optimizer": "Lion"}, "`optimizer='Lion'` is not one of ASGD"),
     ],
 )
 def test_wrong_assumptions(wrong, says):

@@ -137,7 +137,7 @@ def test_the_last_units_before_the_turn_stay(scene: Scene) -> None:
     assert [scene.stages(bundle)[0] for bundle in bundles] == [Stage.HOST, Stage.HOST, Stage.DEVICE, Stage.DEVICE]
 
 
-def test_a_turn_that_did_not_come_is_made_up_for(scene: Scene) -> None:
+def test_activations_leave_late_if_the_turn_was_expected_too_early(scene: Scene) -> None:
     """More units came than the schedule knew of: those that stayed leave after all."""
     x = large()
     bundles = []
@@ -147,7 +147,7 @@ def test_a_turn_that_did_not_come_is_made_up_for(scene: Scene) -> None:
     assert [scene.stages(bundle)[0] for bundle in bundles] == [Stage.HOST, Stage.LEAVING, Stage.DEVICE, Stage.DEVICE]
 
 
-def test_a_turn_that_comes_early_calls_a_copy_off(scene: Scene) -> None:
+def test_a_copy_is_cancelled_if_the_turn_comes_early(scene: Scene) -> None:
     """What is still on the device is used there."""
     x = large()
     y, bundle = scene.call(exp(x), ahead=9)
@@ -295,7 +295,7 @@ def test_a_part_of_a_large_memory_does_not_take_all_of_it_along(scene: Scene) ->
     assert len(scene.backend.said("download")) == 1
 
 
-def test_what_is_next_to_nothing_stays(scene: Scene) -> None:
+def test_negligible_activations_stay(scene: Scene) -> None:
     """Of what a unit saves the smallest tensors, a hundredth of its bytes in all: a copy costs the host the same."""
     sizes = [90 * ROWS, ROWS, 60 * ROWS, ROWS]
 
@@ -401,7 +401,7 @@ STAYING = {
 
 @pytest.mark.parametrize("kind", STAYING)
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_not_plain_memory_stays(scene: Scene, kind: str) -> None:
+def test_memory_that_is_not_plain_stays(scene: Scene, kind: str) -> None:
     assert saved_by(scene, STAYING[kind]()) is None
 
 
@@ -630,7 +630,7 @@ def test_a_retained_graph_goes_back_to_the_host(scene: Scene) -> None:
 # ------------------------------------------------------------------------------------------------------- endings
 
 
-def test_reset_leaves_nothing_half_done(scene: Scene) -> None:
+def test_abandon_leaves_nothing_half_done(scene: Scene) -> None:
     """An exception in mid-forward; what it left behind can still be differentiated, and goes when it is dropped."""
     x = large()
     y, first = scene.call(exp(x), 9)
@@ -650,7 +650,7 @@ def test_reset_leaves_nothing_half_done(scene: Scene) -> None:
     assert bundle.before is None
 
 
-def test_a_copy_that_failed_is_told_of_and_never_used(scene: Scene) -> None:
+def test_a_failed_copy_raises_and_is_never_used(scene: Scene) -> None:
     """On its way out: the device still has it. On its way back: the host still has it."""
     x = large()
     scene.backend.fail_next("download", OSError("on purpose"))

@@ -38,7 +38,7 @@ class Scene:
 def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
-    made.saved.pop_all()
+    made.saved.abandon()
     assert top_saved_tensor_hooks() is None
 
 
@@ -60,7 +60,7 @@ def test_backward_asks_for_a_weight_before_it_reads_it(scene: Scene, use: Callab
     assert not x.grad.isnan().any()
 
 
-def test_what_is_no_weight_is_kept_as_it_is(scene: Scene) -> None:
+def test_tensors_that_are_no_weights_are_kept(scene: Scene) -> None:
     x = torch.ones(3, requires_grad=True)
     scene.saved.push()
     y = x.exp()
@@ -70,7 +70,7 @@ def test_what_is_no_weight_is_kept_as_it_is(scene: Scene) -> None:
     assert scene.required == []
 
 
-def test_a_graph_that_nobody_runs_goes_when_it_is_dropped(scene: Scene) -> None:
+def test_a_dropped_graph_is_freed(scene: Scene) -> None:
     """A result that its own node saves would hold the node that holds it, in C++ where no collector sees it."""
     x = torch.ones(3, requires_grad=True)
     scene.saved.push()
@@ -96,13 +96,13 @@ def test_without_gradients_there_is_nothing_to_save(scene: Scene) -> None:
         assert not scene.saved.push()
 
 
-def test_pop_all_after_an_exception(scene: Scene) -> None:
+def test_abandon_after_an_exception(scene: Scene) -> None:
     """And a `pop` that comes late does not take away someone else's pair."""
     scene.saved.push()
     with saved_tensors_hooks(lambda t: t, lambda t: t):
         scene.saved.push()
         scene.saved.pop()
-    scene.saved.pop_all()
+    scene.saved.abandon()
     scene.saved.pop()
     assert top_saved_tensor_hooks() is None
 
@@ -117,7 +117,7 @@ class Log:
         )
 
 
-def test_the_pair_below_gets_what_is_no_weight(scene: Scene) -> None:
+def test_the_pair_below_gets_all_but_weights(scene: Scene) -> None:
     """Only the innermost pair is called by autograd: ours must hand on, or a user's checkpoint is switched off."""
     log: list[str] = []
     x = torch.ones(1, 3, requires_grad=True)
@@ -186,7 +186,7 @@ def test_a_weight_changed_in_place_raises(scene: Scene, change: str) -> None:
         y.sum().backward()
 
 
-def test_a_write_back_is_no_second_change(scene: Scene) -> None:
+def test_a_write_back_does_not_count_as_a_change(scene: Scene) -> None:
     """A forward changed the twin in place, and the master got the change: one change, before it was saved."""
     twin, master = scene.twin, scene.placed.weights[0].master
     with torch.no_grad():

@@ -92,7 +92,7 @@ def picture(value: Any) -> Any:
     return repr(value)
 
 
-def test_what_is_one_object_stays_one() -> None:
+def test_shared_objects_stay_shared() -> None:
     shared = [torch.ones(1)]
     box = Box(first=shared, second=shared)
     box.itself = box
@@ -107,11 +107,11 @@ def test_what_is_one_object_stays_one() -> None:
     [3, "text", None, torch.float32, torch.Generator(), nn.Linear(1, 1), Kind.ONE, Refuses(), Box, len, lambda: 0],
     ids=lambda value: type(value).__name__,
 )
-def test_what_stands_for_itself(value: Any) -> None:
+def test_objects_without_a_stand_in(value: Any) -> None:
     assert stand_in(value) is value
 
 
-def test_what_the_unit_finds_elsewhere_stands_for_itself() -> None:
+def test_objects_that_the_module_leads_to_have_no_stand_in() -> None:
     cache, own = [1], torch.ones(1)
     made = stand_in(Box(cache=cache, own=own, other=[1]), known=[cache, own])
     assert made.cache is cache

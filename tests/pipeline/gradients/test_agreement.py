@@ -17,34 +17,34 @@ def says(*ready: int, goes_on: bool = True, deferred: Iterable[int] = ()) -> Mes
     return Message(0, goes_on, ready, list(deferred))
 
 
-def test_all_have_the_same() -> None:
+def test_processes_with_the_same_gradients() -> None:
     assert take_turns([says(4, 5), says(4, 5)]) == ([4, 5], set(), [])
 
 
-def test_who_is_least_far_comes_first() -> None:
+def test_the_set_with_the_latest_first_layer_comes_first() -> None:
     """Backward begins with the last layer: the others have passed it, or will not come to it."""
     turn = take_turns([says(2, 3), says(4, 5)])
     assert turn.weights == [4, 5]
     assert turn.not_final == {4, 5}, "the first process may come to them yet"
 
 
-def test_who_has_ended_does_not_come_back() -> None:
+def test_a_process_that_has_ended_brings_no_more_gradients() -> None:
     assert take_turns([says(goes_on=False), says(4, 5)]).not_final == set()
 
 
-def test_a_part_of_what_others_have() -> None:
+def test_a_set_that_is_part_of_another() -> None:
     """The numbers of a turn are those of one process; who has more keeps the rest for the next turn."""
     turn = take_turns([says(4), says(4, 5, 6), says(5, goes_on=False)])
     assert turn.weights == [5]
     assert turn.not_final == {5}
 
 
-def test_nobody_has_any_left() -> None:
+def test_no_gradients_are_left() -> None:
     turn = take_turns([says(goes_on=False, deferred=[7]), says(goes_on=False, deferred=[3, 7])])
     assert turn == ([], set(), [3, 7])
 
 
-def test_other_moments_are_an_error() -> None:
+def test_different_step_counts_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"different numbers of optimizer steps \(\[3, 4\]\)"):
         take_turns([Message(3, True, [1]), Message(4, True, [1])])
 
@@ -53,13 +53,13 @@ numbers = st.lists(st.integers(0, 9), unique=True).map(sorted)
 
 
 @given(st.builds(Message, st.integers(0, 1 << 30), st.booleans(), numbers, numbers))
-def test_messages_arrive_as_they_were_sent(message: Message) -> None:
+def test_messages_survive_encoding(message: Message) -> None:
     assert Message.decoded(message.encoded(10)) == message
     assert message.encoded(10).numel() == Message(0, False, []).encoded(10).numel(), "all send equally much"
 
 
 @given(st.lists(st.lists(numbers.filter(bool), max_size=4), min_size=1, max_size=3))
-def test_everything_has_its_turn(passes: list[list[list[int]]]) -> None:
+def test_every_gradient_has_its_turn(passes: list[list[list[int]]]) -> None:
     """Processes that bring their gradients in any order end together, and each gradient is averaged."""
     agreements = [Agreement(10, lambda: 0, lambda _: answers) for _ in passes]
     coming = [list(own) for own in passes]
@@ -83,7 +83,7 @@ def test_everything_has_its_turn(passes: list[list[list[int]]]) -> None:
     assert not any(coming)
 
 
-def test_what_may_still_come_is_not_final() -> None:
+def test_weights_that_may_get_more_gradients_are_not_final() -> None:
     """Until the pass ends, in whatever turn that was seen."""
     others = iter([says(5, 6), says(1, 2), says(goes_on=False)])
     agreement = Agreement(10, lambda: 0, lambda mine: [mine, next(others).encoded(10)])
@@ -97,7 +97,7 @@ def test_what_may_still_come_is_not_final() -> None:
     assert agreement.is_final([1, 2])
 
 
-def test_the_moment_is_asked_for_each_time() -> None:
+def test_the_step_count_is_read_for_each_turn() -> None:
     moments = iter([1, 2])
     sent: list[Tensor] = []
     agreement = Agreement(2, lambda: next(moments), lambda mine: (sent.append(mine), [mine])[1])

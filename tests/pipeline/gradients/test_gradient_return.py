@@ -84,7 +84,7 @@ def test_accumulation_adds_into_the_same_tensor() -> None:
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_whoever_reads_waits_for_what_has_not_landed(accumulates: bool) -> None:
+def test_reading_waits_for_gradients_on_their_way(accumulates: bool) -> None:
     """Backward ends while copies are on their way; it is known which, and nothing counts as settled before."""
     with host_backend(poison=True) as backend, gradient_scene((3,), backend=backend) as s:
         if accumulates:
@@ -105,7 +105,7 @@ def test_whoever_reads_waits_for_what_has_not_landed(accumulates: bool) -> None:
         assert s.returns.gradients.tickets_of(s.weights) == []
 
 
-def test_what_is_on_its_way_to_one_weight() -> None:
+def test_tickets_of_one_weight() -> None:
     """An optimizer that steps one unit waits for that one's gradients only."""
     with host_backend() as backend:
         first, second = (place([torch.ones(3)], backend, name=name) for name in "ab")
@@ -192,7 +192,7 @@ def test_lowered_gradients_are_added_in_the_masters_dtype(unset: bool) -> None:
         assert s.gradients() == [[1 if unset else 257]]
 
 
-def test_sparse_gradients_come_home_sparse() -> None:
+def test_sparse_gradients_stay_sparse() -> None:
     """And are added up over arrivals and micro-batches."""
     with gradient_scene((4, 2)) as s:
         twin = s.placed.twins[0]
@@ -270,7 +270,7 @@ def test_a_gradient_with_a_graph_is_refused() -> None:
         s.placed.twins[0].parameter.square().sum().backward(create_graph=True)
 
 
-def test_what_other_units_gathered_leaves_when_backward_moves_on() -> None:
+def test_gathered_gradients_leave_when_backward_moves_on() -> None:
     """Gradients do not pile up on the device while a unit misses one of its weights."""
     with gradient_scene((3,), (2,)) as s:
         s.arrive(1, None)
@@ -282,7 +282,7 @@ def test_what_other_units_gathered_leaves_when_backward_moves_on() -> None:
         assert s.gradients() == [[1], None]
 
 
-def test_many_units_share_a_ring_of_two_pieces() -> None:
+def test_many_units_share_two_pieces() -> None:
     """Memory on the device does not grow with the model; a piece is not filled before its copy has left."""
     with host_backend(poison=True, max_delay=0.004) as backend:
         units = [place([torch.ones(50), torch.ones(7)], backend, name=f"unit {index}") for index in range(6)]

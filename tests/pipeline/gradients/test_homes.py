@@ -54,7 +54,7 @@ def shown(parameter: nn.Parameter, gradient: Tensor) -> nn.Parameter:
 
 @pytest.mark.parametrize("hold", HOLD.values(), ids=HOLD)
 @pytest.mark.parametrize("which", [0, 1])
-def test_what_somebody_holds_stays_theirs(hold: Callable[[Tensor], Any], which: int) -> None:
+def test_a_gradient_that_is_held_is_not_overwritten(hold: Callable[[Tensor], Any], which: int) -> None:
     """A home whose gradients the user keeps moves out."""
     backend = RecordingBackend(can_pin=True)
     home = home_of(torch.ones(4), torch.ones(6), backend=backend)
@@ -72,7 +72,7 @@ def test_what_somebody_holds_stays_theirs(hold: Callable[[Tensor], Any], which: 
     assert set(torch.as_tensor(held[0] if isinstance(held, list) else held).tolist()) == {3}
 
 
-def test_what_nobody_holds_is_used_again() -> None:
+def test_memory_that_nobody_holds_is_reused() -> None:
     home = home_of(torch.ones(4), torch.ones(6))
     before = home.memory.data_ptr(), [tensor.data_ptr() for tensor in home.tensors]
     parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])
@@ -114,7 +114,7 @@ def test_a_gradient_that_was_given_other_memory_comes_home_the_next_time(elsewhe
     assert (home.tensors[0].shape, home.tensors[0].stride(), home.tensors[0].dtype) == ((4, 4), (4, 1), FLOAT)
 
 
-def test_what_a_user_sets_on_a_gradient_is_gone_with_it() -> None:
+def test_attributes_set_on_a_gradient_go_with_it() -> None:
     home = home_of(torch.ones(4), torch.ones(6))
     home.tensors[0].requires_grad_().label = "mine"
     home.vacate()

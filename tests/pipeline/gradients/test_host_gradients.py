@@ -130,7 +130,7 @@ def test_lower_gradients_of_weights_that_change() -> None:
 
 @pytest.mark.parametrize("lowered", [None, BF16])
 @pytest.mark.parametrize("read", ["shown", "taken"])
-def test_what_is_to_be_done_is_done_once_in_order(lowered: torch.dtype | None, read: str) -> None:
+def test_scaling_is_applied_once_and_in_order(lowered: torch.dtype | None, read: str) -> None:
     """By whoever reads first, on the gradient in the master's dtype: unscaled, multiplied, then clipped."""
     with gradient_scene((40, 30), lowered=lowered) as s:
         (gradient,) = random_gradients(s)
@@ -153,7 +153,7 @@ def test_what_is_to_be_done_is_done_once_in_order(lowered: torch.dtype | None, r
         assert not s.returns.gradients.take(s.weights[0])[1]
 
 
-def test_only_what_was_named_is_scaled() -> None:
+def test_only_the_given_weights_are_scaled() -> None:
     with gradient_scene((3,), (4,)) as s:
         s.backward(8, 8)
         s.returns.gradients.multiply(s.weights[:1], torch.tensor(0.5))
@@ -161,7 +161,7 @@ def test_only_what_was_named_is_scaled() -> None:
         assert s.gradients() == [[2], [4]]
 
 
-def test_weights_that_are_treated_alike_share_what_is_done() -> None:
+def test_weights_scaled_alike_share_a_scaling() -> None:
     """So they can be stepped as one."""
     with gradient_scene((3,), (4,), (5,)) as s:
         s.backward(1, 1, 1)
@@ -180,7 +180,7 @@ def test_without_anything_to_do_gradients_are_shared_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("lowered", [None, BF16])
-def test_a_dropped_gradient_takes_what_is_to_be_done_with_it(lowered: torch.dtype | None) -> None:
+def test_dropping_a_gradient_drops_its_scaling(lowered: torch.dtype | None) -> None:
     """`zero_grad`, and the next one starts anew."""
     with gradient_scene((3,), lowered=lowered) as s:
         s.returns.measures_norms = True
@@ -221,7 +221,7 @@ def test_a_gradient_that_is_added_to_is_not_scaled_again(lowered: torch.dtype | 
         assert s.gradients() == [[12]]
 
 
-def test_clipping_comes_where_it_was_asked_for() -> None:
+def test_clipping_by_value_keeps_its_position() -> None:
     """Clipped by value, then multiplied, is not multiplied, then clipped."""
     with gradient_scene((3,)) as s:
         s.backward(8)
@@ -295,7 +295,7 @@ def test_norms_are_read_when_they_have_landed() -> None:
         assert norm == 4
 
 
-def test_norms_of_what_was_not_measured_are_not_known() -> None:
+def test_norms_that_were_not_measured_are_unknown() -> None:
     """Neither of weights without gradients, nor of gradients from before it was asked for."""
     with gradient_scene((4,), (9,)) as s:
         s.backward(1, 1)
@@ -342,7 +342,7 @@ def test_a_norm_is_forgotten_when_its_gradient_may_change(
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_what_a_users_hook_makes_of_a_gradient_was_not_measured(batches: int) -> None:
+def test_the_norm_of_a_gradient_that_a_hook_changes_is_unknown(batches: int) -> None:
     with gradient_scene((4,), (9,)) as s:
         s.returns.measures_norms = True
         s.masters[0].register_hook(lambda gradient: 10 * gradient)
@@ -384,7 +384,7 @@ def test_sparse_gradients_have_no_norm() -> None:
 
 
 @pytest.mark.parametrize("holds", [None, "the gradient", "a view"])
-def test_who_holds_a_gradient_sees_the_sum_when_backward_ends(holds: str | None) -> None:
+def test_a_held_gradient_is_the_sum_when_backward_ends(holds: str | None) -> None:
     """Nobody can tell when `.grad` changes, as looking at it is noticed; but whoever kept the tensor can."""
     with host_backend(poison=True) as backend, gradient_scene((4,), backend=backend) as s:
         s.backward(1)
@@ -506,7 +506,7 @@ def test_a_stepped_units_gradients_are_kept_where_somebody_may_ask_for_them() ->
         assert s.gradients() == [[5], [6]]
 
 
-def test_what_the_first_gradients_have_landed_in_becomes_a_landing_buffer() -> None:
+def test_the_first_home_becomes_a_landing_buffer() -> None:
     """In the first step nothing can be stepped in backward; making other memory for buffers would take time."""
     with gradient_scene((1024,), (3,), lowered=BF16) as s:
         s.backward(5, 6)
@@ -537,7 +537,7 @@ def test_a_sum_is_given_to_the_stepper() -> None:
 
 
 @pytest.mark.parametrize("why", ["incomplete", "a hook"])
-def test_what_is_not_the_whole_gradient_is_not_given_to_the_stepper(why: str) -> None:
+def test_incomplete_gradients_are_not_given_to_the_stepper(why: str) -> None:
     with gradient_scene((4,), (3,), lowered=BF16) as s:
         if why == "a hook":
             s.masters[1].register_hook(lambda gradient: None)
@@ -548,7 +548,7 @@ def test_what_is_not_the_whole_gradient_is_not_given_to_the_stepper(why: str) ->
 
 
 @pytest.mark.parametrize("elsewhere", [Tensor.double, lambda gradient: torch.full((3, 2), 1.0).t()])
-def test_what_is_added_to_another_kind_of_gradient_is_not_given_to_the_stepper(
+def test_sums_with_another_kind_of_gradient_are_not_given_to_the_stepper(
     elsewhere: Callable[[Tensor], Tensor],
 ) -> None:
     """Only the optimizer's own code knows what to do with it."""
@@ -563,7 +563,7 @@ def test_what_is_added_to_another_kind_of_gradient_is_not_given_to_the_stepper(
 
 
 @pytest.mark.parametrize("lowered", [None, BF16])
-def test_what_was_not_stepped_after_all_stays(lowered: torch.dtype | None) -> None:
+def test_gradients_that_were_not_stepped_are_kept(lowered: torch.dtype | None) -> None:
     """The other unit of its group did not complete."""
     with gradient_scene((4,), (3,), lowered=lowered, delay=0.005) as s:
         s.stepper.wanted.add(s.placed.unit)
@@ -601,7 +601,7 @@ def test_a_step_reads_its_gradients_before_the_next_ones_come() -> None:
 
 @pytest.mark.parametrize("lowered", [None, BF16])
 @pytest.mark.parametrize("threads", [True, False])
-def test_a_copy_that_failed_is_told_of_once(lowered: torch.dtype | None, threads: bool) -> None:
+def test_a_failed_copy_raises_once(lowered: torch.dtype | None, threads: bool) -> None:
     """Who waits for it is told; after `abandon` everything goes on."""
     with gradient_scene((4,), (3,), lowered=lowered, delay=0.0 if threads else None) as s:
         s.backward(1, 1)
@@ -667,7 +667,7 @@ def test_a_failure_does_not_make_backward_wait_for_ever(what: str) -> None:
         thread.join(2)
         hangs = thread.is_alive()
         while thread.is_alive():
-            returns._landing_buffers.release_all()
+            returns._landing_buffers.abandon()
             thread.join(0.01)
         returns.abandon()
         returns.close()
@@ -705,7 +705,7 @@ def test_abandoned_gradients_give_back_their_buffers() -> None:
         assert shipment.buffer.is_free
 
 
-def test_after_an_exception_what_was_there_stays() -> None:
+def test_gradients_that_were_there_survive_an_exception() -> None:
     """A backward that died adds nothing of what had not left, and the next one is right."""
     with gradient_scene((4,), (3,), lowered=BF16, delay=0.004) as s:
         s.backward(1, 2)

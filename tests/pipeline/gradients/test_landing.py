@@ -53,7 +53,7 @@ def test_many_norms_take_the_room_they_need() -> None:
     assert layout.nbytes == layout.norms_at + 512
 
 
-def test_memory_is_looked_at_as_gradients() -> None:
+def test_memory_viewed_as_gradients() -> None:
     """With the masters' strides, in the dtypes that travel, over the memory itself."""
     weights = weights_of(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.ones(7))
     found = TensorsIn(torch.zeros(1 << 12, dtype=torch.uint8))
@@ -91,7 +91,7 @@ def test_gradients_as_one_tensor() -> None:
     assert not found.norms(layout).any()
 
 
-def test_whose_gradients_are_of_one_unit() -> None:
+def test_weights_of_one_unit() -> None:
     first, second = place([torch.ones(1)] * 3), place([torch.ones(1)] * 2)
     one, two, three = first.weights
     assert unit_of([one, two, three]) is first.unit
@@ -100,7 +100,7 @@ def test_whose_gradients_are_of_one_unit() -> None:
     assert unit_of([*first.weights, *second.weights]) is None
 
 
-def test_pieces_take_turns_when_what_was_in_them_has_left() -> None:
+def test_a_piece_is_reused_after_its_copy() -> None:
     made = place([torch.ones(3)])
     pieces, backend = Pieces([made.unit], made.backend), made.backend
     first, second = pieces.take(256), pieces.take(256)
@@ -155,7 +155,7 @@ def nothing_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landing, "available_host_memory", lambda: None)
 
 
-def test_who_takes_a_buffer_waits_until_one_is_free() -> None:
+def test_taking_a_buffer_waits_until_one_is_free() -> None:
     """Whichever is free first: the optimizer may come late to the oldest."""
     buffers = LandingBuffers(RecordingBackend(), pin=False, few=2)
     oldest, newest = buffers.take(256), buffers.take(256)
@@ -256,7 +256,7 @@ def test_there_are_more_buffers_than_a_few_if_the_host_has_memory_to_spare(
     assert buffers.nbytes() == made * 256
 
 
-def test_who_is_patient_waits_also_where_there_is_memory_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patient_taker_waits_even_with_memory_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landing, "_is_left_over", lambda nbytes: True)
     buffers = LandingBuffers(RecordingBackend(), pin=False, few=1)
     buffer = buffers.take(256)
@@ -312,7 +312,7 @@ def test_memory_is_taken_over_only_if_a_buffer_is_missing(monkeypatch: pytest.Mo
 def test_after_an_exception_all_buffers_are_free() -> None:
     buffers = LandingBuffers(RecordingBackend(), pin=False, few=2)
     held = [buffers.take(256), buffers.take(256)]
-    buffers.release_all()
+    buffers.abandon()
     assert all(buffer.is_free for buffer in held)
     buffers.take(256)
 

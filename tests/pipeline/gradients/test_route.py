@@ -23,7 +23,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize("case", list(product([True, False], repeat=5)))
-def test_every_case_has_one_way(case: tuple[bool, ...]) -> None:
+def test_every_case_has_one_route(case: tuple[bool, ...]) -> None:
     rows = [
         route
         for row, route in TABLE
@@ -34,5 +34,5 @@ def test_every_case_has_one_way(case: tuple[bool, ...]) -> None:
     assert rows == [chosen]
 
 
-def test_what_stays() -> None:
+def test_routes_that_stay_at_home() -> None:
     assert [route for route in Route if route.stays] == [Route.HOME, Route.HOME_AS_THEY_CAME]

@@ -71,7 +71,7 @@ def test_the_host_does_not_wait_for_what_is_still_added() -> None:
         assert opened == [True], "the host waited until the gate was given up"
 
 
-def test_without_notice_they_come_when_they_are_taken() -> None:
+def test_sums_that_were_not_fetched_ahead_are_fetched_when_taken() -> None:
     with summed(2, 3) as (s, sums, _):
         assert [tensor.unique().tolist() for tensor in sums.take(s.weights[1:]).values()] == [[3]]
         sums.fetch(s.placed.unit)
@@ -79,14 +79,14 @@ def test_without_notice_they_come_when_they_are_taken() -> None:
         assert sums.take(s.weights) == {}
 
 
-def test_a_part_of_what_was_fetched() -> None:
+def test_taking_a_part_of_the_fetched_sums() -> None:
     with summed(2, 3, 4) as (s, sums, _):
         sums.fetch(s.placed.unit)
         for weight, value in ((s.weights[1], 3), (s.weights[0], 2), (s.weights[2], 4)):
             assert [tensor.unique().tolist() for tensor in sums.take([weight]).values()] == [[value]]
 
 
-def test_gradients_that_somebody_has_set() -> None:
+def test_gradients_set_by_a_user() -> None:
     """They lie anywhere, and in any order of dimensions."""
     with summed(2, 3) as (s, sums, _):
         given = torch.arange(6.0).view(3, 2).t()
@@ -97,7 +97,7 @@ def test_gradients_that_somebody_has_set() -> None:
         assert uploads(s) == 2
 
 
-def test_gradients_that_somebody_has_given_other_memory() -> None:
+def test_gradients_given_other_memory() -> None:
     """The home still has what was there before."""
     with summed(2, 3) as (s, sums, _):
         s.masters[0].grad.data = torch.full((2, 3), 5.0)
@@ -112,7 +112,7 @@ def test_nothing_is_fetched_before_the_last_micro_batch() -> None:
         assert uploads(s) == 0
 
 
-def test_what_is_noted_for_a_sum_is_done_to_it() -> None:
+def test_pending_scaling_is_applied_to_a_sum_first() -> None:
     """Clipping between micro-batches."""
     with summed(2, 3) as (s, sums, _):
         s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
@@ -129,7 +129,7 @@ def test_memory_is_kept_until_a_copy_has_ended() -> None:
         assert s.gradients() == [[2], [3]]
 
 
-def test_who_steps_them_is_told() -> None:
+def test_stepping_an_unaveraged_sum_is_an_error() -> None:
     with summed(2, 3) as (s, sums, _):
         with pytest.raises(RuntimeError, match="gradient of 'unit.0' would be stepped before it was averaged"):
             sums.check_averaged(s.weights)

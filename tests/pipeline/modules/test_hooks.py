@@ -365,7 +365,10 @@ def test_a_view_changed_in_place_still_announces(
 
 
 def test_leaves_and_constants_announce_nothing() -> None:
-    before_backward([torch.ones(1), torch.ones(1, requires_grad=True)], pytest.fail, since=1, now=1)
+    leaf = torch.ones(1, requires_grad=True)
+    before_backward([torch.ones(1), leaf], lambda: pytest.fail("announced"), since=1, now=1)
+    (2 * leaf).backward()
+    assert leaf.grad == 2
 
 
 def test_outputs_of_one_node_announce_once() -> None:

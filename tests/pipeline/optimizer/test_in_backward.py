@@ -88,7 +88,7 @@ def spent(pipeline: Pipeline, model: nn.Module) -> Optimizer:
 
 
 @pytest.mark.parametrize("after", ["at once", "a look at weights"])
-def test_a_spent_gradient_is_an_error_for_who_reads_it(after: str) -> None:
+def test_reading_a_spent_gradient_is_an_error(after: str) -> None:
     """It would say `None`, or the last step's, where plain training has one."""
     with attached(model := chain()) as pipeline:
         spent(pipeline, model)
@@ -248,7 +248,7 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize(("frozen", "steps"), [(True, 3 * 1), (False, 3 * 5)])
-def test_what_a_checkpoint_inside_of_a_unit_still_reads_keeps_its_place(frozen: bool, steps: int, k: int) -> None:
+def test_a_group_that_an_inner_checkpoint_still_reads_is_not_stepped(frozen: bool, steps: int, k: int) -> None:
     """It holds on to weights without a handle: the place of one was free when all trained ones had their gradients."""
 
     def make() -> nn.Sequential:
@@ -309,7 +309,7 @@ def test_a_gradient_after_the_step_is_an_error(retained: bool) -> None:
 
 
 @pytest.mark.parametrize("why", ["accumulated", "another optimizer's", "aliased", "unknown", "switched off", "frozen"])
-def test_who_is_not_stepped_in_backward(why: str) -> None:
+def test_units_that_are_not_stepped_in_backward(why: str) -> None:
     """Numbers are right all the same."""
 
     def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
@@ -361,7 +361,7 @@ def test_param_groups_are_stepped_in_backward_by_their_own_settings() -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in-a-step", "bare"])
-def test_an_exception_while_stepping_in_backward_is_told_of(inside: bool) -> None:
+def test_an_exception_while_stepping_in_backward_warns(inside: bool) -> None:
     """Some weights have taken the step, others have not: nobody can undo that, so it is said."""
 
     def fail(_: Tensor) -> None:
@@ -417,7 +417,7 @@ LOOKS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
 
 @pytest.mark.parametrize("when", ["at once", "when all is done"])
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_who_looks_at_gradients_before_the_step_is_told(look: Callable[..., Any], when: str) -> None:
+def test_reading_gradients_before_the_step_is_an_error(look: Callable[..., Any], when: str) -> None:
     """It would have no effect, and nobody would notice."""
     with attached(model := chain()) as pipeline:
         optimizer = adam(model)

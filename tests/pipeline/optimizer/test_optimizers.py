@@ -58,7 +58,7 @@ def listener() -> Iterator[Listener]:
     assert not guards_suspended()
 
 
-def test_a_step_is_told_of_before_and_after(listener: Listener) -> None:
+def test_listeners_hear_of_a_step_before_and_after(listener: Listener) -> None:
     optimizer = SGD([listener.weight], lr=0.1)
     listener.weight.grad = torch.tensor(1.0)
     optimizer.step()
@@ -83,7 +83,7 @@ def test_with_a_closure_gradients_are_there_when_it_has_been_called(
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_closure_that_is_called_several_times_is_told_of_each_time(
+def test_listeners_hear_of_each_call_of_a_closure(
     listener: Listener, step: Callable[[Optimizer, Callable[[], Tensor]], Any]
 ) -> None:
     """LBFGS looks at the loss again and again."""
@@ -154,7 +154,7 @@ def test_a_closure_that_raises(listener: Listener) -> None:
     resume_all_guards()
 
 
-def test_all_that_listen_are_told() -> None:
+def test_all_listeners_hear_of_a_step() -> None:
     listeners = [Listener(), Listener()]
     for listener in listeners:
         listen_to_optimizers(listener)

@@ -311,7 +311,7 @@ LOOKS: dict[str, Callable[[nn.Module, Optimizer], list[Tensor]]] = {
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 @pytest.mark.parametrize("step", [plain_step, autocast_step], ids=["fp32", "bf16"])
-def test_whoever_looks_sees_a_finished_step(step: Step, look: Callable[[nn.Module, Optimizer], list[Tensor]]) -> None:
+def test_every_access_sees_a_finished_step(step: Step, look: Callable[[nn.Module, Optimizer], list[Tensor]]) -> None:
     """The first look after a step, while all of its work is still to be done."""
 
     def story(model: nn.Module, pipeline: Pipeline | None) -> list[Tensor]:
@@ -474,7 +474,7 @@ def test_detaching_finishes_the_step() -> None:
 
 
 @pytest.mark.parametrize("alias", ["data", "detached", "a view"])
-def test_a_weight_that_somebody_holds_an_alias_of_is_stepped_in_time(alias: str) -> None:
+def test_aliased_weights_are_stepped_before_step_returns(alias: str) -> None:
     """Reading an alias is not noticed: nobody may see it unfinished; also when units are arranged anew meanwhile."""
 
     def story(model: nn.Module, pipeline: Pipeline | None = None) -> tuple[list[Tensor], Optimizer]:
@@ -676,7 +676,7 @@ def test_overlapping_can_be_switched_off(overlap: Any) -> None:
         assert same(expected, everything(model, optimizer))
 
 
-def test_who_insists_on_overlapping_is_told_why_not() -> None:
+def test_must_overlap_raises_with_the_reason() -> None:
     """By name, with what to do; with 'auto' the optimizer steps plainly."""
     model = chain()
     with attached(model, overlap_optimizer=True):

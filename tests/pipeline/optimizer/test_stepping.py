@@ -843,7 +843,7 @@ class Odd(nn.Parameter):
         (lambda: AdamW([nn.Parameter(torch.ones(2, device="meta"))]), "not a dense tensor .* meta"),
     ],
 )
-def test_what_it_is_not_for(make: Callable[[], Optimizer], reason: str) -> None:
+def test_weights_and_optimizers_that_are_refused(make: Callable[[], Optimizer], reason: str) -> None:
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(why(make()))
 

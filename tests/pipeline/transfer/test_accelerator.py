@@ -551,7 +551,7 @@ def test_page_locks_take_no_more_than_their_share(
     [(True, 5000, None), (False, 50_000, 0), ("auto", 50_000, 40_000), ("auto", 5000, 4000), ("auto", None, None)],
 )
 @pytest.mark.filterwarnings("ignore:.*page-locked chunks")
-def test_what_may_be_page_locked_besides(
+def test_bytes_that_may_be_page_locked_besides(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, pin_memory: Any, total: int | None, left: int | None
 ) -> None:
     """For activations there is what weights and gradients leave of the share; above it these are not page-locked."""
@@ -571,7 +571,7 @@ def test_nothing_is_page_locked_where_it_does_not_help(scene: Scene) -> None:
     assert not scene.backend.pin(torch.zeros(8, dtype=torch.uint8))
 
 
-def test_the_ring_is_page_locked_once_and_released(runtime: FakeRuntime) -> None:
+def test_staging_chunks_are_page_locked_once_and_released(runtime: FakeRuntime) -> None:
     backend = PinningBackend(torch.device("cpu"))
     for _ in range(3):
         backend.upload(torch.zeros(40, dtype=torch.uint8), torch.ones(40, dtype=torch.uint8)).join()

@@ -24,7 +24,7 @@ def names() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith(("superpipeline", "test"))}
 
 
-def test_what_becomes_possible_first_is_done_first() -> None:
+def test_the_job_that_is_ready_first_runs_first() -> None:
     """Also if nothing was possible when the thread looked for work."""
     worker, done = Worker("test-thread"), list[str]()
     early, late = ThreadTicket(), ThreadTicket()
@@ -222,7 +222,7 @@ def test_memory_is_copied_byte_by_byte(count: int) -> None:
     assert torch.equal(target, source)
 
 
-def test_what_a_backend_does_by_default() -> None:
+def test_defaults_of_a_backend() -> None:
     """Synchronising is joining; no backend page-locks, or knows its memory, unless it says so."""
     with host_backend() as backend:
         assert not backend.can_pin

@@ -200,7 +200,7 @@ def test_a_step_comes_after_the_copies_of_a_forward_before_it(
         assert all(map(torch.equal, got, expected))
 
 
-def test_nobody_waits_who_changes_nothing() -> None:
+def test_ordinary_steps_do_not_wait_for_copies() -> None:
     """Forwards alone, and training as usual, leave the host ahead."""
     model = make_model()
     with lagging(model) as pipeline:

@@ -61,7 +61,7 @@ def test_no_pieces(window: int) -> None:
     assert place_in_arena([], window) == ([], 0)
 
 
-def test_who_has_a_part_of_whose_place() -> None:
+def test_overlapping_places() -> None:
     """Pieces that only touch do not overlap, and nothing overlaps a piece without bytes."""
     assert overlaps([0, 4, 2, 8], [4, 4, 4, 0]) == [[2], [2], [0, 1], []]
     assert overlaps([], []) == []

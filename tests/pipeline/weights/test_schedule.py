@@ -74,7 +74,7 @@ def test_what_is_expected_before_the_turn(uses: list[Use], expected: list[int]) 
     assert list(islice(schedule.upcoming_before_the_turn(), 9)) == expected
 
 
-def test_nothing_is_expected_of_nothing() -> None:
+def test_an_empty_schedule() -> None:
     assert list(Schedule(0).upcoming_before_the_turn()) == []
 
 
@@ -204,7 +204,7 @@ def test_after_an_exception_nothing_follows_from_what_came_last() -> None:
     """The pair around an exception is not learned, what was learned before is kept."""
     schedule = Schedule(4)
     run(schedule, [(0, F), (2, F), (3, F)])
-    schedule.forget_position()
+    schedule.abandon()
     assert ahead(schedule, 1) == [0]
     run(schedule, [(0, F), (2, F)])
     assert ahead(schedule, 1) == [3]
@@ -226,7 +226,7 @@ def test_a_use_that_comes_as_expected_keeps_its_number() -> None:
     }
 
 
-@pytest.mark.parametrize("turn", [lambda s: s.visit(2, F), lambda s: s.forget_position()])
+@pytest.mark.parametrize("turn", [lambda s: s.visit(2, F), lambda s: s.abandon()])
 def test_what_does_not_come_as_expected_gets_numbers_of_its_own(turn: Callable[[Schedule], None]) -> None:
     schedule = Schedule(3)
     run(schedule, [(0, F)])

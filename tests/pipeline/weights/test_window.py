@@ -62,7 +62,7 @@ class Scene:
         self.groups[index].host.version += 1  # type: ignore[attr-defined]
 
 
-def test_what_is_absent_is_a_miss_and_is_waited_for() -> None:
+def test_an_absent_group_is_a_miss() -> None:
     scene = Scene(4, 2)
     scene.window.bring(scene.groups[0])
     assert scene.backend.said("upload", "wait") == ["upload", "wait"]
@@ -92,7 +92,7 @@ def test_computing_waits_once_for_a_copy() -> None:
     assert scene.backend.said("wait") == ["wait", "wait"]
 
 
-def test_what_is_there_is_waited_for_and_not_loaded_again() -> None:
+def test_a_loaded_group_is_not_loaded_again() -> None:
     """The first user of a prefetched group must not read before the copy."""
     scene = Scene(4, 2)
     scene.window.bring(scene.groups[0])
@@ -251,7 +251,7 @@ def test_changed_masters_are_sent_again(by: str) -> None:
     assert not scene.groups[1].host.has_changed(scene.groups[1].state)
 
 
-def test_without_suspicion_nothing_is_looked_at() -> None:
+def test_only_suspect_groups_are_checked() -> None:
     """Looking at masters costs host time in every unit of every step."""
     scene = Scene(2, 2)
     scene.window.prefetch()
@@ -302,7 +302,7 @@ def stepping(scene: Scene, index: int, ticket: PendingTicket | None = None) -> P
     return ticket
 
 
-def test_what_is_being_stepped_is_worthless_on_the_device() -> None:
+def test_a_step_outdates_the_copy_on_the_device() -> None:
     """At once, although masters change later: nothing may be computed with the old weights any more."""
     scene = Scene(2, 2)
     scene.window.bring(scene.groups[0])
@@ -379,14 +379,14 @@ def test_computing_waits_for_copies_that_nobody_has_used_before_others_take_thei
     assert not scene.groups[0].tickets
 
 
-def test_what_is_not_being_stepped_waits_for_nobody() -> None:
+def test_other_groups_do_not_wait_for_a_step() -> None:
     scene = Scene(2, 2)
     stepping(scene, 0)
     scene.window.bring(scene.groups[1])
     assert scene.backend.said("after") == []
 
 
-def test_masters_that_were_stepped_are_looked_at_again() -> None:
+def test_stepped_masters_are_checked_again() -> None:
     """What was sent after the step is right as long as nobody has written to masters since."""
     scene = Scene(2, 2)
     group = scene.groups[0]
@@ -406,7 +406,7 @@ def test_masters_that_were_stepped_are_looked_at_again() -> None:
     assert scene.backend.said("after") == ["after"]
 
 
-def test_what_is_looked_at_too_early_is_looked_at_later() -> None:
+def test_a_check_during_a_step_is_postponed() -> None:
     """Somebody wrote to masters before the step was given to the thread: the suspicion stays until it is done."""
     scene = Scene(2, 2)
     group = scene.groups[0]
@@ -582,7 +582,7 @@ class Twice:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_a_prefetch_that_goes_on_where_it_ended_loads_what_one_afresh_loads(seed: int) -> None:
+def test_a_continued_prefetch_loads_what_a_fresh_one_would(seed: int) -> None:
     twice = Twice(seed)
     for _ in range(150):
         twice.act()
@@ -623,7 +623,7 @@ def calls_in(action: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("share", [0, 0.5, 1], ids=["two places", "half", "all"])
 @pytest.mark.parametrize("what", ["inference", "training", "stepping in backward"])
-def test_what_a_use_costs_does_not_grow_with_the_model(share: float, what: str) -> None:
+def test_the_cost_of_a_use_does_not_grow_with_the_model(share: float, what: str) -> None:
     """The thread that does this has to run ahead of the device."""
 
     def calls_per_use(count: int) -> float:
