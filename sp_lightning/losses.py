@@ -126,7 +126,7 @@ def chunked_cross_entropy(
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Computes one loss for each row of `hidden`; see the note at the top."""
+    """Computes one loss for each row of `hidden`; see [Note: slices of the vocabulary, each computed twice]."""
 
     @staticmethod
     def forward(

@@ -96,7 +96,7 @@ class _Group:
 
 
 class Replay:
-    """Replays the engine's order of a step on four clocks (see the note above).
+    """Replays the engine's order of a step on four clocks (see [Note: the lanes of a step]).
 
     Args:
         workload: The work of a step.

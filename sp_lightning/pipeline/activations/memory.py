@@ -143,7 +143,7 @@ class View:
 
     @property
     def changed_in_place(self) -> bool:
-        """Whether it was written to after it was saved, and before it was released."""
+        """Whether it was written to after it was saved, and before it was released; see [Note: changes in place]."""
         return self._changed if self.tensor is None else self.tensor._version != self.version
 
     @property

@@ -148,7 +148,7 @@ class HostSteps:
     def begin(
         self, group: Group, shares: list[Share], after: Sequence[Ticket], shipments: Sequence[Shipment] = ()
     ) -> None:
-        """Have the thread step the weights of a group.
+        """Have the thread step the weights of a group, section by section (see [Note: sections] in sections.py).
 
         Args:
             group: The group.

@@ -122,7 +122,7 @@ class Window:
             self._ahead.cover(number, group, group.loaded and not (group.suspect and group in in_use))
 
     def _needed_before(self, number: int, group: Group, in_use: Sequence[Group]) -> Group | None:
-        """Return a group that cannot be evicted for this use: in use, used sooner, or about to be sent after a step."""
+        """Return a group that cannot be evicted for this use; see [Note: when a group may be evicted]."""
         for other in self._in_the_way_of(group):
             if other.users or other in in_use or self._ahead.next_use(other) < number or self._awaits_step(other):
                 return other
@@ -230,7 +230,7 @@ class Window:
             del group.tickets[0]  # only now: a copy that failed has not come
 
     def _upload_behind_step(self, group: Group) -> None:
-        """Send each section of the group when it has been stepped."""
+        """Send each section of the group when it has been stepped; see [Note: while masters are being stepped]."""
         assert group.being_stepped is not None
         for cut, begin, end in group.host.sections:
             self._upload(group, group.host.source.bytes[begin:end], begin, group.being_stepped.until(cut))
