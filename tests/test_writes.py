@@ -421,3 +421,70 @@ def test_weights_that_are_stepped_in_their_own_forward(resident: tuple[str, ...]
     with pytest.raises(RuntimeError, match="SGD is to step weight 'blocks.1.codes' inside of a forward"):
         model(Run.rows(0))
     pipe.detach()
+
+
+class Offsets(Chain):
+    """A chain with two weights of its own, which it uses itself."""
+
+    def __init__(self) -> None:
+        super().__init__([Block() for _ in range(3)])
+        self.shift = nn.Parameter(torch.randn(4, WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale + self.shift[:1])
+
+
+@pytest.mark.parametrize("next_event", ["a write to a weight beside it", "a step", "neither"])
+def test_views_that_are_written_to_outside_of_units(next_event: str) -> None:
+    """Whatever else makes the weight's copy on the device outdated before the step is over."""
+
+    def story(run: Run) -> None:
+        optimizer = SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+        for number in range(3):
+            with run.step():
+                with torch.no_grad():
+                    run.model.shift[0].mul_(0.5)
+                    if next_event == "a write to a weight beside it":
+                        run.model.scale.mul_(1.5)
+                loss = run.model(run.rows(number)).square().mean()
+                loss.backward()
+                if next_event == "a step":
+                    with torch.no_grad():
+                        run.model.shift[0].mul_(0.5)
+                    optimizer.step()
+            run.note(f"loss {number}", loss)
+            if next_event != "a step":
+                optimizer.step()
+            optimizer.zero_grad()
+            note_state(run.trace, f"step {number}", run.model, [optimizer])
+
+    assert_same_story(story, Offsets)
+
+
+class WritesBeside(Block):
+    """Writes to a weight of its own and to one of another block, and calls that one, or not."""
+
+    def __init__(self, other: Block, calls: bool) -> None:
+        super().__init__()
+        self.others, self.calls = [other], calls  # no child
+
+    def forward(self, x: Tensor) -> Tensor:
+        (other,) = self.others
+        with torch.no_grad():
+            self.up.weight.data.clamp_(-0.1, 0.1)
+            other.up.weight.mul_(0.9)
+        x = super().forward(x)
+        return x + other(x) if self.calls else x
+
+
+@pytest.mark.filterwarnings("ignore:.*changes its weights in place")
+@pytest.mark.parametrize("calls", [False, True])
+def test_weights_that_travel_together_are_written_to_on_host_and_device(calls: bool) -> None:
+    """What the one write makes outdated is sent again without losing the other."""
+
+    def pairs() -> nn.Module:
+        others = [Block() for _ in range(3)]
+        return Chain([block for other in others for block in (WritesBeside(other, calls), other)])
+
+    assert_same_story(train, pairs, k=2, k_prime=2, units=[Block])

@@ -26,7 +26,6 @@ from sp_lightning.pipeline.optimizer.host_steps import HostSteps
 from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.outside import OutsideUse
-from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.schedule import Schedule
 from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.write_back import WriteBack
@@ -64,7 +63,15 @@ class Assembly:
         members = arrangement.streamed_members
         groups = [member.unit.group for member in members if member.unit is not None]
         self.schedule = Schedule(len(members))
-        self.window = Window(arrangement.groups, groups, self.schedule, backend, stats, self._on_evict)
+        self.window = Window(
+            arrangement.groups,
+            groups,
+            self.schedule,
+            backend,
+            stats,
+            on_evict=lambda group: self.backward.evict(group),
+            before_loss=lambda group: self.write_back.before_loss(group),
+        )
         self.write_back = WriteBack(lasting, self.window)
         self.returns = GradientReturn(
             arrangement.all_units,
@@ -151,7 +158,13 @@ class Assembly:
         self._settle_on_device()
         lasting.saved.twins = arrangement.twins
         lasting.optimizers.work_with(
-            self.overlap, self._clipping, self.returns, self.window, arrangement.on_device, lasting.module.parameters()
+            self.overlap,
+            self._clipping,
+            self.returns,
+            self.window,
+            arrangement.on_device,
+            lasting.module.parameters(),
+            write_back=self.write_back.of_served,
         )
         move_buffers(lasting.module, lasting.device)
         move_unmanaged(arrangement.unmanaged.values(), lasting.device)
@@ -231,10 +244,6 @@ class Assembly:
         self._lasting.offloader.abandon()
         self.schedule.abandon()
         self.window.abandon()
-
-    def _on_evict(self, group: Group) -> None:
-        self.write_back.again()  # while the group can be read
-        self.backward.evict(group)
 
     def _begin_backward(self) -> None:
         self.arm_guard()

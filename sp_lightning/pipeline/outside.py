@@ -177,6 +177,7 @@ class OutsideUse:
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device until the next arrangement, which is due."""
         self._window.finish_optimizer(weight.unit.group)  # it is sent at once
+        self._write_back.now([weight])
         self._stats.promotions += 1
         twin = self._arrangement.make_resident(weight)
         self._learned.outdated = True

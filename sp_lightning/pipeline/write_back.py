@@ -8,6 +8,7 @@ import torch
 
 from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.host import as_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
@@ -33,17 +34,27 @@ class WriteBack:
         self.served: set[Weight] = set()
         self._written: set[Weight] = set()
 
-    def end_step(self) -> None:
+    def of_served(self) -> None:
         """Write back what code outside of units has written to weights through views of them (`w[0].zero_()`)."""
-        served, self.served = self.served, set()
         with self._at_work:
-            self.now(served)
+            self.now(self.served)
+
+    def end_step(self) -> None:
+        """Write back the same at the end of a step: the next one may not use these weights."""
+        try:
+            self.of_served()
+        finally:
+            self.served.clear()
 
     def again(self) -> None:
         """Write back what a checkpoint within a unit writes to weights when backward runs it again."""
         if self._written:
             with self._at_work:
                 self.now(self._written)
+
+    def before_loss(self, group: Group) -> None:
+        """Write back what was written to a group on the device, where its weights are about to be discarded."""
+        self.now(weight for weight in group.host.weights if weight.twin.group is group)
 
     def now(self, weights: Iterable[Weight]) -> None:
         """Copy weights that were written to on the device to the masters, which hold the authoritative values."""
@@ -78,4 +89,5 @@ class WriteBack:
         weight.twin.note_written_back()
         self._stats.write_backs += 1
         group = weight.twin.group
-        group.state = group.host.state()
+        if not group.suspect:  # else a change of another weight, which is still to be found, would look checked
+            group.state = group.host.state()

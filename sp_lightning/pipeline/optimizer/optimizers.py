@@ -67,6 +67,7 @@ class Optimizers:
         self._window: Window
         self._on_device: Sequence[nn.Parameter]
         self._parameters: set[int]
+        self._write_back: Callable[[], None]
 
     def work_with(
         self,
@@ -76,9 +77,11 @@ class Optimizers:
         window: Window,
         on_device: Sequence[nn.Parameter],
         parameters: Iterable[nn.Parameter],
+        write_back: Callable[[], None],
     ) -> None:
         """Work with the parts of another arrangement from now on."""
         self._parameters = set(map(id, parameters))
+        self._write_back = write_back
         self._overlap, self._clipping, self._returns = overlap, clipping, returns
         self._window, self._on_device = window, on_device
 
@@ -100,6 +103,7 @@ class Optimizers:
         if optimizer not in self.seen:
             self.seen.add(optimizer)
             move_state(optimizer, self._on_device)
+        self._write_back()  # what is written to weights on the device has to be in the masters that are stepped
         with self._at_work:
             self._overlap.before_step(optimizer)
 

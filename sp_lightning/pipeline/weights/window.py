@@ -42,6 +42,7 @@ class Window:
         backend: Makes the copies.
         stats: Counts them.
         on_evict: Called with a group before its place is given to another one.
+        before_loss: Called with a group that computing can read, before its copy on the device is discarded.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class Window:
         backend: Backend,
         stats: Stats,
         on_evict: Callable[[Group], None],
+        before_loss: Callable[[Group], None],
     ) -> None:
         self.groups = groups
         self._backend = backend
         self._stats = stats
         self._on_evict = on_evict
+        self._before_loss = before_loss
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         self._ahead = Lookahead(schedule, group_of_member)
 
@@ -196,6 +199,8 @@ class Window:
             self._lose(group)
 
     def _lose(self, group: Group) -> None:
+        if group.readable:
+            self._before_loss(group)
         group.residency = Residency.ABSENT
         self._ahead.lose(group)
 

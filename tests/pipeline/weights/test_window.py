@@ -30,13 +30,15 @@ class Scene:
         self.backend = RecordingBackend()
         self.stats = Stats()
         self.evicted: list[int] = []
+        self.lost: list[int] = []
         self.window = Window(
             self.groups,
             self.groups,
             self.schedule,
             self.backend,
             self.stats,
-            lambda group: self.evicted.append(group.index),
+            on_evict=lambda group: self.evicted.append(group.index),
+            before_loss=lambda group: self.lost.append(group.index),
         )
 
     def use(self, index: int, direction: Pass = Pass.INFERENCE) -> None:
@@ -493,7 +495,13 @@ class Twice:
         self.scenes = Scene(self.count, k), Scene(self.count, k)
         afresh = self.scenes[1]
         window = Afresh(
-            afresh.groups, afresh.groups, afresh.schedule, afresh.backend, afresh.stats, afresh.window._on_evict
+            afresh.groups,
+            afresh.groups,
+            afresh.schedule,
+            afresh.backend,
+            afresh.stats,
+            on_evict=afresh.window._on_evict,
+            before_loss=afresh.window._before_loss,
         )
         window.schedule, afresh.window = afresh.schedule, window
         self.inside: list[int] = []
@@ -646,3 +654,12 @@ def test_the_cost_of_a_use_does_not_grow_with_the_model(share: float, what: str)
         return calls_in(run) / len(step)
 
     assert calls_per_use(200) < 1.3 * calls_per_use(20)
+
+
+def test_before_loss_is_called_for_readable_groups_only() -> None:
+    s = Scene(2, 2)
+    s.use(0)
+    assert s.groups[1].loaded  # by the prefetch
+    for group in (*s.groups, *s.groups):
+        s.window.outdate(group)
+    assert s.lost == [0]
