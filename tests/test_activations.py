@@ -44,6 +44,7 @@ from .helpers import (
     attached,
     lightning_reference,
     lightning_run,
+    note_state,
 )
 from .zoo import CASES
 from .zoo.blocks import WIDTH, Block, Chain, chain
@@ -378,6 +379,35 @@ def test_hooks_of_a_user_leave_one_trace() -> None:
         run.note("watcher", torch.stack(watcher.seen))
         if run.pipe is not None:
             assert run.pipe.stats.recomputed == 6
+
+    assert_same_story(story, lambda: Chain(Block() for _ in range(3)), activations="recompute")
+
+
+def test_hooks_that_are_there_in_the_models_forward_only() -> None:
+    """Each runs again as it was registered: with keyword arguments, or also after an exception."""
+
+    def scale(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return (2 * args[0],), kwargs
+
+    def shift(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        return output + kwargs.get("by", 1)
+
+    def story(run: Run) -> None:
+        for step in range(2):
+            handles = []
+            for block in run.model.blocks:
+                handles += [
+                    block.up.register_forward_pre_hook(scale, with_kwargs=True),
+                    block.up.register_forward_hook(shift, with_kwargs=True, always_call=True),
+                ]
+            with run.step():
+                loss = run.model(run.rows(step)).square().mean()
+            for handle in handles:
+                handle.remove()
+            with run.step():
+                loss.backward()
+            run.note(f"loss {step}", loss)
+            note_state(run.trace, f"step {step}", run.model, [])
 
     assert_same_story(story, lambda: Chain(Block() for _ in range(3)), activations="recompute")
 

@@ -111,6 +111,13 @@ class SideEffects:
         for inner, _ in self._modes:
             for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # a forward may register more, once
                 self._look_into(hooks, own=False)
+            for marks in (
+                inner._forward_pre_hooks_with_kwargs,
+                inner._forward_hooks_with_kwargs,
+                inner._forward_hooks_always_called,
+            ):
+                if marks:  # a hook that is gone in backward takes its mark along
+                    self._look_into(marks, own=False)
         self._watched: list[_Held] = []
         self.include(inputs)
 
