@@ -178,6 +178,31 @@ def test_libraries_that_find_no_memory(message: str, where: str) -> None:
     assert memory.failures == 2
 
 
+class Grows(Module):
+    """Gets one more layer in each block before its last step, as a model does that is given another adapter."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx < 5:
+            return
+        for block in self.blocks:
+            block.down = nn.Sequential(block.down, nn.Linear(WIDTH, WIDTH))
+        added = [parameter for block in self.blocks for parameter in block.down[1].parameters()]
+        self.trainer.optimizers[0].add_param_group({"params": added})
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_weights_that_were_added_just_before_the_step(where: str) -> None:
+    """Their gradients are autograd's own until units are arranged anew, and go with the attempt that failed."""
+    torch.manual_seed(0)
+    Device.current = Device("never", None)
+    expected = fit(Grows(), "auto")
+    torch.manual_seed(0)
+    Device.current = memory = Device(where, lambda pipeline: memory.failures > 0, step=5)
+    with pytest.warns(UserWarning, match="memory did not suffice.*runs again"):
+        assert same(expected, fit(Grows(), SuperpipelineStrategy(units=Block, overlap_optimizer=False)))
+    assert memory.failures == 1
+
+
 def test_other_errors_are_no_reason_to_run_again() -> None:
     memory = Device("forward", one_unit)
     memory.error = RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -272,8 +272,9 @@ class Pipeline:
             parameter.grad = None
 
     def _parameters_elsewhere(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients autograd itself accumulates."""
-        return [*self.arrangement.unmanaged.values(), *self.arrangement.on_device]
+        """Return the parameters whose gradients autograd itself accumulates, those of a later arrangement included."""
+        streamed = self.arrangement.weights_by_master
+        return [parameter for parameter in self.module.parameters() if id(parameter) not in streamed]
 
     def shrink(self) -> str | None:
         """Use less device memory from the next step on, by giving up something that the user has left open.
