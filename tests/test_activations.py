@@ -9,6 +9,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import SGD
@@ -381,6 +383,58 @@ def test_hooks_of_a_user_leave_one_trace() -> None:
             assert run.pipe.stats.recomputed == 6
 
     assert_same_story(story, lambda: Chain(Block() for _ in range(3)), activations="recompute")
+
+
+class DependsOnSettings(Block):
+    """Attends, makes a tensor, and asks for a setting: each as torch's settings are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)[None, None].chunk(3, -1)
+        x = nn.functional.scaled_dot_product_attention(q, k, v)[0, 0]
+        third = torch.full((), 1 / 3)
+        return super().forward((x * third).to(x.dtype) * (1 + torch.backends.mkldnn.enabled))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "default dtype": lambda: default_dtype(torch.float64),
+}
+
+
+@pytest.mark.parametrize("setting", CONTEXTS)
+def test_settings_that_hold_in_the_models_forward_only(setting: str) -> None:
+    """Units that run again in backward do so with the settings of their first forward."""
+
+    def story(run: Run) -> None:
+        for step in range(2):
+            with run.step():
+                x = run.rows(step)
+                with CONTEXTS[setting]():
+                    output = run.model(x)
+                output.square().mean().backward()
+            note_state(run.trace, f"step {step}", run.model, [])
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed == 6
+        assert torch.get_default_dtype() == torch.float32
+        assert torch.backends.mkldnn.enabled
+        assert torch.backends.cuda.flash_sdp_enabled()
+
+    assert_same_story(story, lambda: Chain(DependsOnSettings() for _ in range(3)), activations="recompute")
 
 
 def test_hooks_that_are_there_in_the_models_forward_only() -> None:

@@ -1,4 +1,4 @@
-"""State that a forward depends on besides its inputs and its module: random generators, autocast, the default device.
+"""State that a forward depends on besides its inputs and its module: random generators, autocast, torch's settings.
 
 A forward that runs again in backward (recompute.py) begins with all of it as it was the first time.
 """
@@ -7,11 +7,27 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.backends import cuda, cudnn, mkldnn
+
+# What decides which kernels run, or what a new tensor is, if a context manager around the forward sets it: how to read
+# and to set it.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (partial(getattr, mkldnn, "enabled"), partial(setattr, mkldnn, "enabled")),
+    (partial(getattr, cudnn, "enabled"), partial(setattr, cudnn, "enabled")),
+    (partial(getattr, cudnn, "benchmark"), partial(setattr, cudnn, "benchmark")),
+    (partial(getattr, cudnn, "deterministic"), partial(setattr, cudnn, "deterministic")),
+)
 
 
 class RandomStates:
@@ -52,13 +68,15 @@ class Surroundings:
         self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
         self._has_cache = torch.is_autocast_cache_enabled()
         self._default_device = torch.get_default_device()
+        self._settings = [read() for read, _ in _SETTINGS]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the snapshot for the duration of the block; then return random generators to their present state."""
-        now = RandomStates(self._device)
+        now, settings = RandomStates(self._device), [read() for read, _ in _SETTINGS]
         try:
             self._random.restore()
+            _change_settings(settings, self._settings)
             with ExitStack() as stack:
                 for kind, (enabled, dtype) in self._autocast.items():
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self._has_cache))
@@ -66,4 +84,11 @@ class Surroundings:
                     stack.enter_context(self._default_device)
                 yield
         finally:
+            _change_settings(self._settings, settings)
             now.restore()
+
+
+def _change_settings(before: list[Any], after: list[Any]) -> None:
+    for (_, write), old, new in zip(_SETTINGS, before, after, strict=True):
+        if old != new:
+            write(new)
