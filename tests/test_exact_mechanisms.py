@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import PipelineOptions
 
-from .helpers import Plan, Run, assert_exact, assert_same_story, attached, note_gradients, reference_of
+from .helpers import Plan, Run, assert_exact, assert_same_story, attached, note_gradients, note_state, reference_of
 from .zoo import CASES
 from .zoo.blocks import WIDTH, Block, Chain, chain
 
@@ -1198,3 +1198,32 @@ def test_other_dtypes_are_exact(dtype: torch.dtype) -> None:
     )
     plan = Plan.of(case)
     assert_exact(case, PipelineOptions(k=2, k_prime=1, debug=True), plan, reference_of(case, plan))
+
+
+@pytest.mark.parametrize("resident", [(), ("scale", "blocks.1")])
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_weights_that_are_frozen_between_forward_and_backward(resident: tuple[str, ...], activations: Any) -> None:
+    """They get no gradient, wherever they are."""
+
+    def build() -> nn.Module:
+        model = Chain(Block() for _ in range(3))
+        model.scale = nn.Parameter(torch.ones(WIDTH))
+        return model
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        weights = [run.model.scale, run.model.blocks[1].up.weight]
+        for number in range(3):
+            with run.step():
+                loss = run.model(run.rows(number) * run.model.scale).square().mean()
+                for weight in weights:
+                    weight.requires_grad_(number != 1)
+                loss.backward()
+            run.note(f"loss {number}", loss)
+            optimizer.step()
+            note_state(run.trace, f"step {number}", run.model, [optimizer])
+            optimizer.zero_grad()
+            for weight in weights:
+                weight.requires_grad_()
+
+    assert_same_story(story, build, resident=resident, activations=activations)

@@ -967,3 +967,71 @@ def test_what_users_do_around_backward(make: type[Module], plugins: list[Any]) -
         )
         traces.append(fit(module, strategy, plugins=[plugin() for plugin in plugins], steps=4))
     assert_same_trace(*traces)
+
+
+class FlatGradients(L.LightningModule):
+    """Its gradients are parts of one buffer, as an all-reduce of the user's own wants them."""
+
+    def __init__(self, scales: bool = False, clears_late: bool = False) -> None:
+        super().__init__()
+        self.scales, self.clears_late = scales, clears_late
+        self.layers = Model()
+        self.norms: list[Tensor] = []
+
+    def on_train_start(self) -> None:
+        sizes = [parameter.numel() for parameter in self.parameters()]
+        self.flat = [torch.zeros(sum(sizes))]  # no attribute that would be moved or saved
+        for parameter, part in zip(self.parameters(), self.flat[0].split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        if not self.clears_late:
+            self.flat[0].zero_()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.clears_late:
+            self.flat[0].zero_()
+
+    def on_after_backward(self) -> None:
+        if self.scales:
+            self.flat[0].mul_(0.25)
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.norms.append(self.flat[0].norm())
+
+
+class FlatAndPlain(FlatGradients):
+    """The same without a hook between backward and the step."""
+
+    on_after_backward = L.LightningModule.on_after_backward
+    configure_gradient_clipping = L.LightningModule.configure_gradient_clipping
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "options"),
+    [
+        (FlatGradients, {"scales": True}, {"gradient_clip_val": 0.05}),
+        (FlatGradients, {}, {"gradient_clip_val": 0.05}),
+        (FlatGradients, {}, {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
+        (FlatAndPlain, {"clears_late": True}, {}),
+    ],
+    ids=["scaled before the clip", "clipped by norm", "clipped by value", "cleared after the step"],
+)
+def test_gradients_in_a_buffer_of_the_users(kind: type[FlatGradients], settings: Any, options: Any) -> None:
+    """The buffer has what it has in plain training whenever they look, and nothing uses it later."""
+    ends = []
+    for strategy in ("auto", SuperpipelineStrategy(k=2, units=Block)):
+        torch.manual_seed(0)
+        module = kind(**settings)
+        data = DataLoader(rows(1, 30), batch_size=5)
+        with slow_host():
+            trainer(strategy, max_steps=6, **options).fit(module, data)
+        ends.append([*module.parameters(), *module.norms])
+    assert all(map(torch.equal, *ends))

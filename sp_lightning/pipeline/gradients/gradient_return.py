@@ -153,9 +153,9 @@ class GradientReturn:
     def _collect(self, twin: Twin) -> None:
         self._on_arrival()
         gradient, twin.parameter.grad = twin.parameter.grad, None
-        if gradient is None:  # frozen since the forward
-            return
         weight = twin.weight
+        if gradient is None or not weight.master.requires_grad:  # frozen since the forward
+            return
         if gradient.requires_grad:
             raise RuntimeError(
                 f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
@@ -259,7 +259,7 @@ class GradientReturn:
         if route is Route.SUM:
             shipment = self._sums.add(shipment, self.measures_norms)
         self.gradients.mark_under_way(weights, shipment.ticket)
-        if steps_now and self._sums.held_back.isdisjoint(weights):
+        if steps_now and self._sums.may_be_used(weights):
             self.stepper.step_in_backward(shipment)
 
     def _turn_lower_home_into_buffer(self, unit: Unit, weights: Sequence[Weight]) -> None:
@@ -330,10 +330,10 @@ class GradientReturn:
         # in autograd's order, in which users expect their hooks to be called; then weights that only others have used
         weights = dict.fromkeys([*self._arrived, *self._shipped, *self._sparse])
         has_hooks = any(post_accumulate_hooks(weight.master) for weight in weights)
-        if self._sums.held_back or self._sparse or self._sums.must_settle or has_hooks:
+        if self._sums.held_back or self._sparse or self._sums.held or has_hooks:
             self.gradients.settle()
-        # hooks and sparse gradients change them after their norms were taken
-        self.gradients.forget_norms([*self._sums.held_back, *self._sparse])
+        # hooks, sparse gradients, and those who hold them change them after their norms were taken
+        self.gradients.forget_norms([*self._sums.held_back, *self._sparse, *self._sums.held])
         for weight in weights:
             self._sums.conclude(weight, self._sparse.get(weight, ()))
             for post_hook in post_accumulate_hooks(weight.master):

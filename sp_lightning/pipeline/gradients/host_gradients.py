@@ -116,9 +116,11 @@ class HostGradients:
             self._scaling.pop(weight, None)
         return gradient, scaling
 
-    def is_only_shown(self, weight: Weight, gradient: int) -> bool:
-        """Tell whether nobody but its home and `.grad` holds a gradient (see `Home.is_only_shown`)."""
-        return self._homes.is_only_shown(weight, gradient)
+    def is_held(self, weight: Weight) -> bool:
+        """Tell whether the gradient is the master's `.grad`, and somebody else holds it, too."""
+        gradient = self.get(weight)
+        is_shown = gradient is not None and gradient is weight.master.grad
+        return is_shown and not self._homes.is_only_shown(weight, id(gradient))
 
     def tickets_of(self, weights: Iterable[Weight]) -> list[Ticket]:
         """Return the tickets to wait for before the gradients of these weights may be read."""

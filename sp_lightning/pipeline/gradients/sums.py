@@ -34,12 +34,12 @@ class Sums:
         stats: Counters.
 
     Attributes:
-        must_settle: Whether somebody else holds a gradient that is added to, and could see when exactly it changes:
-            backward has to wait for the sum then.
+        held: Weights with a gradient that is added to, and that somebody else holds, too: they could see when exactly
+            it changes, so backward has to wait for the sum.
     """
 
     def __init__(self, gradients: HostGradients, homes: Homes, backend: Backend, stats: Stats) -> None:
-        self.must_settle = False
+        self.held: set[Weight] = set()
         self._gradients = gradients
         self._homes = homes
         self._backend = backend
@@ -51,6 +51,10 @@ class Sums:
     def held_back(self) -> KeysView[Weight]:
         """Weights with gradients that are not added before backward has ended."""
         return self._held_back.keys()
+
+    def may_be_used(self, weights: Sequence[Weight]) -> bool:
+        """Tell whether the optimizer may use these sums as they arrive: they are complete, and nobody sees them."""
+        return self._held_back.keys().isdisjoint(weights) and self.held.isdisjoint(weights)
 
     def begin(self, weights: Sequence[Weight], gradients: Sequence[Tensor]) -> None:
         """Begin the sums of these weights with `gradients`, as there was nothing to add them to."""
@@ -98,7 +102,7 @@ class Sums:
             total = self._gradients.get(weight)
         if total is not None and total.dtype == weight.master.dtype:
             if not self._homes.is_only_shown(weight, id(total)):
-                self.must_settle = True
+                self.held.add(weight)
             self._totals[weight] = total
             return _Addition(total, None, arrived, onto=True)
         self._gradients.forget_lower(weight)
@@ -137,7 +141,7 @@ class Sums:
 
     def forget(self) -> None:
         """Forget the sums, as the backward pass is over."""
-        self.must_settle = False
+        self.held.clear()
         self._held_back.clear()
         self._totals.clear()
 

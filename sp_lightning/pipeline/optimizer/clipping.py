@@ -88,10 +88,10 @@ class Clipping:
         """Clip gradients by value when they are read, except those that were clipped and stepped in backward.
 
         Returns:
-            Whether that is possible; if not, nothing was done.
+            Whether that is possible: nobody else could look at them. If not, nothing was done.
         """
         found = self._with_gradients(self.not_stepped(parameters))
-        if found is None:
+        if found is None or any(map(self._gradients.is_held, found.weights)):
             return False
         self._gradients.clamp(found.weights, limit)
         if found.on_device:

@@ -188,9 +188,9 @@ class Overlap:
     def _share_out(self, optimizer: Optimizer, settings: dict[str, Any], weights: list[Weight]) -> None:
         shares: dict[tuple[Group, int], Share] = {}
         for weight in weights:
-            gradient, scaling = self._gradients.take(weight)
-            if gradient is weight.master.grad and not self._gradients.is_only_shown(weight, id(gradient)):
+            if self._gradients.is_held(weight):
                 self._held.add(weight.unit.group)
+            gradient, scaling = self._gradients.take(weight)
             key = (weight.unit.group, id(scaling))
             if key not in shares:
                 shares[key] = Share(optimizer, settings, scaling, {})
