@@ -102,7 +102,9 @@ class Sums:
             total = self._gradients.get(weight)
         if total is not None and total.dtype == weight.master.dtype:
             if not self._homes.is_only_shown(weight, id(total)):
-                self.held.add(weight)
+                self._gradients.wait_until_landed([weight])  # an addition that is under way holds it, too
+                if not self._homes.is_only_shown(weight, id(total)):
+                    self.held.add(weight)
             self._totals[weight] = total
             return _Addition(total, None, arrived, onto=True)
         self._gradients.forget_lower(weight)
