@@ -1,7 +1,7 @@
 """The path of gradients from the twin on the device to the master's `.grad` on the host.
 
 A unit's gradients are gathered as autograd finishes them, put together in one piece of device memory, and leave with
-one device-to-host (D2H) copy, in the dtype they were computed in.
+one device-to-host (D2H) copy, in the dtype they were computed in. The methods below are in the order of this path.
 
     device                        on its way                  host
     twin.grad -> piece ------------------------------------> home: the gradient itself    (first of a step)
@@ -127,11 +127,7 @@ class GradientReturn:
         together = max((unit.group.unit_count for unit in self._units), default=1)
         self._landing_buffers = LandingBuffers(backend, pin, few_landing_buffers(len(self._units), together))
 
-    def reserve(self) -> None:
-        """Allocate the device memory through which gradients leave, before a step that may have a backward."""
-        self._pieces.reserve()
-
-    # ------------------------------------------------------------------------------------------- while backward runs
+    # ----------------------------------------------------------------------------------- gathering, while backward runs
 
     def follow_requires_grad(self, twin: Twin) -> None:
         """Let a twin require a gradient if its master does, and collect its gradients."""
@@ -183,16 +179,13 @@ class GradientReturn:
                 "`overlap_optimizer=False`."
             )
 
-    def fetch_sums(self, unit: Unit) -> None:
-        """Fetch the sums of a unit that backward has reached: it needs them on the device when it leaves the unit."""
-        if self._averaging is not None:
-            self._averaging.unaveraged.fetch(unit)
-
     def ship_all_but(self, units: Sequence[Unit]) -> None:
         """Ship what all other units have gathered: backward has moved on to these."""
         self._on_departure()  # also if the unit that it left is frozen
         for unit in [unit for unit in self._gathered if unit not in units]:
             self._ship(unit)
+
+    # ----------------------------------------------------------------------------- shipping: averaged, and put together
 
     @torch.no_grad()
     def _ship(self, unit: Unit) -> None:
@@ -235,6 +228,18 @@ class GradientReturn:
         torch._foreach_copy_(piece.tensors(layout), gradients)
         self._send(Parcel(unit, layout, piece))
 
+    def fetch_sums(self, unit: Unit) -> None:
+        """Fetch the sums of a unit that backward has reached: it needs them on the device when it leaves the unit."""
+        if self._averaging is not None:
+            self._averaging.unaveraged.fetch(unit)
+
+    def check_averaged(self, weights: Iterable[Weight]) -> None:
+        """Raise if a weight that is about to be stepped has a gradient that was not averaged over processes."""
+        if self._averaging is not None:
+            self._averaging.unaveraged.check_averaged(weights)
+
+    # ---------------------------------------------------------------------------------------------- sending to the host
+
     def _send(self, parcel: Parcel) -> None:
         """Start the copy: to the gradients' home, or to a landing buffer from which they are added up or used."""
         unit, layout, weights = parcel.unit, parcel.layout, parcel.layout.weights
@@ -262,13 +267,16 @@ class GradientReturn:
         if steps_now and self._sums.may_be_used(weights):
             self.stepper.step_in_backward(shipment)
 
-    def _turn_lower_home_into_buffer(self, unit: Unit, weights: Sequence[Weight]) -> None:
-        """Reuse the home that gradients in a lower dtype had before the unit was stepped in backward."""
-        if self._homes.has_lower(unit):
-            self.gradients.wait_until_landed(weights)
-            left = self._homes.give_up_lower(unit)
-            if left is not None:
-                self._landing_buffers.take_over(left)
+    def _is_final(self, weights: Sequence[Weight]) -> bool:
+        """Tell whether no other process can bring more of these gradients."""
+        return self._averaging is None or self._averaging.is_final(weights)
+
+    def _are_first(self, weights: Sequence[Weight]) -> bool:
+        """Tell whether there is no gradient to add these to, and no user's hook to call."""
+        return all(
+            self.gradients.get(weight) is None and weight not in self._shipped and not tensor_hooks(weight.master)
+            for weight in weights
+        )
 
     def _send_home(self, parcel: Parcel, route: Route) -> Shipment:
         unit, weights = parcel.unit, parcel.layout.weights
@@ -283,6 +291,14 @@ class GradientReturn:
         if parcel.has_norms:
             self.gradients.note_norms(dict(zip(weights, home.norms, strict=True)))
         return Shipment(unit, weights, home.tensors, ticket, None)
+
+    def _turn_lower_home_into_buffer(self, unit: Unit, weights: Sequence[Weight]) -> None:
+        """Reuse the home that gradients in a lower dtype had before the unit was stepped in backward."""
+        if self._homes.has_lower(unit):
+            self.gradients.wait_until_landed(weights)
+            left = self._homes.give_up_lower(unit)
+            if left is not None:
+                self._landing_buffers.take_over(left)
 
     def _send_through_buffer(self, parcel: Parcel, route: Route) -> Shipment:
         # The optimizer may catch up during the next forward; sums that fall behind do so in the next backward, too.
@@ -300,18 +316,12 @@ class GradientReturn:
         parcel.piece.ticket = Ticket.of_parts(tickets)
         return parcel.piece.ticket
 
-    def _is_final(self, weights: Sequence[Weight]) -> bool:
-        """Tell whether no other process can bring more of these gradients."""
-        return self._averaging is None or self._averaging.is_final(weights)
+    def take_back(self, shipment: Shipment) -> None:
+        """Keep gradients that were sent to the optimizer, which has not used them."""
+        if shipment.buffer is not None:
+            self.gradients.mark_under_way(shipment.weights, self._sums.add(shipment, self.measures_norms).ticket)
 
-    def _are_first(self, weights: Sequence[Weight]) -> bool:
-        """Tell whether there is no gradient to add these to, and no user's hook to call."""
-        return all(
-            self.gradients.get(weight) is None and weight not in self._shipped and not tensor_hooks(weight.master)
-            for weight in weights
-        )
-
-    # ------------------------------------------------------------------------------------------------ when it ends
+    # ----------------------------------------------------------------------------------------------- when backward ends
 
     @torch.no_grad()
     def finish(self, takes_part: bool = False) -> None:
@@ -341,20 +351,17 @@ class GradientReturn:
                 post_hook(weight.master)
         self._forget()
 
-    def take_back(self, shipment: Shipment) -> None:
-        """Keep gradients that were sent to the optimizer, which has not used them."""
-        if shipment.buffer is not None:
-            self.gradients.mark_under_way(shipment.weights, self._sums.add(shipment, self.measures_norms).ticket)
-
-    def check_averaged(self, weights: Iterable[Weight]) -> None:
-        """Raise if a weight that is about to be stepped has a gradient that was not averaged over processes."""
-        if self._averaging is not None:
-            self._averaging.unaveraged.check_averaged(weights)
-
     def abandon(self) -> None:
         """Forget gradients that have not landed, after an exception."""
         self.stepper.abandon()  # before the memory that it reads is given to anybody else
         self._let_go()
+
+    def close(self) -> None:
+        """Show all gradients, and unpin their memory; they stay where they are."""
+        self._let_go()
+        self.gradients.show_all()
+        self._homes.release()
+        self._landing_buffers.close()
 
     def _let_go(self) -> None:
         self.gradients.abandon()
@@ -364,12 +371,19 @@ class GradientReturn:
         self._pieces.abandon()
         self._forget()
 
-    def close(self) -> None:
-        """Show all gradients, and unpin their memory; they stay where they are."""
-        self._let_go()
-        self.gradients.show_all()
-        self._homes.release()
-        self._landing_buffers.close()
+    def _forget(self) -> None:
+        self._gathered.clear()
+        self._arrived.clear()
+        self._sparse.clear()
+        self._shipped.clear()
+        self._sums.forget()
+        self._homes.release_outgrown()
+
+    # ----------------------------------------------------------------------------------------------------------- memory
+
+    def reserve(self) -> None:
+        """Allocate the device memory through which gradients leave, before a step that may have a backward."""
+        self._pieces.reserve()
 
     def device_bytes(self) -> int:
         """Return the bytes of device memory held for gradients that leave."""
@@ -382,11 +396,3 @@ class GradientReturn:
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""
         return self._homes.nbytes() + self._landing_buffers.nbytes()
-
-    def _forget(self) -> None:
-        self._gathered.clear()
-        self._arrived.clear()
-        self._sparse.clear()
-        self._shipped.clear()
-        self._sums.forget()
-        self._homes.release_outgrown()
