@@ -110,22 +110,21 @@ class GradientReturn:
         self._on_arrival = on_arrival
         self._on_departure = on_departure
         self._finish_optimizer = finish_optimizer
-        self._units = list(units)
         self._gathered: dict[Unit, dict[Weight, Tensor]] = {}
         self._expected: dict[Unit, int] = {}
         self._arrived: dict[Weight, None] = {}
         self._sparse: dict[Weight, list[Tensor]] = {}
         self._shipped: dict[Weight, None] = {}
+        self._pieces = Pieces(units, backend)
         self._homes = Homes(backend, pin)
+        together = max((unit.group.unit_count for unit in units), default=1)
+        self._landing_buffers = LandingBuffers(backend, pin, few_landing_buffers(len(units), together))
         self.gradients = HostGradients(self._homes, backend, stats)
         self._sums = Sums(self.gradients, self._homes, backend, stats)
-        self._pieces = Pieces(self._units, backend)
         self._averaging: Averaging | None = None
         if replicated is not None:
             unaveraged = Unaveraged(replicated.replicas, self.gradients, backend, stats)
             self._averaging = Averaging(replicated, unaveraged, self._gathered, self._pieces)
-        together = max((unit.group.unit_count for unit in self._units), default=1)
-        self._landing_buffers = LandingBuffers(backend, pin, few_landing_buffers(len(self._units), together))
 
     # ----------------------------------------------------------------------------------- gathering, while backward runs
 
@@ -158,18 +157,23 @@ class GradientReturn:
                 "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
             )
         self._arrived[weight] = None
-        if gradient.layout is not torch.strided:
+        if gradient.layout is torch.strided:
+            self._gather(weight, gradient)
+        else:
             self._sparse.setdefault(weight, []).append(gradient)
-            return
+
+    def _gather(self, weight: Weight, gradient: Tensor) -> None:
+        """Put a gradient with the others of its unit, and ship them when it is the last."""
         self._check_not_stepped(weight)
         unit = weight.unit
         if weight in self._gathered.get(unit, ()):  # reentrant checkpoints accumulate several times in one backward
             self._ship(unit)
-        if unit not in self._gathered:
-            self._gathered[unit] = {}
+        gathered = self._gathered.get(unit)
+        if gathered is None:
+            gathered = self._gathered[unit] = {}
             self._expected[unit] = sum(other.master.requires_grad for other in unit.weights)
-        self._gathered[unit][weight] = gradient
-        if len(self._gathered[unit]) == self._expected[unit]:
+        gathered[weight] = gradient
+        if len(gathered) == self._expected[unit]:
             self._ship(unit)
 
     def _check_not_stepped(self, weight: Weight) -> None:
@@ -195,14 +199,14 @@ class GradientReturn:
         if not gathered:  # another process's turn has taken it already
             return
         if self._averaging is None:
-            self._put_together(unit, gathered)
+            self._send(self._put_together(unit, gathered))
             return
         now = {weight: gradient for weight, gradient in gathered.items() if self._averaging.is_due(weight)}
         later = {weight: gradient for weight, gradient in gathered.items() if weight not in now}
         if later:
             self._ship_averaged(self._averaging.complete())  # its piece may be the next to be taken
             self._averaging.unaveraged.note(later)
-            self._put_together(unit, later)
+            self._send(self._put_together(unit, later))
         if now:
             self._ship_averaged(self._averaging.average(now))
 
@@ -217,16 +221,16 @@ class GradientReturn:
                 continue
             averaged = dict(zip(weights, turn.piece.tensors(turn.layout), strict=True))
             for unit in dict.fromkeys(weight.unit for weight in weights):
-                self._put_together(unit, averaged)
+                self._send(self._put_together(unit, averaged))
 
-    def _put_together(self, unit: Unit, gathered: Mapping[Weight, Tensor]) -> None:
-        """Put a unit's gradients together, and send them to the host."""
+    def _put_together(self, unit: Unit, gathered: Mapping[Weight, Tensor]) -> Parcel:
+        """Copy the gradients of a unit's weights into one piece of memory."""
         weights = tuple(weight for weight in unit.weights if weight in gathered)
         gradients = [gathered[weight] for weight in weights]
         layout = GradientLayout(weights, tuple(gradient.dtype for gradient in gradients))
         piece = self._pieces.take(layout.nbytes)
         torch._foreach_copy_(piece.tensors(layout), gradients)
-        self._send(Parcel(unit, layout, piece))
+        return Parcel(unit, layout, piece)
 
     def fetch_sums(self, unit: Unit) -> None:
         """Fetch the sums of a unit that backward has reached: it needs them on the device when it leaves the unit."""
@@ -241,7 +245,7 @@ class GradientReturn:
     # ---------------------------------------------------------------------------------------------- sending to the host
 
     def _send(self, parcel: Parcel) -> None:
-        """Start the copy: to the gradients' home, or to a landing buffer from which they are added up or used."""
+        """Send gradients on their route, and have the unit stepped if that may be done in backward."""
         unit, layout, weights = parcel.unit, parcel.layout, parcel.layout.weights
         if self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights):
             parcel.measure()
@@ -256,13 +260,14 @@ class GradientReturn:
             fills_home=self._homes.layout_of(unit, weights) == layout,
             used_up=steps_now and not self.stepper.keeps_gradients,
         )
-        if route is Route.OPTIMIZER:
-            self._turn_lower_home_into_buffer(unit, weights)
-        shipment = self._send_home(parcel, route) if route.stays else self._send_through_buffer(parcel, route)
+        if route.stays:
+            shipment = self._send_home(parcel, route)
+        elif route is Route.SUM:
+            shipment = self._send_into_sum(parcel)
+        else:
+            shipment = self._send_to_optimizer(parcel)
         self._stats.bytes_to_host += parcel.bytes_to_send
         self._shipped.update(dict.fromkeys(weights))
-        if route is Route.SUM:
-            shipment = self._sums.add(shipment, self.measures_norms)
         self.gradients.mark_under_way(weights, shipment.ticket)
         if steps_now and self._sums.may_be_used(weights):
             self.stepper.step_in_backward(shipment)
@@ -292,6 +297,14 @@ class GradientReturn:
             self.gradients.note_norms(dict(zip(weights, home.norms, strict=True)))
         return Shipment(unit, weights, home.tensors, ticket, None)
 
+    def _send_into_sum(self, parcel: Parcel) -> Shipment:
+        # The optimizer may catch up during the next forward; sums that fall behind do so in the next backward, too.
+        return self._sums.add(self._send_through_buffer(parcel, patient=True), self.measures_norms)
+
+    def _send_to_optimizer(self, parcel: Parcel) -> Shipment:
+        self._turn_lower_home_into_buffer(parcel.unit, parcel.layout.weights)
+        return self._send_through_buffer(parcel, patient=False)
+
     def _turn_lower_home_into_buffer(self, unit: Unit, weights: Sequence[Weight]) -> None:
         """Reuse the home that gradients in a lower dtype had before the unit was stepped in backward."""
         if self._homes.has_lower(unit):
@@ -300,10 +313,9 @@ class GradientReturn:
             if left is not None:
                 self._landing_buffers.take_over(left)
 
-    def _send_through_buffer(self, parcel: Parcel, route: Route) -> Shipment:
-        # The optimizer may catch up during the next forward; sums that fall behind do so in the next backward, too.
+    def _send_through_buffer(self, parcel: Parcel, patient: bool) -> Shipment:
         layout = parcel.layout
-        buffer = self._landing_buffers.take(layout.nbytes, patient=route is Route.SUM)
+        buffer = self._landing_buffers.take(layout.nbytes, patient)
         ticket = self._start_copy(buffer.memory, parcel)
         return Shipment(parcel.unit, layout.weights, buffer.tensors(layout), ticket, buffer)
 
@@ -337,6 +349,11 @@ class GradientReturn:
             self._sparse = self._averaging.average_sparse(self._sparse)
             self._averaging.average_unmanaged()
         self.stepper.end_of_backward()
+        self._conclude()
+        self._forget()
+
+    def _conclude(self) -> None:
+        """Make what backward has brought the masters' gradients, and call users' hooks."""
         # in autograd's order, in which users expect their hooks to be called; then weights that only others have used
         weights = dict.fromkeys([*self._arrived, *self._shipped, *self._sparse])
         has_hooks = any(post_accumulate_hooks(weight.master) for weight in weights)
@@ -349,7 +366,6 @@ class GradientReturn:
             for post_hook in post_accumulate_hooks(weight.master):
                 self.gradients.show(weight)
                 post_hook(weight.master)
-        self._forget()
 
     def abandon(self) -> None:
         """Forget gradients that have not landed, after an exception."""
