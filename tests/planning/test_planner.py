@@ -325,7 +325,9 @@ def test_it_plans_again_when_layers_are_unfrozen(activations: Any) -> None:
             train(1)
     assert plans[5] is not None
     assert plans[6] is None, "measured again"
-    assert plans[13].activation_bytes > plans[5].activation_bytes
+    assert plans[13] is not plans[5]
+    if activations != "auto":  # which recomputes more units now if the times that were measured say so
+        assert plans[13].activation_bytes > plans[5].activation_bytes
     assert plans[-1] is plans[13]
     assert pipeline.stats.arrangements == arranged
 
