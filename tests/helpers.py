@@ -2,6 +2,8 @@
 
 A *trace* is an ordered dict from a readable label (``step 2 / grad / blocks.0.up.weight``) to what was seen there.
 The reference trace comes from a plain PyTorch loop, or from Lightning's single-device strategy.
+
+Besides: blocks that fail when they are told to, and a count of the bytes that are alive.
 """
 
 from __future__ import annotations
@@ -20,17 +22,20 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import SGD, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, Planner
 
 from .zoo import CASES, Batch, Case
-from .zoo.blocks import WIDTH, Block
+from .zoo.blocks import WIDTH, Block, Chain
 
 Trace = dict[str, Any]
 Scope = Callable[[], AbstractContextManager[None]]
@@ -399,6 +404,10 @@ def assert_same_story(story: Callable[[Run], None], build: Callable[[], nn.Modul
     assert_same_trace(runs[0].trace, runs[1].trace)
 
 
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
 def same_objects(left: dict[str, nn.Parameter], right: dict[str, nn.Parameter]) -> bool:
     return left.keys() == right.keys() and all(left[name] is right[name] for name in left)
 
@@ -419,6 +428,82 @@ def collect_garbage() -> None:
     """Free what only reference cycles hold, before a test counts what is left."""
     for _ in range(2):
         gc.collect()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Adds up, at every operation, the memory of all tensors that operations have made and that are still alive.
+
+    Without what would lie on the device anyway, weights, and without what would not, on the host: gradients, and
+    activations that wait there.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        super().__init__()
+        self.known = {twin.data.untyped_storage()._cdata for twin in pipe.arrangement.twins.values()}
+        self.pipe = pipe
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known and not self.is_on_host(storage.data_ptr()):
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
+        return output
+
+    def is_on_host(self, address: int) -> bool:
+        found = self.pipe._assembly.returns._homes
+        homes = [home.memory for home in [*found._homes.values(), *found._lower.values()]]
+        slabs = [slab.buffer.bytes for slab in self.pipe._lasting.pool._slabs]
+        return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + slabs)
+
+
+# ----------------------------------------------------------------------------------------------------------- exceptions
+
+
+class RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: type[BaseException]) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        raise ctx.error("on purpose")
+
+
+class Bomb(Block):
+    """A block that can be told to fail in the middle of its forward or of its backward."""
+
+    error: type[BaseException] | None = None
+    where = "forward"
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        if self.error is not None and self.where == "forward":
+            raise self.error("on purpose")
+        if self.error is not None:
+            hidden = RaiseInBackward.apply(hidden, self.error)
+        return x + self.down(hidden)
+
+
+def bombs() -> nn.Module:
+    return Chain([Block(), Block(), Bomb(), Block(), Block()])
+
+
+def fail(run: Run, error: type[BaseException], where: str) -> None:
+    """One step that fails."""
+    bomb = run.model.blocks[2]
+    bomb.error, bomb.where = error, where
+    with pytest.raises(error, match="on purpose"), run.step():
+        run.model(run.rows(9)).square().mean().backward()
+    bomb.error = None
+    run.model.zero_grad()
 
 
 # ---------------------------------------------------------------------------------------------------------- Lightning

@@ -12,6 +12,7 @@ from unittest import mock
 import lightning as L
 import torch
 import torchmetrics
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.monitor.metrics import PREFIX
 
 from .helpers import Trace, assert_same_trace, frozen, note_outputs
 
@@ -199,6 +201,25 @@ def assert_same_training(
 def nobody_looks() -> AbstractContextManager[Any]:
     """While modules do not look at gradients, which would keep units from being stepped in backward."""
     return mock.patch.object(Base, "on_before_optimizer_step", L.LightningModule.on_before_optimizer_step)
+
+
+class Notes(Logger):
+    """Keeps what is logged."""
+
+    name = version = "notes"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def log_hyperparams(self, *args, **kwargs) -> None:
+        pass
+
+    def log_metrics(self, metrics, step) -> None:
+        self.lines.append((step, dict(metrics)))
+
+    def ours(self) -> list[tuple[int, dict[str, float]]]:
+        return [(step, values) for step, values in self.lines if any(name.startswith(PREFIX) for name in values)]
 
 
 def assert_plain(module: nn.Module) -> None:

@@ -46,6 +46,34 @@ class Span:
         return self.end - self.start
 
 
+@dataclass(frozen=True)
+class Machine:
+    """Milliseconds that one unit takes.
+
+    Args:
+        forward: To compute its forward.
+        backward: To compute its backward.
+        up: To be sent to the device.
+        down: To get its gradient to the host.
+        step: To be stepped by the optimizer on the host.
+    """
+
+    forward: float
+    backward: float
+    up: float
+    down: float
+    step: float
+
+
+MACHINES = {
+    "compute is the slowest": Machine(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5),
+    "sending is the slowest": Machine(forward=0.4, backward=0.8, up=1.0, down=0.9, step=0.5),
+    "gradients are the slowest": Machine(forward=0.1, backward=0.9, up=0.1, down=2.0, step=0.5),
+    "the optimizer is the slowest": Machine(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0),
+    "the optimizer falls behind in backward": Machine(forward=1.0, backward=1.5, up=0.5, down=0.5, step=2.4),
+}
+
+
 class SimulatedTicket(Ticket):
     """Done at a virtual time.
 

@@ -25,8 +25,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import SGD
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
@@ -38,6 +36,7 @@ from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 from sp_lightning.pipeline.activations.ways import Policy
 
 from .helpers import (
+    LiveBytes,
     Plan,
     Run,
     assert_exact,
@@ -992,39 +991,6 @@ def test_a_unit_that_wraps_exceptions_runs_again() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
-
-
-class LiveBytes(TorchDispatchMode):
-    """Adds up, at every operation, the memory of all tensors that operations have made and that are still alive.
-
-    Without what would lie on the device anyway, weights, and without what would not, on the host: gradients, and
-    activations that wait there.
-    """
-
-    def __init__(self, pipe: Pipeline) -> None:
-        super().__init__()
-        self.known = {twin.data.untyped_storage()._cdata for twin in pipe.arrangement.twins.values()}
-        self.pipe = pipe
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if not isinstance(tensor, Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.known and not self.is_on_host(storage.data_ptr()):
-                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
-        return output
-
-    def is_on_host(self, address: int) -> bool:
-        found = self.pipe._assembly.returns._homes
-        homes = [home.memory for home in [*found._homes.values(), *found._lower.values()]]
-        slabs = [slab.buffer.bytes for slab in self.pipe._lasting.pool._slabs]
-        return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + slabs)
 
 
 class Transformer(nn.Module):

@@ -20,7 +20,6 @@ import pytorch_lightning
 import pytorch_lightning.demos.boring_classes
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichModelSummary
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, default_collate
 
@@ -34,7 +33,7 @@ from sp_lightning.monitor.report import bytes_to_device, outcome
 from sp_lightning.pipeline import Recording, Stats, Summary
 from sp_lightning.timeline import break_down
 
-from .lightning_modules import Base, assert_same_training, fit, loader, plain, streamed, trainer
+from .lightning_modules import Base, Notes, assert_same_training, fit, loader, plain, streamed, trainer
 from .recordings import make_recording
 
 SUMMARY = Summary(
@@ -215,25 +214,6 @@ def test_bytes_of_a_step():
 
 
 # ----------------------------------------------------------------------------------------------------------- metrics
-
-
-class Notes(Logger):
-    """Keeps what is logged."""
-
-    name = version = "notes"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[int, dict[str, float]]] = []
-
-    def log_hyperparams(self, *args, **kwargs) -> None:
-        pass
-
-    def log_metrics(self, metrics, step) -> None:
-        self.lines.append((step, dict(metrics)))
-
-    def ours(self) -> list[tuple[int, dict[str, float]]]:
-        return [(step, values) for step, values in self.lines if any(name.startswith(PREFIX) for name in values)]
 
 
 def measured(notes: Notes, **arguments) -> L.Trainer:

@@ -17,21 +17,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim import LBFGS, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import PipelineOptions
 
-from .helpers import Plan, Run, assert_exact, assert_same_story, attached, note_gradients, note_state, reference_of
+from .helpers import (
+    Plan,
+    Run,
+    assert_exact,
+    assert_same_story,
+    attached,
+    bombs,
+    fail,
+    note_gradients,
+    note_state,
+    reference_of,
+    sgd,
+)
 from .zoo import CASES
 from .zoo.blocks import WIDTH, Block, Chain, chain
 
 WEIGHT_SHAPE = [12, 24]  # of the matrices in a Block, transposed or not; no activation here has it
-
-
-def sgd(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -39,46 +47,6 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 # ----------------------------------------------------------------------------------------------------------- exceptions
-
-
-class RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: type[BaseException]) -> Tensor:
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        raise ctx.error("on purpose")
-
-
-class Bomb(Block):
-    """A block that can be told to fail in the middle of its forward or of its backward."""
-
-    error: type[BaseException] | None = None
-    where = "forward"
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.up(self.norm(x)))
-        if self.error is not None and self.where == "forward":
-            raise self.error("on purpose")
-        if self.error is not None:
-            hidden = RaiseInBackward.apply(hidden, self.error)
-        return x + self.down(hidden)
-
-
-def bombs() -> nn.Module:
-    return Chain([Block(), Block(), Bomb(), Block(), Block()])
-
-
-def fail(run: Run, error: type[BaseException], where: str) -> None:
-    """One step that fails."""
-    bomb = run.model.blocks[2]
-    bomb.error, bomb.where = error, where
-    with pytest.raises(error, match="on purpose"), run.step():
-        run.model(run.rows(9)).square().mean().backward()
-    bomb.error = None
-    run.model.zero_grad()
 
 
 @pytest.mark.parametrize("k", [1, 2])

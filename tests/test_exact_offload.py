@@ -20,18 +20,20 @@ from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.pool import HostPool
 
 from .helpers import (
+    LiveBytes,
     Plan,
     Run,
     assert_exact,
     assert_same_story,
     assert_same_trace,
     attached,
+    bombs,
+    fail,
     lightning_reference,
     lightning_run,
     note_gradients,
+    sgd,
 )
-from .test_activations import LiveBytes
-from .test_exact_mechanisms import bombs, fail, sgd
 from .zoo import CASES
 from .zoo.blocks import Block, Chain, chain
 

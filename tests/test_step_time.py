@@ -19,38 +19,20 @@ from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients import landing
 from sp_lightning.pipeline.weights import sections
 
-from .simulated import STEP_BYTES, UNIT_BYTES, WIDTH, Lane, SimulatedBackend, Span, TimedBlock
+from .simulated import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH, Lane, Machine, SimulatedBackend, Span, TimedBlock
 from .zoo.blocks import Chain
 
 UNITS = 60
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Milliseconds that one unit takes.
-
-    Args:
-        forward: To compute its forward.
-        backward: To compute its backward.
-        up: To be sent to the device.
-        down: To get its gradient to the host.
-        step: To be stepped by the optimizer on the host.
-    """
-
-    forward: float
-    backward: float
-    up: float
-    down: float
-    step: float
-
-    def busy(self, k: int) -> dict[Lane, float]:
-        """What each lane has to do in one training step."""
-        return {
-            Lane.COMPUTE: UNITS * (self.forward + self.backward),
-            Lane.UP: (2 * UNITS - k) * self.up,
-            Lane.DOWN: UNITS * self.down,
-            Lane.HOST: UNITS * self.step,
-        }
+def busy_times(machine: Machine, k: int) -> dict[Lane, float]:
+    """What each lane has to do in one training step."""
+    return {
+        Lane.COMPUTE: UNITS * (machine.forward + machine.backward),
+        Lane.UP: (2 * UNITS - k) * machine.up,
+        Lane.DOWN: UNITS * machine.down,
+        Lane.HOST: UNITS * machine.step,
+    }
 
 
 @dataclass
@@ -96,15 +78,6 @@ def train(
     return Measured((end - begin) / steps, busy, backend.spans)
 
 
-MACHINES = {
-    "compute is the slowest": Machine(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5),
-    "sending is the slowest": Machine(forward=0.4, backward=0.8, up=1.0, down=0.9, step=0.5),
-    "gradients are the slowest": Machine(forward=0.1, backward=0.9, up=0.1, down=2.0, step=0.5),
-    "the optimizer is the slowest": Machine(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0),
-    "the optimizer falls behind in backward": Machine(forward=1.0, backward=1.5, up=0.5, down=0.5, step=2.4),
-}
-
-
 class CalledInARow(Chain):
     """Each block is called three times before the next one."""
 
@@ -130,7 +103,7 @@ def test_a_step_takes_as_long_as_the_busiest_lane(name, k, k_prime):
     machine = MACHINES[name]
     overlapped = train(machine, k, k_prime)
     serial = train(machine, k, k_prime, overlap=False)
-    expected = machine.busy(k)
+    expected = busy_times(machine, k)
     assert serial.time == pytest.approx(sum(expected.values()))
     at_best = max(expected.values())
     lanes = ", ".join(f"{lane.value} {seconds:.0f}" for lane, seconds in expected.items())
@@ -145,7 +118,7 @@ def test_a_step_takes_as_long_as_the_busiest_lane(name, k, k_prime):
 def test_units_that_are_stepped_late_hold_up_no_others(k):
     """Their copies are asked for in backward, so the last units' first; the optimizer steps the first units first."""
     machine = MACHINES["the optimizer falls behind in backward"]
-    assert train(machine, k).time <= 1.04 * max(machine.busy(k).values())
+    assert train(machine, k).time <= 1.04 * max(busy_times(machine, k).values())
 
 
 @pytest.mark.parametrize("k", [2, 8, 30])
@@ -153,7 +126,7 @@ def test_backward_does_not_wait_for_the_optimizer_where_the_host_has_memory_to_s
     """Gradients in a lower dtype wait in landing buffers: at the end of this backward in 22."""
     monkeypatch.setattr(landing, "_is_left_over", lambda nbytes: True)
     machine = MACHINES["the optimizer falls behind in backward"]
-    assert train(machine, k, mixed=True).time <= 1.04 * max(machine.busy(k).values())
+    assert train(machine, k, mixed=True).time <= 1.04 * max(busy_times(machine, k).values())
 
 
 def test_what_backward_reaches_last_comes_back_in_sections(monkeypatch):

@@ -25,8 +25,7 @@ from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline, 
 from sp_lightning.timeline.scale import round_steps, ticks
 
 from .recordings import make_recording
-from .simulated import SimulatedBackend, TimedBlock
-from .test_step_time import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH
+from .simulated import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH, SimulatedBackend, TimedBlock
 from .zoo.blocks import Chain
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..zoo.blocks import Block, Chain
-from .test_streams import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, train
+from .parts import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, train
 
 pytestmark = pytest.mark.gpu
 

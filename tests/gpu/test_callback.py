@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.monitor.metrics import PREFIX
 
-from ..test_callback import Notes
+from ..lightning_modules import Notes
 
 pytestmark = pytest.mark.gpu
 

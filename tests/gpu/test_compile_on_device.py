@@ -13,7 +13,7 @@ from ..helpers import assert_same_trace
 from ..second_device import IN_USE
 from ..zoo import CASES, Case
 from ..zoo.blocks import Chain
-from .test_exact_on_device import OnDevice, Streamed, train
+from .parts import OnDevice, Streamed, train_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -46,11 +46,11 @@ def test_compiled_blocks_are_exact(backend: str, activations: str, device: torch
     case = CASES["chain"]
     with torch.compiler.set_stance("default", force_backend=backend):
         torch._dynamo.reset()
-        expected = train(case, device, CompiledOnDevice(case, device), None)
+        expected = train_case(case, device, CompiledOnDevice(case, device), None)
         torch._dynamo.reset()
         streamed = CompiledStreamed(case, device, activations)
         try:
-            actual = train(case, device, streamed, None)
+            actual = train_case(case, device, streamed, None)
             assert streamed.pipe.stats.loads > 0
         finally:
             streamed.pipe.detach()

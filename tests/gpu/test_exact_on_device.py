@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,16 +10,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, note, settings
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.weights import sections
 
-from ..helpers import Trace, assert_same_trace, lightning_run, note_gradients, note_outputs, note_state
+from ..helpers import Trace, assert_same_trace, lightning_run
+from ..random_graphs import Example, examples
 from ..second_device import IN_USE
-from ..test_exact_random_graphs import Example, examples
-from ..zoo import CASES, Batch, Case
+from ..zoo import CASES, Case
+from .parts import OnDevice, Streamed, train_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -36,82 +34,6 @@ NOT_ON_THE_SECOND = {
     "sparse-embedding",  # the device has no sparse tensors
     "momentum-encoder-in-place", "momentum-encoder-data", "embedding-max-norm",  # change what OnDevice overwrites
 }  # fmt: skip
-STEPS = 3
-
-
-def on(device: torch.device, batch: Batch) -> Batch:
-    """The batch on the device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-
-
-class OnDevice:
-    """The reference: weights on the device, masters, gradients and optimizer on the CPU, moved by hand."""
-
-    def __init__(self, case: Case, device: torch.device) -> None:
-        self.masters = case.model()
-        self.model = case.model().to(device)
-
-    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Each master and its copy on the device."""
-        return list(zip(self.masters.parameters(), self.model.parameters(), strict=True))
-
-    def step(self) -> AbstractContextManager[None]:
-        """Nothing to open."""
-        return nullcontext()
-
-    def before(self) -> None:
-        """Send the weights up; gradients stay there until the optimizer's are zeroed."""
-        for master, copy in self.pairs():
-            copy.data.copy_(master.data)
-            if master.grad is None:
-                copy.grad = None
-
-    def after(self) -> None:
-        """Bring down the gradients that were accumulated on the device."""
-        for master, copy in self.pairs():
-            master.grad = None if copy.grad is None else copy.grad.to("cpu", copy=True)
-
-
-class Streamed:
-    """The same through a pipeline."""
-
-    def __init__(self, case: Case, device: torch.device, options: PipelineOptions) -> None:
-        self.masters = self.model = case.model()
-        self.pipe = Pipeline(self.model, device, options=options)
-        self.step: Callable[[], AbstractContextManager[None]] = self.pipe.step
-
-    def before(self) -> None:
-        """The pipeline sends weights up by itself."""
-
-    def after(self) -> None:
-        """The pipeline brings gradients down by itself."""
-
-
-def train(case: Case, device: torch.device, trainer: OnDevice | Streamed, autocast: torch.dtype | None) -> Trace:
-    """Train for some steps, evaluate, and write everything down."""
-    trace: Trace = {}
-    parameters = dict(trainer.masters.named_parameters())
-    optimizers = case.optimizers(trainer.masters)
-    batches = iter(case.batches(STEPS * case.accumulate))
-    torch.manual_seed(7)
-    for step in range(STEPS):
-        for micro in range(case.accumulate):
-            trainer.before()
-            cast = torch.autocast(device.type, dtype=autocast) if autocast is not None else nullcontext()
-            with trainer.step():
-                losses = case.forward_backward(trainer.model, on(device, next(batches)), cast)
-            trainer.after()
-            note_outputs(trace, f"step {step} / micro-batch {micro} / loss", losses)
-            note_gradients(trace, f"step {step} / micro-batch {micro}", parameters)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        note_state(trace, f"step {step}", trainer.masters, optimizers)
-    trainer.before()
-    trainer.model.eval()
-    with torch.inference_mode(), trainer.step():
-        note_outputs(trace, "evaluation", case.call(trainer.model, on(device, case.batches(1)[0])))
-    return {label: value for label, value in trace.items() if " / buffer / " not in label}
 
 
 @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (4, 2)] if IN_USE else [(1, 1), (2, 1), (4, 2)])
@@ -149,10 +71,10 @@ def test_random_graphs_are_exact_on_the_device(example: Example, device: torch.d
 
 def compare(case: Case, device: torch.device, options: PipelineOptions, autocast: torch.dtype | None = None) -> None:
     """Train both ways."""
-    expected = train(case, device, OnDevice(case, device), autocast)
+    expected = train_case(case, device, OnDevice(case, device), autocast)
     streamed = Streamed(case, device, replace(options, units=case.units))
     try:
-        actual = train(case, device, streamed, autocast)
+        actual = train_case(case, device, streamed, autocast)
         assert streamed.pipe.stats.loads > 0 or options.k >= streamed.pipe.summary().units or not case.streams
     finally:
         streamed.pipe.detach()

@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD
 
 from ..second_device import IN_USE
-from .test_streams import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, train
+from .parts import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, train
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ..pipeline.gradients.test_replicas import assert_averages_closely
+from ..pipeline.gradients.parts import assert_averages_closely
 from ..processes import in_processes
 
 pytestmark = pytest.mark.gpu

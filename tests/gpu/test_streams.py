@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,69 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
 
-from ..helpers import is_block
 from ..second_device import IN_USE
-from ..zoo.blocks import Block, Chain
+from .parts import BLOCK_BYTES, BLOCKS, HIDDEN, ROWS, WIDTH, LazyBlock, big_chain, micro_step, on_device, train
 
 pytestmark = pytest.mark.gpu
-
-BLOCKS, ROWS = 12, 64
-WIDTH, HIDDEN = (256, 1024) if IN_USE else (1024, 4096)  # large enough that copies can be seen
-BLOCK_BYTES = 4 * (2 * WIDTH * HIDDEN + 3 * WIDTH + HIDDEN)
-
-
-class LazyBlock(Block):
-    """Lets the device sleep before it computes: a copy that does not wait would overwrite weights still in use."""
-
-    cycles = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.cycles:
-            torch.cuda._sleep(self.cycles)
-        return super().forward(x)
-
-
-def big_chain(cycles: int = 0) -> Chain:
-    """Twelve blocks, each of 34 MB where there is a GPU."""
-    torch.manual_seed(0)
-    model = Chain(LazyBlock(WIDTH, HIDDEN) for _ in range(BLOCKS))
-    for block in model.blocks:
-        block.cycles = cycles
-    return model
-
-
-@contextmanager
-def on_device(model: nn.Module, device: torch.device, **options: Any) -> Iterator[Pipeline]:
-    """A pipeline on the device, one unit per block; always detached."""
-    pipe = Pipeline(model, device, options=PipelineOptions(**{"k": 2, "k_prime": 1, "units": is_block, **options}))
-    try:
-        yield pipe
-    finally:
-        pipe.detach()
-
-
-def micro_step(pipe: Pipeline, x: Tensor) -> Tensor:
-    """One forward and backward."""
-    with pipe.step():
-        loss = pipe.module(x).square().mean()
-        loss.backward()
-    return loss.detach()
-
-
-def train(model: nn.Module, device: torch.device, steps: int = 3, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses and weights of a short training."""
-    losses = []
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
-    with on_device(model, device, **options) as pipe:
-        optimizer = SGD(model.parameters(), lr=0.1, foreach=False)
-        for _ in range(steps):
-            losses.append(micro_step(pipe, x).cpu())
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, [p.detach().clone() for p in model.parameters()]
 
 
 def make_workspaces(device: torch.device) -> None:

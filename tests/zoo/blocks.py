@@ -52,6 +52,20 @@ class Stashing(nn.Module):
         return out.view(len(x), -1)[:, :] if self.inplace else out
 
 
+class Product(torch.autograd.Function):
+    """A user's function, whose forward autocast lowers and whose backward uses the weight as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return (gradient.float() @ w.float().t()).to(x.dtype), x.float().t() @ gradient.float()
+
+
 class Chain(nn.Module):
     """Blocks one after the other, nothing else: the model whose loads can be counted by hand."""
 

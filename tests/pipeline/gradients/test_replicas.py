@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 from unittest import mock
@@ -13,76 +13,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer, SparseAdam
+from torch.optim import SGD, SparseAdam
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Replicas
 
-from ...helpers import Trace, assert_same_trace, frozen, note_gradients, note_state
+from ...helpers import Trace, assert_same_trace, note_gradients, note_state
 from ...processes import in_processes
-from ...test_exact_random_graphs import Example, examples
+from ...random_graphs import Example, examples
 from ...zoo.blocks import WIDTH, Block
-
-Model = Callable[[], nn.Module]
-
-
-def chain(blocks: int = 4) -> nn.Module:
-    return nn.Sequential(*[Block() for _ in range(blocks)])
-
-
-def rows(generator: torch.Generator) -> Tensor:
-    return torch.randn(5, WIDTH, generator=generator)
-
-
-def average_gradients(model: nn.Module) -> None:
-    """What the others do after backward, in plain sight. A gradient that nobody has stays None."""
-    count = dist.get_world_size()
-    for parameter in model.parameters():
-        everyones: list[Tensor | None] = [None] * count
-        dist.all_gather_object(everyones, parameter.grad)
-        parts = [gradient * (1 / count) for gradient in everyones if gradient is not None]
-        if parts:
-            parameter.grad = reduce(torch.add, parts)
-
-
-def train(
-    build: Model,
-    options: PipelineOptions | None,
-    accumulate: int = 1,
-    batch: Callable[[torch.Generator], Tensor] = rows,
-    make_optimizer: Callable[[nn.Module], Optimizer] = lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
-    clip: float | None = None,
-    device: str = "cpu",
-) -> Trace:
-    """Three steps with data of each process's own; without options in a plain loop."""
-    trace: Trace = {}
-    torch.manual_seed(0 if options is None else dist.get_rank())  # replicas take the first one's weights
-    model = build()
-    if options is None:
-        model.to(device)
-    optimizer = make_optimizer(model)
-    replicas = Replicas()
-    pipeline = None if options is None else Pipeline(model, device, options=options, replicas=replicas)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    torch.manual_seed(100 + dist.get_rank())  # which layers a model leaves out
-    for step in range(3):
-        for micro in range(accumulate):
-            replicas.accumulates = micro < accumulate - 1
-            with nullcontext() if pipeline is None else pipeline.step():
-                loss = model(batch(generator).to(device)).square().mean()
-                with nullcontext() if pipeline is None else pipeline.in_all_processes():
-                    loss.backward()
-            trace[f"step {step} / loss {micro}"] = frozen(loss)
-        if pipeline is None:
-            average_gradients(model)
-        note_gradients(trace, f"step {step}", dict(model.named_parameters()))
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    if pipeline is not None:
-        pipeline.detach()
-    note_state(trace, "end", model, [optimizer])
-    return trace
+from .parts import Model, assert_averages_closely, average_gradients, chain, rows, train
 
 
 def assert_averages(build: Model, options: PipelineOptions | None = None, **how: Any) -> None:
@@ -163,14 +102,6 @@ class SparseRows(nn.Module):
 
 def sparse_gradients() -> None:
     assert_averages(SparseRows, make_optimizer=lambda model: SparseAdam(model.parameters()))
-
-
-def assert_averages_closely(build: Model = chain, **how: Any) -> None:
-    expected, actual = train(build, None, **how), train(build, PipelineOptions(k=2, debug=True), **how)
-    assert list(expected) == list(actual)
-    for label, value in expected.items():
-        if isinstance(value, Tensor):
-            torch.testing.assert_close(actual[label], value, rtol=1e-4, atol=1e-6)
 
 
 def three() -> None:

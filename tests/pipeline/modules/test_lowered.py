@@ -17,7 +17,7 @@ from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.modules.lowered import note_elements
 
-from .test_lowering import Product
+from ...zoo.blocks import Product
 
 Use = Callable[["Block", Tensor, Tensor], Tensor]
 

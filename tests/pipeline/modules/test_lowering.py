@@ -28,6 +28,7 @@ from sp_lightning.pipeline.modules.lowering import (
     tensors_among,
 )
 
+from ...zoo.blocks import Product
 from ..parts import place
 
 
@@ -77,20 +78,6 @@ def patched() -> nn.Module:
 def test_known_layers(layer: nn.Module, lowered: bool) -> None:
     """Only layers whose forward is the very operation; nn.MultiheadAttention reads `out_proj`, never calls it."""
     assert is_lowered_layer(layer) is lowered
-
-
-class Product(torch.autograd.Function):
-    """A user's function, whose forward autocast lowers and whose backward uses the weight as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return (gradient.float() @ w.float().t()).to(x.dtype), x.float().t() @ gradient.float()
 
 
 CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {

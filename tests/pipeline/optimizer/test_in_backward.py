@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline
 
-from .test_overlap import (
+from .parts import (
     WIDTH,
     Own,
     X,

@@ -18,32 +18,14 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.optimizer import stepping
 from sp_lightning.pipeline.optimizer.flat import FlatState
 from sp_lightning.pipeline.optimizer.stepping import UnitStep
 from sp_lightning.pipeline.transfer.threads import ThreadTicket
 
-WIDTH = 8
-X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
-
-
-def chain(count: int = 5) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(count)])
-
-
-@contextmanager
-def attached(model: nn.Module, seed: int = 0, **options: Any) -> Iterator[Pipeline]:
-    """Each linear layer is a unit; copies and work on the host take a random time, free memory is poisoned."""
-    backend = HostBackend(poison=True, max_delay=0.004, seed=seed)
-    choices = PipelineOptions(**{"k": 2, "units": nn.Linear, "debug": True, **options})
-    pipeline = Pipeline(model, "cpu", options=choices, backend=backend)
-    try:
-        yield pipeline
-    finally:
-        pipeline.detach()
+from .parts import WIDTH, Own, X, adam, attached, autocast_step, chain, everything, momentum, plain_step, same
 
 
 @contextmanager
@@ -65,36 +47,6 @@ def open_soon(gate: threading.Event) -> None:
 Step = Callable[[nn.Module, Optimizer], Any]
 
 
-def plain_step(model: nn.Module, optimizer: Optimizer) -> None:
-    """A step as in any tutorial; nothing is read."""
-    optimizer.zero_grad()
-    model(X).square().mean().backward()
-    optimizer.step()
-
-
-def everything(model: nn.Module, *optimizers: Optimizer) -> list[Any]:
-    """All a user can see after a step."""
-    seen: list[Any] = [p.detach().clone() for p in model.parameters()]
-    seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    for optimizer in optimizers:
-        states = copy.deepcopy(optimizer.state_dict())["state"]
-        seen += list(states)  # in their order
-        seen += [states[number][key] for number in states for key in sorted(states[number])]
-    return seen
-
-
-def same(expected: list[Any], found: list[Any]) -> bool:
-    assert len(expected) == len(found)
-    return all(as_numbers(a) == as_numbers(b) for a, b in zip(expected, found, strict=True))
-
-
-def as_numbers(value: Any) -> Any:
-    """Something that `==` compares as a whole; state of LBFGS has lists of tensors."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.shape, value.tolist()
-    return [as_numbers(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 def train(
     make_optimizer: Callable[[nn.Module], Optimizer],
     step: Step = plain_step,
@@ -107,14 +59,6 @@ def train(
     for _ in range(steps):
         step(model, optimizer)
     return everything(model, optimizer)
-
-
-def adam(model: nn.Module) -> Optimizer:
-    return Adam(model.parameters(), lr=0.01)
-
-
-def momentum(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 # ------------------------------------------------------------------------------------------------------------ exactness
@@ -246,14 +190,6 @@ def test_accumulation(zero: bool | None) -> None:
         for _ in range(4):
             step(model, optimizer)
         assert same(expected, everything(model, optimizer))
-
-
-def autocast_step(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(X).square().mean()
-    loss.backward()
-    optimizer.step()
 
 
 def test_lowered_weights_and_gradients() -> None:
@@ -630,21 +566,6 @@ def test_weights_of_a_unit_in_several_param_groups() -> None:
             plain_step(model, optimizer)
         assert pipeline.stats.overlapped_steps == 4 * 5
         assert same(expected, everything(model, optimizer))
-
-
-class Own(SGD):
-    """A user's optimizer; nobody knows what it does."""
-
-    def step(self, closure: Any = None) -> Any:
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                assert len(group["params"]) == 10
-                total = sum(p.grad.sum() for p in group["params"])
-                for p in group["params"]:
-                    p.sub_(p.grad * group["lr"] + total * 0.001)
 
 
 @pytest.mark.parametrize("step", [plain_step, autocast_step], ids=["fp32", "bf16"])

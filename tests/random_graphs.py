@@ -1,0 +1,243 @@
+"""Random module graphs, with sizes of the window, policies and ways of training, for hypothesis to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sp_lightning.pipeline.options import ActivationPolicy
+from sp_lightning.pipeline.weights import sections
+
+from .helpers import Plan, autocast_forgets_gradients
+from .zoo import Case
+from .zoo.blocks import WIDTH, Block, Stashing, rows
+
+AUTOCAST_FORGETS_GRADIENTS = autocast_forgets_gradients()
+
+Tree = tuple[Any, ...]  # the name of a node and its arguments, trees among them
+
+
+def clamp(layer: nn.Module) -> None:
+    layer.weight.data.clamp_(-0.2, 0.2)
+
+
+def decay(layer: nn.Module) -> None:
+    layer.weight.data.mul_(0.99)
+
+
+def decay_counted(layer: nn.Module) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(0.99)
+
+
+def average(layer: nn.Module) -> None:
+    layer.average.data.mul_(0.9).add_(layer.weight.data, alpha=0.1)
+
+
+def average_counted(layer: nn.Module) -> None:
+    layer.average.mul_(0.9).add_(layer.weight.detach(), alpha=0.1)
+
+
+WRITERS = {write.__name__: write for write in (clamp, decay, decay_counted, average, average_counted)}
+
+
+class Leaf(nn.Module):
+    """A layer of some kind: views as outputs, buffers, weights on ``ctx``, writes to weights, no weights at all."""
+
+    KINDS = ("block", "dropout", "linear", "batchnorm", "stash", "scale", "identity", "lstm", "view", "norm")
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "block":
+            self.inner: nn.Module = Block()
+        elif kind == "dropout":
+            self.inner = Block(dropout=0.3)
+        elif kind == "linear":
+            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        elif kind == "batchnorm":
+            self.inner = nn.BatchNorm1d(WIDTH)
+        elif kind == "stash":
+            self.inner = Stashing(inplace=True)
+        elif kind == "lstm":
+            self.inner = nn.LSTM(WIDTH, WIDTH)
+        elif kind in ("view", "norm"):
+            self.inner = nn.Linear(WIDTH, WIDTH)
+        elif kind in WRITERS:
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.inner.register_buffer("average", torch.zeros(WIDTH, WIDTH))
+        else:
+            self.inner = nn.Identity()
+        self.scale = nn.Parameter(torch.randn(WIDTH)) if kind == "scale" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "lstm":
+            return self.inner(x)[0]
+        if self.kind == "view":
+            return self.inner(x[:, None])[:, 0]
+        if self.kind == "norm":
+            return self.inner(x) / (1 + self.inner.weight.norm())
+        if self.kind in WRITERS and self.training:
+            WRITERS[self.kind](self.inner)
+        return self.inner(x) if self.scale is None else x * self.scale
+
+
+class Node(nn.Module):
+    """A module with children; ``call`` says what it does with them."""
+
+    def __init__(self, children: list[nn.Module], call: Callable[[nn.ModuleList, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(children)
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.parts, x)
+
+
+def run_chain(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    for part in parts:
+        x = part(x)
+    return x
+
+
+def run_branches(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    return sum(part(x) for part in parts) / len(parts)
+
+
+def run_backwards(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    for part in reversed(parts):
+        x = part(x)
+    return x
+
+
+def run_twice(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    return run_chain(parts, run_chain(parts, x).tanh())
+
+
+def run_inplace_residual(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    """The last part is a leaf of kind "view", whose output may be changed in place."""
+    y = run_chain(parts, x)
+    y += x
+    return y
+
+
+def run_some(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    for part in parts:
+        if torch.rand(()) < 0.6:
+            x = part(x)
+    return x
+
+
+def run_checkpointed(reentrant: bool) -> Callable[[nn.ModuleList, Tensor], Tensor]:
+    def call(parts: nn.ModuleList, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return run_chain(parts, x)
+        if not x.requires_grad:
+            x = x.clone().requires_grad_()
+        return checkpoint(run_chain, parts, x, use_reentrant=reentrant)
+
+    return call
+
+
+NODES: dict[str, Callable[[nn.ModuleList, Tensor], Tensor]] = {
+    "chain": run_chain,
+    "branches": run_branches,
+    "backwards": run_backwards,
+    "twice": run_twice,
+    "inplace": run_inplace_residual,
+    "some": run_some,
+    "checkpoint": run_checkpointed(reentrant=False),
+    "reentrant": run_checkpointed(reentrant=True),
+}
+
+
+def build(tree: Tree, pool: list[nn.Module]) -> nn.Module:
+    """The module that a tree describes; ``pool`` holds the leaves so far, from which some are used again."""
+    name, *arguments = tree
+    if name == "leaf":
+        pool.append(Leaf(arguments[0]))
+        return pool[-1]
+    if name == "again":
+        return pool[arguments[0] % len(pool)] if pool else nn.Identity()
+    if name == "frozen":
+        return build(arguments[0], pool).requires_grad_(False)
+    parts = [build(child, pool) for child in arguments[0]]
+    return Node([*parts, Leaf("view")] if name == "inplace" else parts, NODES[name])
+
+
+def trees(kinds: Sequence[str]) -> st.SearchStrategy[Tree]:
+    leaves = st.one_of(
+        st.tuples(st.just("leaf"), st.sampled_from(kinds)),
+        st.tuples(st.just("again"), st.integers(0, 5)),
+    )
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.tuples(st.sampled_from(sorted(NODES)), st.lists(inner, min_size=1, max_size=3)),
+            st.tuples(st.just("frozen"), inner),
+        ),
+        max_leaves=8,
+    )
+
+
+def units_are_leaves(name: str, module: nn.Module) -> bool:
+    return isinstance(module, Leaf)
+
+
+def units_are_nodes(name: str, module: nn.Module) -> bool:
+    return isinstance(module, Leaf) or (name.count(".") == 1 and isinstance(module, Node))
+
+
+@dataclass(frozen=True)
+class Example:
+    """All that is random in one example."""
+
+    trees: list[Tree]
+    k: int
+    k_prime: int
+    units: Any
+    activations: str
+    room: int | None  # for activations, on a device that tells how much memory is free
+    mixed: bool  # each call draws a policy of its own
+    section: int  # elements after which weights are cut
+    lag: float  # seconds that each job on the host takes longer
+    plan: Plan
+
+    def case(self) -> Case:
+        return Case("random", self.model, rows, units=self.units, streams=False)
+
+    def model(self) -> nn.Module:
+        pool: list[nn.Module] = []
+        head = nn.Linear(WIDTH, WIDTH)  # never frozen: something always has a gradient
+        return Node([Leaf("block"), *(build(tree, pool) for tree in self.trees), head], run_chain)
+
+
+@st.composite
+def examples(draw: st.DrawFn, kinds: Sequence[str] = Leaf.KINDS) -> Example:
+    k = draw(st.integers(1, 4))
+    plan = Plan(
+        steps=draw(st.integers(1, 3)),
+        accumulate=draw(st.integers(1, 2)),
+        clip=draw(st.sampled_from([None, 0.1])),
+        autocast=draw(st.booleans()),
+        cast_cache=draw(st.booleans()),
+        sanity=draw(st.booleans()),
+        set_to_none=draw(st.booleans()),
+    )
+    policy = draw(st.sampled_from([None, units_are_leaves, units_are_nodes]))
+    activations = draw(st.sampled_from(get_args(ActivationPolicy)))
+    room = draw(st.sampled_from([None, 0, 4_000, 20_000]))
+    forest = draw(st.lists(trees(kinds), min_size=1, max_size=4))
+    writes = not WRITERS.keys().isdisjoint(kinds)
+    # A forward without a graph, under autocast: its cache would also give what was cast before a write.
+    if "reentrant" in str(forest) and (writes or AUTOCAST_FORGETS_GRADIENTS):
+        plan = replace(plan, cast_cache=False)
+    section = draw(st.sampled_from([64, sections.SECTION]))
+    k_prime, mixed, lag = draw(st.integers(1, k)), draw(st.booleans()), draw(st.sampled_from([0, 0.01]))
+    return Example(forest, k, k_prime, policy, activations, room, mixed, section, lag, plan)
