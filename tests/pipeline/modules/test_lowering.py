@@ -427,13 +427,18 @@ def test_lowered_units_travel_at_half_the_bytes() -> None:
     """In bf16; without autocast in fp32 again."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear))
-    for enabled, nbytes in [(True, 2 * 64 * 64), (False, 4 * 64 * 64), (True, 2 * 64 * 64)]:
-        for _ in range(2):
-            with pipeline.step(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-                loss = model(torch.randn(2, 64)).sum()
-            loss.backward()
-        assert pipeline.summary().unit_bytes == (nbytes,) * 4
-    pipeline.detach()
+    try:
+        for enabled, nbytes in [(True, 2 * 64 * 64), (False, 4 * 64 * 64), (True, 2 * 64 * 64)]:
+            for step in range(3):
+                if step == 2:  # by then all units are in the dtype of this kind of step
+                    pipeline.stats.clear()
+                with pipeline.step(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                    loss = model(torch.randn(2, 64)).sum()
+                loss.backward()
+            assert pipeline.summary().unit_bytes == (nbytes,) * 4
+            assert pipeline.stats.bytes_to_device == pipeline.stats.loads * nbytes > 0
+    finally:
+        pipeline.detach()
 
 
 @pytest.mark.parametrize(
