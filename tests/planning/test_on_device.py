@@ -201,9 +201,9 @@ def test_a_module_is_given_back_whole() -> None:
     model(torch.ones(4, 16)).square().mean().backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     pipeline.detach()
-    assert [
+    assert all(
         p.grad is not None and bool((p.grad == g).all()) for p, g in zip(model.parameters(), gradients, strict=True)
-    ]
+    )
     assert all(type(p) is nn.Parameter for p in model.parameters())
     for each in (optimizer, late):
         each.step()
