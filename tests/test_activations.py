@@ -263,7 +263,7 @@ def test_a_unit_that_saves_only_its_input_is_left_alone() -> None:
         assert pipe.stats.recomputed == 0
 
 
-def test_what_a_users_hooks_pack_is_theirs() -> None:
+def test_tensors_packed_by_user_hooks_are_left_alone() -> None:
     """Hooks around the model decide what becomes of what is saved (`save_on_cpu`, compression)."""
     seen = []
 
@@ -324,7 +324,7 @@ class Stateful(Block):
         return torch.tanh(x) * len(self.kinds) * self.tally.calls
 
 
-def test_what_a_forward_changes_is_changed_once() -> None:
+def test_side_effects_of_a_recomputed_forward_happen_once() -> None:
     """The second forward begins as the first did, and leaves everything as it finds it."""
 
     def story(run: Run) -> None:
@@ -677,7 +677,7 @@ class BehindAScript(Block):
         (BehindAScript, "has a scripted part with buffers"),
     ],
 )
-def test_what_cannot_run_twice_is_kept(kind: type[nn.Module], reason: str) -> None:
+def test_activations_of_units_that_cannot_run_twice_are_kept(kind: type[nn.Module], reason: str) -> None:
     """Said once for each unit; the other units still recompute, and every number is right."""
 
     def story(run: Run) -> None:
@@ -759,7 +759,7 @@ def change_a_bias(model: nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("change", [change_the_input, change_a_bias])
-def test_what_is_changed_before_backward_raises(change: Callable[[nn.Module, Tensor], None]) -> None:
+def test_inputs_and_weights_changed_before_backward_raise(change: Callable[[nn.Module, Tensor], None]) -> None:
     """Plain training may allow it, where nobody saved what is changed: a clear error instead of other numbers."""
     model = Chain(Block() for _ in range(3))
     with attached(model, activations="recompute") as pipe:
@@ -1097,7 +1097,7 @@ def test_a_graph_that_is_retained_holds_inputs_alone() -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-def test_what_is_counted(policy: str) -> None:
+def test_a_saved_input_is_counted_once(policy: str) -> None:
     """Inputs once, however often they are saved; no weights, no buffers."""
 
     class Scaled(Block):
@@ -1163,7 +1163,7 @@ def updates_are_exact(way: str, **options: Any) -> None:
     assert_same_story(story, lambda: Updates(way), **options)
 
 
-def test_what_a_cache_contains_may_change_after_a_call() -> None:
+def test_contents_of_a_cache_may_change_after_a_call() -> None:
     updates_are_exact("contents", activations="recompute")
 
 
@@ -1188,7 +1188,7 @@ def with_room(monkeypatch: pytest.MonkeyPatch, nbytes: int | None) -> None:
 @pytest.mark.parametrize("room", [0, 20_000, 10**9])
 @pytest.mark.parametrize("way", ["argument", "inside"])
 @pytest.mark.filterwarnings("ignore:`activations='auto'`")
-def test_what_cannot_run_again_is_not_chosen_to(way: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_whose_inputs_change_are_not_recomputed(way: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One failure is enough to find all units whose inputs change; the steps after it are exact."""
     with_room(monkeypatch, room)
     torch.manual_seed(0)

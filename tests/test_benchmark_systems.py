@@ -126,7 +126,7 @@ class TestReasons:
         assert make_system(name).why_not(CHAIN) == "needs a GPU"
 
     @pytest.mark.parametrize("name", ["accelerate", "diffusers"])
-    def test_what_only_predicts_does_not_train(self, name, monkeypatch):
+    def test_an_inference_system_refuses_to_train(self, name, monkeypatch):
         monkeypatch.setattr(base, "find_spec", lambda package: package)
         assert make_system(name).why_not(CHAIN) == "does not do training"
 
@@ -230,7 +230,7 @@ class TestPaper:
         assert system.facts()["loads"] == BLOCKS
 
     @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (3, 2)])
-    def test_what_has_left_is_not_kept_for_backward(self, k: int, k_prime: int):
+    def test_evicted_weights_are_not_kept_for_backward(self, k: int, k_prime: int):
         alive: list[int] = []
 
         def watch(network: Network) -> None:
@@ -251,7 +251,7 @@ class TestPaper:
         plain, paper = (measure(job("toy-lm-inference", name)) for name in ("device", "paper"))
         assert paper["values"] == plain["values"]
 
-    def test_without_a_window_it_is_the_smallest_that_overlaps_blocks(self):
+    def test_the_default_window_is_the_smallest_that_overlaps_blocks(self):
         strategy = Paper().trainer_arguments(CHAIN)["strategy"]
         assert isinstance(strategy, PaperStrategy)
         assert strategy.window == (2, 1)

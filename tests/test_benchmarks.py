@@ -104,7 +104,7 @@ def test_systems_compute_the_same(toy):
 
 
 @whole_bench
-def test_only_who_measures_waits_has_some(toy):
+def test_only_our_system_reports_waits(toy):
     for run in toy["runs"]:
         if run["system"] == "device":
             assert run["waits"] is None
@@ -115,7 +115,7 @@ def test_only_who_measures_waits_has_some(toy):
 
 
 @whole_bench
-def test_who_does_not_run_says_why(toy):
+def test_failed_and_skipped_runs_give_a_reason(toy):
     for run in toy["runs"]:
         assert run["status"] in ("ok", "failed", "skipped")
         if run["status"] == "ok":
@@ -165,7 +165,7 @@ def test_a_report_needs_nothing_but_the_file(toy, tmp_path, capsys):
     assert "not measured" in printed
 
 
-def test_the_time_limit_is_obeyed_and_told(tmp_path, monkeypatch):
+def test_a_run_over_the_time_limit_ends_and_is_reported(tmp_path, monkeypatch):
     """Rooflines and one process are measured, the second is still at it when time is up."""
     now, asked = 0.0, []
     answers = iter([{"rooflines": None, "workloads": {}}, {"status": "ok", "error": None, "step_seconds": [1.0]}, None])
@@ -232,7 +232,7 @@ if __name__ == "__main__":
 
 
 @whole_bench
-def test_whatever_happens_to_a_process_is_reported(tmp_path, monkeypatch):
+def test_hung_dead_and_failing_processes_are_reported(tmp_path, monkeypatch):
     folders = [*map(str, [BENCHMARKS, BENCHMARKS.parent, ROOT]), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", os.pathsep.join(folders))
     (tmp_path / "misbehaving.py").write_text(MISBEHAVING, encoding="utf-8")
@@ -338,7 +338,7 @@ def by_hand(**options: Any) -> Workload:
     )
 
 
-def test_what_a_step_demands():
+def test_the_demand_of_a_step_is_counted():
     demand = demand_of(by_hand())
     assert (demand.parameters, demand.trained) == (256, 256)
     assert demand.sent_bytes == demand.trained_bytes == 512  # bf16
@@ -355,7 +355,7 @@ def frozen() -> Network:
     return Linear(frozen=True)
 
 
-def test_what_cannot_be_counted_is_told():
+def test_a_network_that_cannot_be_counted_is_reported():
     def broken() -> Network:
         raise RuntimeError("new here")
 
@@ -432,7 +432,7 @@ def test_weights_have_the_dtype_of_the_workload():
 
 
 @pytest.mark.parametrize("name", ["toy-lm", "toy-vit", "toy-clip", "toy-llava", "toy-resnet", "toy-generation"])
-def test_networks_know_their_blocks(name):
+def test_blocks_of_a_network_share_no_weights(name):
     network = build_network(WORKLOADS[name])
     blocks = network.blocks()
     assert len(blocks) >= 4
@@ -483,7 +483,7 @@ def test_batches_are_the_same_for_all():
     assert not torch.equal(ours[0]["input_ids"], ours[1]["input_ids"])
 
 
-def test_every_set_is_told_of_and_names_are_unique(capsys):
+def test_list_prints_every_set_and_names_are_unique(capsys):
     bench.main(["list"])
     printed = capsys.readouterr().out
     for name, workloads in SETS.items():
@@ -503,14 +503,14 @@ def test_every_set_is_told_of_and_names_are_unique(capsys):
         (["--set", "toy", "--host-memory=much"], "'much' is not an amount of memory such as '120GB'"),
     ],
 )
-def test_the_command_refuses_what_it_cannot_do(capsys, arguments, message):
+def test_the_command_refuses_bad_arguments(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         bench.main(["run", "--output=x.json", *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_said_so(capsys, tmp_path):
+def test_a_missing_file_is_an_error(capsys, tmp_path):
     with pytest.raises(SystemExit) as stop:
         bench.main(["render", str(tmp_path / "x.json")])
     assert stop.value.code == 2
@@ -590,7 +590,7 @@ def verdicts(*runs: dict[str, Any]) -> list[tuple[str, str]]:
     return [row[1:] for row in targets(entries(result_of(*runs)))]
 
 
-def test_targets_say_what_was_not_measured():
+def test_targets_without_measurements_are_marked():
     assert set(verdicts(ran("toy-lm", "device", [1.0]), ran("toy-lm", "superpipeline", [1.0]))) == {
         ("not measured", "-")
     }
@@ -625,7 +625,7 @@ def test_a_peak_that_our_system_has_torch_count_anew_is_not_lost(monkeypatch):
         }
 
 
-def test_the_targets_for_memory_know_who_asks_for_less():
+def test_the_targets_for_memory_choose_the_variant_that_uses_least():
     name = "qwen2.5-7b-80g-8k"
     first, smallest, *_ = verdicts(
         ran(name, "device", [1.0]),

@@ -64,7 +64,7 @@ def messages(caplog):
     return lambda: [record.message for record in caplog.records if record.levelno == logging.INFO]
 
 
-def test_changes_nothing():
+def test_the_callback_changes_no_number():
     assert_same_training(arguments=lambda: {"callbacks": SuperpipelineCallback()})
 
 
@@ -89,7 +89,7 @@ def test_outcome_in_numbers():
 # --------------------------------------------------------------------------------------------- with and without one
 
 
-def test_nobody_gets_what_was_not_asked_for(tmp_path):
+def test_without_the_callback_the_trainer_logs_and_checkpoints_are_plain(tmp_path):
     """The Trainer, its loggers and its checkpoints have what plain training gives them."""
 
     def run(strategy, folder) -> list[object]:
@@ -133,7 +133,7 @@ class BringsItsOwn(Base):
     ],
     ids=["as Lightning does", "not as Lightning does not", "quiet callback", "callback", "the module's callback"],
 )
-def test_what_is_said_of_a_run(messages, entry, module, given, model_summary, told):
+def test_a_run_prints_its_plan_and_its_outcome(messages, entry, module, given, model_summary, told):
     """A table of the plan, and what came of it: with Lightning's own summary, or as our callback says."""
     callbacks = [*[ModelSummary()] * model_summary, *([] if given is None else [SuperpipelineCallback(summary=given)])]
     run = trainer(streamed(), enable_model_summary=model_summary, callbacks=callbacks)
@@ -142,7 +142,7 @@ def test_what_is_said_of_a_run(messages, entry, module, given, model_summary, to
     assert kinds == (["k, k_prime", *["A step takes"] * bool(given), "unit loads"] if told else [])
 
 
-def test_evaluations_in_a_loop_say_it_once(messages):
+def test_evaluations_in_a_loop_print_the_summary_once(messages):
     """As long as the plan stays the same; a run that trains always says it."""
     run = trainer(streamed(), callbacks=[ModelSummary()], enable_model_summary=True, max_epochs=0)
     told, model, other = [], Base(), Base()
@@ -158,13 +158,13 @@ def test_evaluations_in_a_loop_say_it_once(messages):
     assert told == [True, False, False, False, True, True, True, False, True]
 
 
-def test_nothing_is_said_where_nothing_but_speed_counts(messages):
+def test_a_barebones_run_prints_nothing(messages):
     fit(L.Trainer(strategy=streamed(), accelerator="cpu", max_steps=1, barebones=True), Base())
     assert not [text for text in messages() if "k_prime" in text]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_namespace_has_its_own(messages):
+def test_each_namespace_has_a_callback_of_its_own(messages):
     notes, callback = Notes(), twin.SuperpipelineCallback()
     assert not isinstance(callback, SuperpipelineCallback)
     run = pytorch_lightning.Trainer(
@@ -277,7 +277,7 @@ def test_nothing_is_logged_where_lightning_logs_nothing():
     assert not notes.ours()
 
 
-def test_reading_counters_waits_for_nobody(monkeypatch):
+def test_reading_counters_does_not_wait_for_steps(monkeypatch):
     """Metrics come while units are being stepped: whoever looked at a weight would wait for all of them."""
     reading, read, settle = [False], Counters.read, Pipeline.settle
     settled = []
@@ -308,7 +308,7 @@ def chosen(texts):
     return [text for text in texts if "chosen by the first steps" in text]
 
 
-def test_the_window_that_was_chosen_is_said(messages):
+def test_the_chosen_window_is_printed(messages):
     summary = {"callbacks": [ModelSummary()], "enable_model_summary": True}
     fit(trainer(streamed(k="auto", memory_budget="1GiB"), **summary), Base())
     (table,) = (text for text in messages() if "units" in text and "k, k_prime" in text)
@@ -319,7 +319,7 @@ def test_the_window_that_was_chosen_is_said(messages):
     )
 
 
-def test_of_evaluations_in_a_loop_it_is_said_once(messages):
+def test_evaluations_in_a_loop_print_the_window_once(messages):
     ours, module = trainer(streamed(k="auto", memory_budget="1GiB"), enable_model_summary=True), Base()
     for _ in range(3):
         ours.predict(module, loader())
@@ -331,7 +331,7 @@ def test_nothing_is_said_without_a_summary(messages):
     assert not chosen(messages())
 
 
-def test_why_the_window_stays_small_is_said_once(monkeypatch):
+def test_the_reason_for_a_small_window_is_warned_of_once(monkeypatch):
     """Also where no summary is asked for: it explains a slow run."""
 
     def nothing_fits(*args, **kwargs):
@@ -592,7 +592,7 @@ def test_advice_where_no_unit_computes():
     assert "profiler" in diagnose(replace(known, numbers=numbers, waits_for_optimizer=None))[1]
 
 
-def test_a_bar_for_what_takes_long(capsys):
+def test_long_work_shows_a_progress_bar(capsys):
     """Nothing for two seconds, nothing for what is small; then a bar up to the end, also a second time."""
     now = [0.0]
     progress = SetUpProgress(lambda: now[0])
@@ -609,7 +609,7 @@ def test_a_bar_for_what_takes_long(capsys):
     assert not progress.shown
 
 
-def test_setting_up_tells_how_far_it_is():
+def test_setting_up_reports_its_progress():
     calls = []
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
     pipeline = Pipeline(model, "cpu", progress=lambda done, total: calls.append((done, total)))

@@ -358,7 +358,7 @@ def test_standalone(dtype, shape):
     assert not alone.any(), "a copy was made"
 
 
-def test_standalone_leaves_the_rest_alone():
+def test_standalone_returns_all_other_tensors_as_they_are():
     whole = torch.ones(3)
     assert standalone(whole) is whole
     sparse = torch.eye(3).to_sparse()

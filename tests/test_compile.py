@@ -234,7 +234,7 @@ class CompiledInside(Block):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_what_is_compiled_inside_of_blocks_is_exact(autocast: bool, graphs: CompileCounterWithBackend) -> None:
+def test_functions_compiled_inside_of_blocks_are_exact(autocast: bool, graphs: CompileCounterWithBackend) -> None:
     plain, streamed = compare(
         "nothing",
         lambda: Chain(CompiledInside() for _ in range(3)),
@@ -428,7 +428,7 @@ def test_a_watched_forward_is_recomputed_as_it_was(model: str, graphs: CompileCo
 
 
 @pytest.mark.parametrize("option", [False, True])
-def test_what_users_compiled_stays(option: bool, graphs: CompileCounterWithBackend) -> None:
+def test_modules_compiled_by_the_user_stay_compiled(option: bool, graphs: CompileCounterWithBackend) -> None:
     """Before, during and after: their call, their graphs."""
     model = each(chain(3))
     calls = [block._compiled_call_impl for block in model.blocks]

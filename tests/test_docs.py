@@ -56,7 +56,7 @@ def test_readme_has_code_in_every_form():
     assert blocks(README, "yaml")
 
 
-def test_options_are_told_alike():
+def test_options_have_the_same_description_everywhere():
     """In the README's table all of them, and in both docstrings with the same words."""
     options = [field.name for field in fields(PipelineOptions)]
     assert re.findall(r"^\| `(\w+)` \|", README.read_text(encoding="utf-8"), re.MULTILINE) == options

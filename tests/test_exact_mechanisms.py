@@ -1125,7 +1125,7 @@ def test_an_optimizer_step_inside_of_a_step(inside: bool) -> None:
     assert_same_story(story, partial(chain, 4))
 
 
-def test_a_second_attachment_is_as_good_as_the_first() -> None:
+def test_attaching_a_second_time_is_exact() -> None:
     """Several fits in a row: attach, train, detach, train plainly, attach with other options."""
 
     def story(run: Run) -> None:

@@ -196,7 +196,7 @@ def bytes_covered(tensors: list[Tensor]) -> int:
 
 
 @pytest.mark.usefixtures("usual_sizes")
-def test_what_travels_is_what_is_saved() -> None:
+def test_offloaded_bytes_are_those_of_saved_tensors() -> None:
     """Each memory once, of all units but the last two; nothing is late, and the host waits no more than otherwise."""
     saved = saved_by_each_block()
     with attached(transformer(), units=None, k=2, activations="offload") as pipe:
@@ -313,7 +313,7 @@ def test_several_graphs_wait_for_their_backward(order: tuple[int, ...]) -> None:
     assert_same_story(story, partial(chain, 5), k=2, activations="offload")
 
 
-def test_a_graph_that_nobody_runs() -> None:
+def test_memory_of_a_graph_without_a_backward_is_freed() -> None:
     """A loss that is only looked at: host and device memory are free as soon as it is dropped."""
     with attached(chain(6), activations="offload") as pipe:
         for _ in range(3):
@@ -352,7 +352,7 @@ class SavesOnCpu(Block):
             return super().forward(x)
 
 
-def test_what_a_users_hooks_keep_is_theirs() -> None:
+def test_tensors_kept_by_user_hooks_are_left_alone() -> None:
     """Inside of a unit and around the model."""
 
     def inside(run: Run) -> None:

@@ -230,7 +230,7 @@ def test_lora_refuses_a_model_without_linear_layers(tmp_path):
         LoRALM(str(tmp_path))
 
 
-def test_generate_goes_on_with_what_it_learned(call, monkeypatch):
+def test_generate_continues_a_learned_text(call, monkeypatch):
     import generate
 
     lines = generate.zen_of_python().splitlines()[2:6]
@@ -443,7 +443,7 @@ def test_the_benchmark_of_the_host_step_measures(tmp_path):
     ("device", "name"),
     [(None, "GPU None"), ("cuda", "GPU cuda"), ("cuda:1", "GPU cuda:1"), ("cpu", "CPU, emulated device")],
 )
-def test_memory_and_time_over_k_tell_what_device_they_are_of(device, name, monkeypatch):
+def test_memory_and_time_over_k_name_their_device(device, name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     assert sweep_k.device_name(device) == name

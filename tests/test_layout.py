@@ -140,7 +140,7 @@ def test_public_names_are_documented(name):
 
 
 @pytest.mark.parametrize("path", modules(PACKAGE) + modules(EXAMPLES), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_module_says_what_it_is(path):
+def test_every_module_has_a_docstring(path):
     assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
 
@@ -186,7 +186,7 @@ def test_declared_dependencies_are_those_imported():
     assert found - optional - OPTIONAL == names(project["dependencies"])
 
 
-def test_the_command_line_is_imported_by_nobody():
+def test_no_module_imports_the_command_line():
     """It needs an extra."""
     of_cli = ("sp_lightning.cli", "sp_lightning.plan_command")
     users = [name_of(path) for path in modules(PACKAGE) if any(name.startswith(of_cli) for name in imported(path))]

@@ -18,7 +18,7 @@ from .lightning_modules import Base, assert_plain, fit, streamed, trainer
 
 
 @pytest.mark.parametrize("hook", ["setup", "loss"], ids=["before the pipeline", "with the pipeline"])
-def test_lightning_is_told_of_exceptions(hook):
+def test_exceptions_reach_lightnings_on_exception(hook):
     error = RuntimeError("the user's")
     module = Base()
     setattr(module, hook, mock.Mock(side_effect=error))
@@ -40,7 +40,7 @@ def test_ranks_may_be_set(name):
     assert strategy.is_distributed == (name == "world_size")
 
 
-def test_what_is_put_around_lightnings_backward_runs_once():
+def test_wrappers_of_lightnings_backward_run_once():
     """Put there with what the strategy's `backward` was before, and asked in the middle of a fit."""
     seen = []
 

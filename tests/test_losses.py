@@ -166,7 +166,7 @@ def test_gradients_too_small_for_fp16_survive_with_a_loss_scale():
     assert distance(grad_hidden(chunked_cross_entropy, 2.0**14), truth) < 0.01
 
 
-def test_a_weights_gradient_is_no_sum_of_roundings():
+def test_a_weights_gradient_is_rounded_once():
     """In bf16, with as many slices as there are words: each row is one matrix product over all tokens."""
     hidden, weight, _, labels = inputs((512,), 16, 64, torch.bfloat16)
     whole, sliced = (
@@ -238,7 +238,7 @@ def test_ignore_index(ignore_index):
 
 
 @pytest.mark.parametrize("count", [0, 5])
-def test_nothing_to_learn(count):
+def test_labels_that_are_all_ignored_give_what_torch_gives(count):
     """As torch: NaN as a mean, zero as a sum, and gradients of zero."""
     hidden, weight, _, _ = inputs((count,))
     labels = torch.full((count,), IGNORED)

@@ -104,7 +104,7 @@ def plain_step(model: nn.Module, optimizer: Optimizer, index: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_nobody_looks(name: str) -> None:
+def test_unread_steps_run_under_the_next_forward(name: str) -> None:
     """Steps run under the next forward; only the end waits for them."""
     pipeline = in_a_plain_loop(OPTIMIZERS[name], plain_step)
     assert pipeline.stats.overlapped_steps == 4 * (BLOCKS + 1)  # the head is resident, and stepped so, too
@@ -229,7 +229,7 @@ LOOKS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_whoever_looks_sees_finished_weights(look: str) -> None:
+def test_reading_after_a_step_sees_finished_weights(look: str) -> None:
     """Right after `step()`, before anything else has happened."""
 
     def step(model: nn.Module, optimizer: Optimizer, index: int) -> None:
@@ -304,7 +304,7 @@ def test_other_optimizers_step_as_they_are(build: Callable[[Any], Optimizer]) ->
         in_a_plain_loop(build, with_a_closure, overlap_optimizer=True)
 
 
-def test_a_failing_step_is_told_and_leaves_param_groups_whole() -> None:
+def test_a_failing_step_raises_and_leaves_param_groups_whole() -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[Block]))
@@ -344,7 +344,7 @@ def test_new_state_comes_in_the_order_of_the_parameters() -> None:
         pipeline.detach()
 
 
-def test_bf16_gradients_stay_small_until_somebody_asks() -> None:
+def test_bf16_gradients_stay_in_bf16_until_they_are_read() -> None:
     """Two bytes a weight on the host; the optimizer reads them as they are."""
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -729,7 +729,7 @@ class NoLoss(Module):
 @pytest.mark.parametrize("build", [Looking, Changing, Clipping, Twice, Skipping, Warming, Averaging, Manual, NoLoss])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
-def test_users_who_do_things_of_their_own(build: type[Module], precision: str) -> None:
+def test_modules_with_unusual_training_steps_are_exact(build: type[Module], precision: str) -> None:
     assert_same_fit(build, precision=precision)
 
 
@@ -744,7 +744,7 @@ class Converting(Module):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}], ids=str)
-def test_users_who_convert_the_module_and_back(overlap: bool, precision: str, arguments: dict[str, Any]) -> None:
+def test_converting_the_module_and_back_is_exact(overlap: bool, precision: str, arguments: dict[str, Any]) -> None:
     assert_same_fit(Converting, {"overlap_optimizer": overlap}, precision=precision, **arguments)
 
 
@@ -760,7 +760,7 @@ class EndCallback(Callback):
 
 @pytest.mark.parametrize("callback", [LookingCallback, EndCallback])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_callbacks_that_look(callback: type[Callback], precision: str) -> None:
+def test_callbacks_that_read_the_module_are_exact(callback: type[Callback], precision: str) -> None:
     stats = assert_same_fit(callbacks=[callback], precision=precision)
     assert (stats.steps_in_backward > 0) == (callback is EndCallback)
 
@@ -957,7 +957,7 @@ def test_strategies_of_users(changes: type) -> None:
     [(Module, [ChangesGradients]), (AddsUpItself, []), (WarmsUp, [])],
     ids=["precision plugin", "several losses", "learning rate"],
 )
-def test_what_users_do_around_backward(make: type[Module], plugins: list[Any]) -> None:
+def test_user_code_around_backward_is_exact(make: type[Module], plugins: list[Any]) -> None:
     traces = []
     for streamed in (False, True):
         torch.manual_seed(1)

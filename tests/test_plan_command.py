@@ -103,14 +103,14 @@ def test_a_configuration_of_transformers(tmp_path):
     assert planned(str(tmp_path))["activations_counted"]
 
 
-def test_what_is_assumed_matters():
+def test_an_assumed_bandwidth_changes_the_plan():
     slow, fast = (planned(f"{__name__}.Stack --model.width 512 --to_device {rate}") for rate in (0.01, 1000))
     assert slow["rows"][0]["bottleneck"] == "to device"
     assert slow["rows"][0]["seconds"] > 10 * fast["rows"][0]["seconds"]
     assert slow["assumptions"]["to_device"] == 0.01
 
 
-def test_nothing_fits():
+def test_a_device_too_small_for_the_model_is_reported():
     printed = run(f"sp-lightning plan --model {__name__}.Stack --model.width 512 --device_memory 1MiB")
     assert "does not fit" in printed
     assert "Nothing fits 921.6 KiB" in printed
@@ -144,7 +144,7 @@ def test_errors_are_one_line(arguments, says, capsys):
     assert says in line
 
 
-def test_a_name_that_nobody_knows(monkeypatch, capsys):
+def test_an_unknown_model_name_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(
         "transformers.AutoConfig.from_pretrained", lambda name: (_ for _ in ()).throw(OSError("offline"))
     )

@@ -56,7 +56,7 @@ def test_the_trainer_finds_it(name):
     ],
 )
 @pytest.mark.slow
-def test_what_is_loaded_decides(before, registered, used):
+def test_names_are_registered_in_the_loaded_namespace(before, registered, used):
     """Where the names are registered, and of which namespace the classes are."""
     code = f"""
         import sys

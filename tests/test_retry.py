@@ -363,7 +363,7 @@ def without_a_plan(pipeline: Any) -> bool:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
-def test_what_was_chosen_is_chosen_anew(where: str) -> None:
+def test_a_later_step_chooses_activations_anew(where: str) -> None:
     """For less memory, as the device's comes in pieces; one step that failed must not make all others slow."""
     memory, strategy = Device(where, without_a_plan), SuperpipelineStrategy(units=Block, memory_budget="20KiB")
     plans = Plans()
@@ -430,7 +430,7 @@ class Plans(Callback):
         self.seen.append(trainer.strategy.pipeline.summary().plan)
 
 
-def test_units_that_were_told_to_run_again() -> None:
+def test_units_set_to_recompute_raise_if_their_inputs_change() -> None:
     strategy = SuperpipelineStrategy(units=WithCache, memory_budget="10MiB", activations="recompute")
     with pytest.raises(RuntimeError, match=r"'blocks.5' has been modified .* cannot run again"):
         fit(Updating(), strategy)
@@ -455,7 +455,7 @@ def test_units_that_live_on_the_device_go_back(
     [(PLAIN, 2, "CUDA out of memory.*\\n.*the optimizer has stepped already"), (ACCUMULATED, 1, "CUDA out of memory")],
     ids=["stepped", "accumulated"],
 )
-def test_what_cannot_run_again(options: dict[str, Any], step: int, message: str) -> None:
+def test_steps_that_cannot_run_again_raise(options: dict[str, Any], step: int, message: str) -> None:
     """Units that were stepped in backward, and sums that were added to, cannot be told from what they were."""
     memory = Device("backward", one_unit, step)
     with pytest.raises(torch.OutOfMemoryError, match=message):
@@ -463,7 +463,7 @@ def test_what_cannot_run_again(options: dict[str, Any], step: int, message: str)
     assert memory.failures == 1
 
 
-def test_nothing_left_to_give_up() -> None:
+def test_out_of_memory_raises_at_the_smallest_window() -> None:
     memory = Device("forward", lambda pipeline: False)
     with (
         pytest.warns(UserWarning, match="memory did not suffice"),

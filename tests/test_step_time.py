@@ -129,7 +129,7 @@ def test_backward_does_not_wait_for_the_optimizer_where_the_host_has_memory_to_s
     assert train(machine, k, mixed=True).time <= 1.04 * max(busy_times(machine, k).values())
 
 
-def test_what_backward_reaches_last_comes_back_in_sections(monkeypatch):
+def test_the_last_gradients_of_backward_come_back_in_sections(monkeypatch):
     """Nothing else is left to do while its gradient leaves, it is stepped, and it comes back."""
     machine = Machine(forward=10.0, backward=20.0, up=8.0, down=8.0, step=8.0)
     whole = train(machine, k=6, units=6)
@@ -177,7 +177,7 @@ def test_a_copy_begins_when_what_was_computed_before_is_done_and_its_lane_is_fre
     assert spans(device, Lane.DOWN) == [(6, 10)]
 
 
-def test_the_host_waits_only_where_it_says_so():
+def test_the_host_waits_only_when_it_synchronizes():
     device = backend()
     ticket = device.download(memory(2), memory(2))
     assert not ticket.done

@@ -209,7 +209,7 @@ class Counting(callbacks.Callback):
 
 
 @pytest.mark.parametrize(("k", "streams"), [(2, True), (100, False)])
-def test_it_streams(k, streams):
+def test_units_are_streamed_in_a_fit(k, streams):
     counting = Counting()
     fit(trainer(streamed(k=k), callbacks=counting, limit_val_batches=0), Base())
     units = counting.plan.units

@@ -91,7 +91,7 @@ def test_nothing_recorded():
     ],
     ids=["compute", "to device", "host", "to host"],
 )
-def test_what_a_step_hangs_on(machine, lane, words):
+def test_the_bottleneck_of_a_recorded_step(machine, lane, words):
     """Also where computing waits for weights that wait for an optimizer that waits for gradients."""
     numbers = break_down(make_recording(steps=4, **machine))
     assert numbers.bottleneck is lane
@@ -103,7 +103,7 @@ def test_what_a_step_hangs_on(machine, lane, words):
     ("machine", "lane"),
     [*zip(MACHINES, [Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST, Lane.COMPUTE], strict=True)],
 )
-def test_what_a_real_step_hangs_on(machine, lane, in_backward):
+def test_the_bottleneck_of_a_simulated_step(machine, lane, in_backward):
     """The engine itself on virtual clocks: the lane that is named is the one with the most to do."""
     units, per_ms = 20, MACHINES[machine]
     backend = SimulatedBackend(
@@ -134,7 +134,7 @@ def test_what_a_real_step_hangs_on(machine, lane, in_backward):
     assert sum(numbers.blamed.values()) <= numbers.stalled * (1 + 1e-6)
 
 
-def test_time_in_no_lane():
+def test_a_step_of_mostly_idle_time_has_no_bottleneck():
     recording = make_recording()
     begin, end = recording.steps[0]
     recording.steps[0] = begin, end + 0.5 * (end - begin)

@@ -92,7 +92,7 @@ class Clamped(nn.Linear):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_what_a_forward_writes_to_weights(autocast: bool, device: torch.device) -> None:
+def test_writes_to_weights_in_forward_reach_the_masters(autocast: bool, device: torch.device) -> None:
     """It reaches the masters when the unit has run."""
     model = nn.Sequential(*[Clamped(16, 16) for _ in range(6)])
     expected = [layer.weight.detach().clamp(-0.1, 0.1) for layer in model]

@@ -172,7 +172,7 @@ def test_a_fraction_is_of_the_device(fraction: float, fits: bool) -> None:
         Pipeline(module, "cpu", options=options, backend=SmallDevice())
 
 
-def test_a_fraction_of_what_nobody_knows() -> None:
+def test_a_share_of_unknown_memory_warns() -> None:
     with pytest.warns(UserWarning, match=r"`memory_budget=0.5` is a share .*cpu does not tell.* there is no budget"):
         superpipeline(model(), "cpu", memory_budget=0.5).detach()
 

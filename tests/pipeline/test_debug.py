@@ -98,7 +98,7 @@ FINE: list[Callable[[Scene], object]] = [
 
 
 @pytest.mark.parametrize("work", FINE)
-def test_what_is_fine_passes(scene: Scene, work: Callable[[Scene], object]) -> None:
+def test_ordinary_operations_pass(scene: Scene, work: Callable[[Scene], object]) -> None:
     """Masters among themselves and with scalars, writes in place (EMA), twins among device tensors, views."""
     with scene.check:
         work(scene)

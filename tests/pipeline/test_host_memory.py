@@ -43,7 +43,7 @@ def test_this_machine() -> None:
     assert free is None or total is None or 0 < free <= total
 
 
-def test_without_a_limit_it_is_what_the_machine_has(system: Path) -> None:
+def test_without_a_limit_memory_is_that_of_the_machine(system: Path) -> None:
     assert known() == (800 * KIB, 1000 * KIB)
     write(system / "proc/self/cgroup", "0::/user.slice")
     limit(system / "cgroup/user.slice", "max", used=100 * KIB, cache=0)

@@ -282,7 +282,7 @@ def test_a_parameter_that_went_elsewhere_in_its_module_streams_from_there() -> N
     assert torch.equal(model[1].weight_orig.grad != 0, model[1].weight_mask != 0)
 
 
-def test_what_cannot_stream_is_on_the_host_before_it_is_arranged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmanaged_weights_are_on_the_host_before_they_are_arranged_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scripted module's weights live on the device: on one of its own, they would be refused as built there."""
     model = layers()
     model[1] = torch.jit.script(model[1])
@@ -300,7 +300,7 @@ def test_what_cannot_stream_is_on_the_host_before_it_is_arranged_again(monkeypat
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("scoped", [False, True])
-def test_a_graph_that_is_dropped_is_waited_for_by_nobody(scoped: bool, autocast: bool) -> None:
+def test_a_dropped_graph_does_not_hold_up_a_new_arrangement(scoped: bool, autocast: bool) -> None:
     """What was learned is taken in although no backward ever runs."""
     model = layers()
     with attached(model) as pipeline:

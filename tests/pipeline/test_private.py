@@ -121,7 +121,7 @@ def test_torch_func_forbids_hooks() -> None:
     assert saved_tensor_hooks_allowed()
 
 
-def test_backward_is_told_from_forward() -> None:
+def test_in_backward_is_false_in_forward() -> None:
     seen: list[bool] = []
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda _: seen.append(in_backward()))
@@ -402,7 +402,7 @@ def test_has_foreign_step_hooks() -> None:
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
-def test_the_code_of_an_optimizer_steps_what_it_is_given(cls: type[torch.optim.Optimizer]) -> None:
+def test_the_code_of_an_optimizer_steps_given_tensors(cls: type[torch.optim.Optimizer]) -> None:
     """With the hyperparameters that it is given; the optimizer, its hooks and its parameters do not notice."""
     own, other = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
     own.grad, other.grad = torch.ones(2, 2), torch.ones(2, 2)
@@ -459,7 +459,7 @@ def test_a_step_without_code_is_a_replaced_one(step: Callable[..., Any], monkeyp
     assert step_is_replaced(SGD([nn.Parameter(torch.ones(1))]))
 
 
-def test_what_compiles_under_modes_compiles_once() -> None:
+def test_functions_compile_once_under_dispatch_modes() -> None:
     class Mode(TorchDispatchMode):
         @classmethod
         def ignore_compile_internals(cls) -> bool:
@@ -612,7 +612,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_autocast_sees_what_operations_are_made_of(name: str, enabled: bool, mode: Callable[[], Any]) -> None:
+def test_autocast_sees_the_parts_of_composite_operations(name: str, enabled: bool, mode: Callable[[], Any]) -> None:
     x = torch.randn(8, 8)
     with mode(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
         expected = WHOLE[name](x)

@@ -35,7 +35,7 @@ machines = st.builds(Machine, st.floats(20, 2000), st.floats(20, 2000), st.float
 
 @settings(max_examples=60, deadline=None)
 @given(workloads(), machines, st.integers(300, 2000))
-def test_it_is_nearly_the_fastest_of_all_windows(workload: Workload, machine: Machine, budget: int) -> None:
+def test_the_chosen_window_is_nearly_the_fastest_of_all(workload: Workload, machine: Machine, budget: int) -> None:
     units = len(workload.units)
     choices = [Choice(k, k_prime) for k in range(1, units + 1) for k_prime in range(1, k + 1)]
     fitting = [choice for choice in choices if device_bytes(workload, choice) <= budget]
@@ -75,7 +75,7 @@ def blocks(count: int = 12, **facts: Any) -> Workload:
 FAST = Machine(10_000.0, 10_000.0, 10_000.0)
 
 
-def test_what_is_given_is_obeyed() -> None:
+def test_given_k_and_k_prime_are_obeyed() -> None:
     for k, k_prime in [(3, 1), (6, 3), (4, 4)]:
         chosen, _ = choose(blocks(), FAST, 10_000, k=k, k_prime=k_prime, fill=False)
         assert (chosen.k, chosen.k_prime, chosen.kept) == (k, k_prime, ())
@@ -95,23 +95,23 @@ def test_spare_memory_is_filled_evenly() -> None:
     assert (chosen.k, chosen.kept) == (2, (1, 4, 7, 10))
 
 
-def test_where_all_fits_nothing_is_streamed() -> None:
+def test_a_model_that_fits_stays_on_the_device() -> None:
     chosen, _ = choose(blocks(), FAST, 12 * 100 + 200)
     assert (chosen.k, chosen.kept) == (12, ())
 
 
-def test_where_it_nearly_fits_it_is_streamed() -> None:
+def test_a_model_that_nearly_fits_is_streamed() -> None:
     """A window of pairs leaves a hole here and there; it is not taken for room."""
     for k_prime in (1, 2, 3):
         for budget in range(500, 1500, 50):
             assert choose(blocks(8), FAST, budget, k_prime=k_prime)[1].device_bytes <= budget
 
 
-def test_what_is_reserved_stays_free() -> None:
+def test_reserved_memory_stays_free() -> None:
     assert choose(blocks(reserve_bytes=200), FAST, 800)[0].kept == (3, 9)
 
 
-def test_with_too_little_it_says_what_is_needed() -> None:
+def test_too_small_a_budget_raises_with_the_least_that_is_needed() -> None:
     """One slot, two pieces for gradients, and what the least greedy of all ways takes."""
     unit = UnitWork("", 100, 100, 100, 1.0, 2.0, ways=WAYS)
     workload = Workload((unit,) * 3, outside_bytes=5, reserve_bytes=7)

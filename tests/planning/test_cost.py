@@ -82,7 +82,7 @@ def test_units_are_stepped_when_all_gradients_are_there(name: str, window: Any) 
 
 @pytest.mark.parametrize("window", WINDOWS[1::3], ids=str)
 @pytest.mark.parametrize("name", MACHINES)
-def test_the_optimizer_steps_on_its_own(name: str, window: Any) -> None:
+def test_an_optimizer_step_without_overlap(name: str, window: Any) -> None:
     blocks = MACHINES[name]
     workload = blocks.workload(piece_bytes=2 * UNIT_BYTES, stepping="apart")
     compare(blocks, window, workload, in_backward=False, overlap_optimizer=False)
@@ -102,7 +102,7 @@ def test_gradients_that_add_up() -> None:
     compare(blocks, (3, 1, ()), blocks.workload(piece_bytes=2 * UNIT_BYTES, micro_steps=3), accumulate=3)
 
 
-def test_lanes_add_up_to_what_is_moved() -> None:
+def test_predicted_lanes_add_up_to_all_bytes_and_work() -> None:
     blocks = MACHINES["sending is the slowest"]
     predicted = predict(blocks.workload(), blocks.machine, Choice(4))
     loads = 2 * blocks.units - 4
@@ -122,7 +122,7 @@ def test_no_choice_is_faster_than_the_busiest_lane() -> None:
             assert predict(workload, blocks.machine, choice).seconds >= least
 
 
-def test_what_is_recomputed_takes_time_and_what_is_offloaded_takes_lanes() -> None:
+def test_recomputing_takes_compute_time_and_offloading_takes_copies() -> None:
     keep, recompute = Way("keep", 400, 400, 0.0), Way("recompute", 100, 400, 1.0)
     offload = Way("offload", 0, 400, 0.0, leaving=400)
     unit = UnitWork("", 64, 0, 0, 1.0, 2.0, ways=(keep, recompute, offload))

@@ -110,7 +110,7 @@ MASKED = {llama: 1.12, t5: 1.08, vit: 1.0}
     [(llama, "32-true"), (llama, "bf16-mixed"), (t5, "32-true"), (vit, "bf16-mixed"), (vit, "bf16-true")],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_what_the_engine_counts(build, precision, monkeypatch):
+def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     monkeypatch.setattr(landing, "available_host_memory", lambda: None)  # or buffers depend on how slow optimizers are
     module = Wrapped(build)
     found = estimate(module, module.example_input_array, Assumptions(precision=precision, activations="keep"))
@@ -144,7 +144,7 @@ def seen(module: nn.Module, inputs: Any, autocast: torch.dtype | None = None) ->
 
 
 @pytest.mark.parametrize("inputs", [torch.empty(8, 256), (torch.empty(8, 256), 2.0), {"x": torch.empty(8, 256)}])
-def test_a_dry_run_sees(inputs):
+def test_a_dry_run_counts_flops_inputs_and_saved_bytes(inputs):
     first, second = seen(TwoLayers(), inputs).units
     assert first.flops == second.flops == 2 * 8 * 256 * 512
     assert (first.inputs, first.saved) == (8 * 256 * 4, 0)  # what a linear layer saves is its input

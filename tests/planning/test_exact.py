@@ -125,7 +125,7 @@ def test_families_of_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("budget", [40_000, 80_000, 200_000])
-def test_what_is_planned_by_measuring_changes_no_number(budget: int) -> None:
+def test_planning_by_measuring_changes_no_number(budget: int) -> None:
     expected, _ = train(None, "AdamW", 8)
     actual, pipeline = train(AutoPlanner(), "AdamW", 8, memory_budget=budget, activations="auto")
     assert_equal(expected, actual)

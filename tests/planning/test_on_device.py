@@ -75,7 +75,7 @@ def test_the_choice_is_nearly_the_fastest_of_all(budget: int, machine: Machine) 
 )
 @pytest.mark.parametrize("blocks", [SLOW_HOST, SLOW_COPIES], ids=["slow host", "slow copies"])
 @pytest.mark.parametrize("in_backward", [True, False])
-def test_the_replay_is_what_happens(blocks: Blocks, window: Any, in_backward: bool) -> None:
+def test_the_replay_predicts_real_steps(blocks: Blocks, window: Any, in_backward: bool) -> None:
     real = blocks.train(Fixed(window), steps=4, in_backward=in_backward)
     k, k_prime, kept, there = window
     workload = blocks.workload(stepping="in backward" if in_backward else "under forward")
@@ -101,7 +101,7 @@ def test_spare_memory_makes_steps_faster(blocks: Blocks) -> None:
 # -------------------------------------------------------------------------------------------------------- the engine
 
 
-def test_nothing_of_them_travels() -> None:
+def test_units_on_the_device_do_not_travel() -> None:
     model, pipeline = attach()
     optimizer = AdamW(model.parameters())
     take_steps(model, optimizer, 2)
@@ -116,7 +116,7 @@ def test_nothing_of_them_travels() -> None:
     pipeline.detach()
 
 
-def test_the_summary_counts_them() -> None:
+def test_the_summary_counts_units_on_the_device() -> None:
     model, pipeline = attach()
     optimizer = AdamW(model.parameters())
     take_steps(model, optimizer, 1)
@@ -183,7 +183,7 @@ def test_an_overflow_on_the_device_is_seen() -> None:
     pipeline.detach()
 
 
-def test_clipping_by_value_reaches_them() -> None:
+def test_clipping_by_value_reaches_units_on_the_device() -> None:
     model, pipeline = attach()
     optimizer = SGD(model.parameters(), 0.1)
     take_steps(model, optimizer, 2)
@@ -193,7 +193,7 @@ def test_clipping_by_value_reaches_them() -> None:
     pipeline.detach()
 
 
-def test_a_module_is_given_back_whole() -> None:
+def test_detaching_restores_parameters_gradients_and_state() -> None:
     """Also in the middle of an accumulation, and an optimizer that has not stepped yet finds its state there."""
     model, pipeline = attach()
     optimizer, late = AdamW(model.parameters()), SGD(model.parameters(), 0.1, momentum=0.9)
@@ -209,7 +209,7 @@ def test_a_module_is_given_back_whole() -> None:
         each.step()
 
 
-def test_where_state_goes() -> None:
+def test_optimizer_state_follows_its_weight_except_step_counts() -> None:
     """By torch's own rule: everything but the count of steps, and that, too, where a fused kernel counts."""
     makers = [(Adam, True), (lambda weights: Adam(weights, fused=True), False), (NAdam, True)]
     for make, steps_stay in makers:
@@ -274,7 +274,7 @@ def test_a_weight_that_changes_before_it_is_computed_with_again() -> None:
     pipeline.detach()
 
 
-def test_room_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_that_do_not_fit_after_all_go_back_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that do not fit after all are on the host again, and the window is the usual one."""
     model, pipeline = attach()
     optimizer = AdamW(model.parameters())

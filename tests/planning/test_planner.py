@@ -53,7 +53,7 @@ PIECES = 2 * 2 * UNIT_BYTES  # gradients of a unit, with room for their norms
 
 @pytest.mark.parametrize("units", [3, 6])
 @pytest.mark.parametrize("bottleneck", MACHINES)
-def test_it_is_as_fast_as_the_best_window(bottleneck: Lane, units: int) -> None:
+def test_a_planned_window_is_as_fast_as_the_best(bottleneck: Lane, units: int) -> None:
     """Every k and k_prime is tried on the same machine; activations take the same in all of them."""
     blocks = MACHINES[bottleneck]
     least = blocks.train(k=1, k_prime=1, steps=2)
@@ -71,7 +71,7 @@ def test_it_is_as_fast_as_the_best_window(bottleneck: Lane, units: int) -> None:
 
 
 @pytest.mark.parametrize("bottleneck", MACHINES)
-def test_it_names_the_bottleneck(bottleneck: Lane) -> None:
+def test_a_plan_names_the_bottleneck(bottleneck: Lane) -> None:
     """With few units in the window: with more of them, less is moved."""
     blocks = MACHINES[bottleneck]
     least = blocks.train(k=1, k_prime=1, steps=2)
@@ -83,7 +83,7 @@ def test_it_names_the_bottleneck(bottleneck: Lane) -> None:
 @pytest.mark.parametrize(("share", "rate"), [(2.0, 5e7), (3.0, 2e6)], ids=["fast copies", "slow copies"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("error")
-def test_what_it_expects_of_real_models_is_right(name: str, share: float, rate: float) -> None:
+def test_time_and_memory_of_real_models_are_predicted(name: str, share: float, rate: float) -> None:
     """Time within 10 %, memory within 5 %, and never more than the budget; of a step on the way nothing is said."""
     build, batch = MODELS[name]
     torch.manual_seed(0)
@@ -136,9 +136,7 @@ def test_a_unit_that_is_called_in_several_places(
 
 
 @pytest.mark.parametrize("processes", ["one", "several"])
-def test_gradients_on_their_way_take_what_they_are_planned_with(
-    processes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_leaves_room_for_gradients_on_their_way(processes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With several processes a third unit's gradients are on the device, and a plan must leave room for them."""
     counted: list[int] = []
 
@@ -187,7 +185,7 @@ def test_activations_share_the_budget_with_weights() -> None:
 
 
 @pytest.mark.parametrize("stepping", ["in backward", "under forward", "apart"])
-def test_it_sees_when_the_optimizer_steps(stepping: str) -> None:
+def test_the_planner_sees_when_the_optimizer_steps(stepping: str) -> None:
     blocks = MACHINES[Lane.HOST]
     overlap = "auto" if stepping != "apart" else False
     in_backward = stepping == "in backward"
@@ -197,7 +195,7 @@ def test_it_sees_when_the_optimizer_steps(stepping: str) -> None:
     assert trained.summary.plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.02)
 
 
-def test_it_sees_that_gradients_add_up() -> None:
+def test_the_planner_sees_that_gradients_accumulate() -> None:
     trained = MACHINES[Lane.TO_DEVICE].train(AutoPlanner(), accumulate=3, memory_budget=20 * UNIT_BYTES, steps=6)
     assert trained.summary.plan is not None
     assert trained.summary.plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.02)
@@ -240,7 +238,7 @@ def test_on_the_cpu_without_a_budget_nothing_is_measured() -> None:
     assert (summary.k, summary.k_prime, summary.plan) == (2, 1, None)
 
 
-def test_by_default_the_budget_is_nine_tenths_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_budget_is_nine_tenths_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostBackend, "free_memory", lambda self: 10_000)
     model = chain(6)
     with planned(model) as pipeline:
@@ -253,7 +251,7 @@ def test_by_default_the_budget_is_nine_tenths_of_what_is_free(monkeypatch: pytes
         assert pipeline.survey.budget == everything + 9_000
 
 
-def test_what_does_not_fit_is_said_and_left_as_small_as_it_is() -> None:
+def test_too_small_a_budget_warns_and_keeps_the_smallest_window() -> None:
     blocks = MACHINES[Lane.COMPUTE]
     with pytest.warns(UserWarning, match=r"the window stays as small as it is\. .* Use smaller batches"):
         trained = blocks.train(AutoPlanner(), memory_budget=2 * UNIT_BYTES + PIECES)
@@ -280,7 +278,7 @@ def step(model: nn.Module, optimizer: Optimizer, inputs: Tensor) -> None:
     optimizer.zero_grad()
 
 
-def test_it_plans_again_for_much_larger_inputs() -> None:
+def test_much_larger_inputs_are_planned_anew() -> None:
     model = chain(8, 32, 64)
     total = 2 * sum(p.nbytes for p in model.parameters())
     optimizer = SGD(model.parameters(), 1e-3)
@@ -299,7 +297,7 @@ def test_it_plans_again_for_much_larger_inputs() -> None:
 
 
 @pytest.mark.parametrize("activations", ["auto", "keep"])
-def test_it_plans_again_when_layers_are_unfrozen(activations: Any) -> None:
+def test_unfrozen_layers_are_planned_anew(activations: Any) -> None:
     """More is saved and sent then; going back and forth between what was trained before costs nothing."""
     model = chain(8, 32, 64)
     total = 2 * sum(p.nbytes for p in model.parameters())
@@ -397,7 +395,7 @@ def test_a_user_may_count_the_peak_anew_between_steps(monkeypatch: pytest.Monkey
     assert measured[0].reserve_bytes == 90_000 - 1 - 1000 - measured[0].outside_bytes
 
 
-def test_an_exception_ends_what_is_being_measured() -> None:
+def test_an_exception_ends_the_measurement() -> None:
     model = chain(8)
     optimizer = SGD(model.parameters(), 1e-3)
     total = sum(p.nbytes for p in model.parameters())
@@ -425,7 +423,7 @@ def test_a_training_without_an_optimizer_is_planned_at_last() -> None:
 
 
 @pytest.mark.parametrize(("counts", "reserve"), [(False, 40), (True, 7)])
-def test_what_operations_take_stays_free(counts: bool, reserve: int) -> None:
+def test_memory_for_operations_stays_free(counts: bool, reserve: int) -> None:
     """Units and the turn have their share of it where units were measured, which they are not in inference."""
     auto = SimpleNamespace(
         counts_operations=counts, reserve_bytes=7, turn_bytes=0, outside_bytes=0, in_use={}, update_peaks=lambda: None

@@ -75,7 +75,7 @@ def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(chosen.values()) == {"keep", "offload"}
 
 
-def test_what_cannot_run_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_of_units_that_cannot_run_again_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = policy(300, SLOW, monkeypatch)
     with pytest.warns(UserWarning, match="activations take"):
         assert set(measure(chooser, repeatable=False, large=0).values()) == {"keep"}
@@ -144,7 +144,7 @@ def test_inputs_as_large_as_the_first_ones_are_looked_at_again(monkeypatch: pyte
     assert {chooser.policy(member(name), 80) for name in "abc"} == {"recompute"}
 
 
-def test_a_smaller_batch_does_not_take_back_what_a_loss_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_loss_does_not_shrink_the_turns_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = policy(10**6, FAST, monkeypatch)
     unit = member("a")
     for loss in (90, 40):
@@ -160,7 +160,7 @@ def test_a_smaller_batch_does_not_take_back_what_a_loss_needs(monkeypatch: pytes
     assert chooser.turn_bytes == 90
 
 
-def test_what_several_backward_passes_need_is_not_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_of_several_backward_passes_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a GAN: what a unit has saved is free before its next forward, but calls in one graph add up."""
     chooser = policy(10**6, SLOW, monkeypatch)
     unit = member("a")
@@ -198,7 +198,7 @@ class TellsMemory(RecordingBackend):
         return self.most
 
 
-def test_what_operations_take_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A softmax over logits is in no graph; without room for it the first step that keeps activations fails.
 
     It is there when units are not at work, so what they work with must not hide it, and it is not added to that.
@@ -249,7 +249,7 @@ def test_what_operations_take_is_left_free(monkeypatch: pytest.MonkeyPatch) -> N
     assert [chooser.policy(unit, 8) for unit in units].count("keep") == 1  # 130 and 250: two are 480
 
 
-def test_the_probe_of_the_link_fits_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_of_the_link_fits_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
     class Small(RecordingBackend):

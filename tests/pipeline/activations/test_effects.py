@@ -154,7 +154,7 @@ def test_a_change_is_made_again(thing: Any, change: Callable[[Any], object]) -> 
         effects.undo()
 
 
-def test_changes_are_made_to_what_is_there() -> None:
+def test_changes_are_replayed_on_containers_that_have_changed() -> None:
     """A list has grown at its end, a dictionary has other entries by then."""
     module = Holder(Box(rows=[1], table={"a": 1, "b": 1}, kinds={1, 2}))
     box = module.part.thing
@@ -171,7 +171,7 @@ def test_changes_are_made_to_what_is_there() -> None:
     assert (box.rows, box.table, box.kinds) == ([5, 2], {"a": 2, "c": 5}, {2, 7})
 
 
-def test_a_container_that_somebody_has_replaced() -> None:
+def test_a_container_that_was_replaced() -> None:
     """As a model does that takes what its blocks have collected: what runs again adds to the one that it knew."""
     module = Holder(Box(rows=[]))
     effects = SideEffects(module)
@@ -248,7 +248,7 @@ class Noting:
 @pytest.mark.parametrize(
     "make", [hook_with_a_list, lambda target: partial(note_into, target), lambda target: Noting(target).hook]
 )
-def test_what_hooks_write_to(make: Callable[[list[int]], Callable[..., None]]) -> None:
+def test_objects_that_hooks_write_to_are_found(make: Callable[[list[int]], Callable[..., None]]) -> None:
     """A closure's variables, a partial's arguments, a method's object."""
     module, targets = nn.Sequential(nn.Linear(2, 2)), [[7], [8]]
     for target in targets:
@@ -326,7 +326,7 @@ def test_a_cache_among_the_inputs() -> None:
     assert effects.conclude() == "changes a tensor of shape [4] in place"
 
 
-def test_nothing_is_remembered_of_what_does_not_change() -> None:
+def test_unchanged_attributes_are_not_remembered() -> None:
     """But for contents, which code between forward and backward may change: no copies of tensors."""
     module = Holder([torch.ones(100_000), Box(x=[1])])
     module.register_buffer("mask", torch.ones(100_000))

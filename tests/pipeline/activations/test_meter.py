@@ -43,7 +43,7 @@ def test_each_step_has_a_peak_of_its_own() -> None:
     assert counting.step_peak == 60
 
 
-def test_what_was_added_since_a_call_ended() -> None:
+def test_the_most_that_was_added_since_a_call_ended() -> None:
     """At the most, though it may be gone again; the peak of the step stays."""
     counting, _ = meter()
     kept = [Kept(torch.empty(10), counting), Kept(torch.empty(50), counting)]
@@ -56,7 +56,7 @@ def test_what_was_added_since_a_call_ended() -> None:
     assert (counting.added, counting.step_peak) == (20, 240)
 
 
-def test_what_would_be_there_anyway_does_not_count() -> None:
+def test_parameters_buffers_and_other_devices_do_not_count() -> None:
     counting, stats = meter()
     buffer = torch.empty(10)
     counting.uncounted.add(storage_key(buffer))
@@ -82,7 +82,7 @@ def test_dropping_and_filling() -> None:
     assert stats.activation_bytes == 0
 
 
-def test_clearing_keeps_what_is_held() -> None:
+def test_clearing_keeps_the_count_of_held_tensors() -> None:
     """Else the count would fall below zero later."""
     counting, stats = meter()
     kept = Kept(torch.ones(10), counting)

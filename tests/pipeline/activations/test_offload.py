@@ -173,7 +173,7 @@ def test_device_memory_is_held_until_its_copy_was_waited_for(scene: Scene) -> No
     assert total.requires_grad
 
 
-def test_what_autograd_drops_is_dropped(scene: Scene) -> None:
+def test_tensors_that_autograd_drops_are_freed(scene: Scene) -> None:
     """Wherever it is: on the device, leaving, on the host, on its way back."""
     x = large()
     outputs, bundles = [], []
@@ -415,13 +415,13 @@ def test_without_a_graph_there_are_no_bundles(scene: Scene) -> None:
     assert after.before is before
 
 
-def test_what_is_on_another_device_stays(scene: Scene) -> None:
+def test_tensors_on_another_device_are_not_offloaded(scene: Scene) -> None:
     """A scalar or an index on the host."""
     scene.backend.device = torch.device("cuda", 0)
     assert saved_by(scene, torch.randn(ROWS)) is None
 
 
-def test_what_vmap_wraps_stays(scene: Scene) -> None:
+def test_tensors_wrapped_by_vmap_are_not_offloaded(scene: Scene) -> None:
     scene.offloader.enter(scene.unit()[0], True)
     packed = []
     vmap(lambda x: (packed.append(scene.offloader.pack(x)), x)[1])(torch.randn(ROWS, ROWS))
@@ -442,7 +442,7 @@ def test_outside_of_units_everything_stays(scene: Scene) -> None:
     assert scene.offloader.pack(torch.randn(ROWS)) is None
 
 
-def test_what_backward_saves_stays(scene: Scene) -> None:
+def test_tensors_saved_in_backward_are_not_offloaded(scene: Scene) -> None:
     """A checkpoint's recomputation is used at once."""
     seen = []
 
@@ -492,7 +492,7 @@ def test_a_later_change_cannot_reach_the_copy(scene: Scene) -> None:
     assert torch.equal(scene.unpack(packed), before)
 
 
-def test_what_is_saved_again_after_a_change_is_saved_again(scene: Scene) -> None:
+def test_a_changed_tensor_is_offloaded_anew(scene: Scene) -> None:
     """The same memory holds something else now."""
     tensor = torch.randn(ROWS)
     first = saved_by(scene, tensor)

@@ -110,7 +110,7 @@ def test_no_more_is_given_up_than_needed(pool: HostPool) -> None:
     assert pool.held == 9 * SLAB
 
 
-def test_what_is_given_up_may_be_page_locked_elsewhere(pool: HostPool) -> None:
+def test_a_slab_that_is_given_up_frees_its_share_of_page_locked_memory(pool: HostPool) -> None:
     pool.pinnable = 4 * SLAB
     for piece in [pool.take(2 * SLAB) for _ in range(2)]:
         pool.give_back(piece)

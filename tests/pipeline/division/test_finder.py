@@ -430,7 +430,7 @@ class Quantised(nn.Parameter):
     ids=["subclass", "expanded", "scripted"],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_what_cannot_be_repointed_is_unmanaged(replace: Callable[[Block], None]) -> None:
+def test_a_weight_that_cannot_be_repointed_is_unmanaged(replace: Callable[[Block], None]) -> None:
     """It lives on the device; the rest of its block streams."""
     model = chain(3)
     replace(model.blocks[1])
@@ -517,7 +517,7 @@ def test_a_block_and_its_compiled_self_are_one_unit(compiled_first: bool) -> Non
         assert not division.resident.weights
 
 
-def test_what_holds_parts_of_units_is_no_place_for_them() -> None:
+def test_a_module_around_parts_of_units_does_not_place_them() -> None:
     """A second module around parts of units would need all of these units at once; it only opens a step."""
 
     class Again(nn.Module):

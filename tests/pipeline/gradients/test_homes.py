@@ -180,7 +180,7 @@ def test_nothing_is_taken_for_held_when_dynamo_has_failed() -> None:
 
 
 @pytest.mark.parametrize("way", HOLD)
-def test_a_gradient_that_somebody_holds_is_not_only_shown(way: str) -> None:
+def test_a_held_gradient_is_not_only_shown(way: str) -> None:
     """They would see it change."""
     home = home_of(torch.ones(4), torch.ones(6))
     parameter = shown(nn.Parameter(torch.ones(4)), home.tensors[0])

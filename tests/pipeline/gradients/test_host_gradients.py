@@ -494,7 +494,7 @@ def test_a_stepped_units_gradients_go_to_the_stepper(lowered: torch.dtype | None
             assert s.gradients() == [[5], [6]]
 
 
-def test_a_stepped_units_gradients_are_kept_where_somebody_may_ask_for_them() -> None:
+def test_gradients_of_a_stepped_unit_are_kept_where_they_may_be_read() -> None:
     """Then low ones stay where they land, as without the step."""
     with gradient_scene((1024,), (3,), lowered=BF16) as s:
         s.stepper.wanted.add(s.placed.unit)

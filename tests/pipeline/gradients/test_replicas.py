@@ -401,7 +401,7 @@ def an_exception_while_gradients_are_averaged() -> None:
         assert_same_trace(expected, actual)
 
 
-def test_what_cannot_be_right() -> None:
+def test_processes_that_disagree_raise() -> None:
     in_processes(
         [
             other_models,

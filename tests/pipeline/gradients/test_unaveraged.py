@@ -52,7 +52,7 @@ def test_a_units_sums_come_back_in_one_copy(lowered: torch.dtype | None) -> None
         assert sums.among(s.weights) == []
 
 
-def test_the_host_does_not_wait_for_what_is_still_added() -> None:
+def test_the_host_does_not_wait_for_gradients_that_are_still_added() -> None:
     """The copy does."""
     with host_backend(poison=True) as backend, gradient_scene((3,), (4,), backend=backend) as s:
         replicas = SimpleNamespace(accumulates=True, summed_here=set())

@@ -152,7 +152,7 @@ def test_computing_goes_to_the_device(scene: Scene, work: Callable[[Scene], Any]
 
 
 @pytest.mark.parametrize("work", ON_THE_HOST)
-def test_reading_attributes_means_the_master(scene: Scene, work: Callable[[Scene], Any]) -> None:
+def test_reading_attributes_reads_the_master(scene: Scene, work: Callable[[Scene], Any]) -> None:
     work(scene)
     assert scene.owner.served == []
     assert scene.w.dtype is torch.float32
@@ -177,7 +177,7 @@ WRITES: list[Callable[[Tensor], Any]] = [
 
 @pytest.mark.parametrize("write", WRITES)
 @torch.no_grad()
-def test_writing_in_place_means_the_master(scene: Scene, write: Callable[[Tensor], Any]) -> None:
+def test_writing_in_place_changes_the_master(scene: Scene, write: Callable[[Tensor], Any]) -> None:
     """The engine is told, so that the device gets the new values."""
     write(scene.w)
     assert scene.owner.written == ["unit.0"]
@@ -188,7 +188,7 @@ def test_writing_in_place_means_the_master(scene: Scene, write: Callable[[Tensor
 
 
 @pytest.mark.parametrize("ask", [lambda w: w.device, lambda w: torch.Tensor.device.__get__(w)])
-def test_the_device_is_the_one_that_computes(scene: Scene, ask: Callable[[Tensor], Any]) -> None:
+def test_the_device_of_a_weight_is_the_compute_device(scene: Scene, ask: Callable[[Tensor], Any]) -> None:
     """transformers places inputs by its first parameter's device."""
     scene.owner.device = torch.device("meta")
     assert ask(scene.w).type == "meta"
@@ -197,7 +197,7 @@ def test_the_device_is_the_one_that_computes(scene: Scene, ask: Callable[[Tensor
     assert scene.w.is_cpu
 
 
-def test_a_hand_made_ema_means_the_masters(scene: Scene) -> None:
+def test_a_hand_made_ema_averages_the_masters(scene: Scene) -> None:
     """Beside another tensor on the host a master is one, too."""
     scene.owner.device = torch.device("meta")
     average = torch.zeros(3, 3)

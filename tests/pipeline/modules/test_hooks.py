@@ -412,7 +412,7 @@ def test_a_graph_is_held_for_as_long_as_the_leaf_is_needed() -> None:
     assert gone() is None
 
 
-def test_a_leaf_that_nobody_needs_holds_nothing() -> None:
+def test_a_leaf_in_no_graph_holds_nothing() -> None:
     leaf, held = nn.Parameter(torch.ones(2)), Held()
     gone = weakref.ref(held)
     hold_while_needed(leaf, held, lambda graph: None)

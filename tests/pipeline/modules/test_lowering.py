@@ -112,7 +112,7 @@ def test_uses_are_watched(name: str) -> None:
     assert bool(spy.used_as_is) is not lowered
 
 
-def test_a_layer_where_autocast_is_off_is_told() -> None:
+def test_a_layer_where_autocast_is_off_is_announced() -> None:
     """Before it computes, so that it can be served with its own dtype."""
     layer = nn.Linear(4, 4)
     told: list[nn.Module] = []
@@ -398,7 +398,9 @@ class Plus(nn.Module):
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("first", ["training", "evaluation"])
 @pytest.mark.parametrize("kind", [Normed, Parametrized])
-def test_what_a_unit_does_with_the_weights_of_its_layers(kind: type[nn.Module], first: str, cache: bool) -> None:
+def test_units_that_use_or_replace_weights_of_their_layers_are_exact(
+    kind: type[nn.Module], first: str, cache: bool
+) -> None:
     """The first forward got a rounded weight, and a weight that was set anew with the same values was refused."""
 
     def run(model: nn.Module) -> list[Tensor]:
@@ -455,7 +457,7 @@ def test_lowered_units_travel_at_half_the_bytes() -> None:
     ],
     ids=str,
 )
-def test_views_are_told_from_work(operation: torch._ops.OpOverload, view: bool) -> None:
+def test_views_are_recognized_by_their_schema(operation: torch._ops.OpOverload, view: bool) -> None:
     """By the operation's schema."""
     assert is_view(operation) is view
 

@@ -89,7 +89,7 @@ def test_each_kind_and_dtype_has_memory_of_its_own() -> None:
     assert [place.dtype for place in places] == [torch.float32, torch.float32, torch.float64]
 
 
-def test_whether_all_lies_where_it_lay() -> None:
+def test_flat_state_is_for_its_own_masters_and_places_only() -> None:
     masters = in_a_row(64, 64)
     state = FlatState(masters)
     place = state.place(0, "average", masters[0])

@@ -221,7 +221,7 @@ CONDITIONS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("k_prime", [1, 2])
 @pytest.mark.parametrize("why", CONDITIONS)
-def test_what_cannot_be_stepped_in_backward_is_stepped_after_it(why: str, k_prime: int) -> None:
+def test_units_that_cannot_be_stepped_in_backward_are_stepped_after_it(why: str, k_prime: int) -> None:
     """Gradients that are not whole, or weights that some node still needs; the numbers are the same."""
     steps, options = CONDITIONS[why]
     expected = train_in_backward(model := partly(), adam(model), None, **options)

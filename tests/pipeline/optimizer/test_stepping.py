@@ -515,7 +515,7 @@ def test_state_lies_side_by_side_from_the_first_step() -> None:
     assert [right.data_ptr() - left.data_ptr() for left, right in pairwise(averages)] == [512, 512]
 
 
-def test_what_the_user_does_to_the_state_is_seen() -> None:
+def test_changes_of_the_state_by_the_user_are_seen() -> None:
     pair = Pair(ADAMW)
     pair.run(2)
     for optimizer, weights in ((pair.theirs, pair.plain), (pair.ours, pair.masters)):

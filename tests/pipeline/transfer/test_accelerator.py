@@ -100,7 +100,7 @@ def test_computing_waits_for_the_copy(scene: Scene, pinned: bool) -> None:
     assert read == [[2, 2]]
 
 
-def test_what_the_simulation_shows(scene: Scene) -> None:
+def test_without_a_wait_a_kernel_reads_old_bytes(scene: Scene) -> None:
     """Without a wait the kernel reads the old bytes: the tests above can fail."""
     slot, read = scene.on_device(1, 1), list[list[int]]()
     scene.backend.upload(slot, scene.on_host(2, 2))
@@ -181,7 +181,7 @@ def test_a_page_locked_copy_does_not_overtake_a_staged_one(scene: Scene) -> None
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_an_upload_after_work_brings_what_the_work_wrote(scene: Scene, pinned: bool) -> None:
+def test_an_upload_after_work_sends_its_result(scene: Scene, pinned: bool) -> None:
     """The thread that asks does not wait; computing does."""
     scene.pinned = pinned
     slot, source, step, read = scene.on_device(1, 1), scene.on_host(2, 2), PendingTicket(), list[list[int]]()
@@ -283,7 +283,7 @@ def test_a_download_is_not_held_up_by_an_upload_that_waits(scene: Scene, pinned:
     assert slot.plain.tolist() == [3]
 
 
-def test_only_the_thread_for_work_waits_for_what_work_needs(scene: Scene) -> None:
+def test_only_the_thread_for_work_waits_for_its_inputs(scene: Scene) -> None:
     target, done = scene.on_host(0), list[int]()
     arrived = scene.backend.download(target, scene.on_device(3))
     scene.backend.work(lambda: done.extend(target.tolist()), [arrived]).join()
@@ -477,7 +477,7 @@ def attach(model: nn.Module, **options: Any) -> tuple[Pipeline, PinningBackend]:
     return Pipeline(model, "cpu", options=choices, backend=backend), backend
 
 
-def test_what_is_sent_is_page_locked_and_released(runtime: FakeRuntime) -> None:
+def test_buffers_that_are_sent_are_page_locked_and_released(runtime: FakeRuntime) -> None:
     """Exactly the bytes of the buffers, and none is left registered after detach."""
     pipe, backend = attach(chain())
     assert pipe.summary().pinned
@@ -565,7 +565,7 @@ def test_bytes_that_may_be_page_locked_besides(
     assert pinnable == (left and left - locked)
 
 
-def test_nothing_is_page_locked_where_it_does_not_help(scene: Scene) -> None:
+def test_devices_other_than_cuda_page_lock_nothing(scene: Scene) -> None:
     """Only CUDA gains by it."""
     assert not scene.backend.can_pin
     assert not scene.backend.pin(torch.zeros(8, dtype=torch.uint8))

@@ -140,7 +140,7 @@ def test_drain_waits_for_both_directions_and_for_work() -> None:
         assert all(ticket.done for ticket in tickets)
 
 
-def test_close_does_what_is_left_and_ends_the_threads() -> None:
+def test_close_finishes_all_jobs_and_ends_the_threads() -> None:
     with host_backend(max_delay=0.005) as backend:
         target = torch.zeros(64, dtype=torch.uint8)
         for value in range(1, 4):
@@ -197,7 +197,7 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("thread", [Worker("worker", fail), CopyThread("copies", fail)], ids=["worker", "copies"])
-def test_a_thread_that_cannot_start_tells_whoever_waits(thread: Worker | CopyThread) -> None:
+def test_a_thread_that_cannot_start_raises_in_every_join(thread: Worker | CopyThread) -> None:
     tickets = [thread.submit(pytest.fail), thread.submit(pytest.fail)]
     for ticket in tickets:
         with pytest.raises(OSError, match="no such cores"):
@@ -265,7 +265,7 @@ def test_a_thread_is_busy_until_its_queue_is_empty() -> None:
     thread.close()
 
 
-def test_callbacks_come_before_anybody_sees_that_a_job_is_done() -> None:
+def test_callbacks_run_before_a_job_counts_as_done() -> None:
     """Those that are given later, or meanwhile, are called, too."""
     ticket, seen = ThreadTicket(), list[tuple[str, bool]]()
 
@@ -280,7 +280,7 @@ def test_callbacks_come_before_anybody_sees_that_a_job_is_done() -> None:
     assert seen == [("before", False), ("meanwhile", False), ("later", True)]
 
 
-def test_a_callback_is_called_at_once_where_nobody_can_tell_when() -> None:
+def test_a_callback_of_a_ticket_without_a_thread_is_called_at_once() -> None:
     seen: list[int] = []
     DoneTicket().when_done(lambda: seen.append(1))
     assert seen == [1]
@@ -301,7 +301,7 @@ def test_a_job_whose_predecessor_failed_is_not_run() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["done", "failed", "not run"])
-def test_what_a_job_held_on_to_is_free_before_its_ticket_is_done(outcome: str) -> None:
+def test_references_of_a_job_are_gone_before_its_ticket_is_done(outcome: str) -> None:
     """Whether a gradient is held by somebody else is seen from the references to it."""
 
     class Held:

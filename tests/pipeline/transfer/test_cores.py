@@ -99,7 +99,7 @@ def test_at_least_one(machine: Machine, allowed: set[int]) -> None:
 
 
 @pytest.mark.parametrize(("launched", "expected"), [(False, 1), (True, 3)])
-def test_what_the_user_chose_for_torch(
+def test_threads_set_by_the_user_are_kept_unless_torchrun_set_them(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, launched: bool, expected: int
 ) -> None:
     """`torchrun` sets the variable, too, and means the processes that it has not started."""
@@ -149,7 +149,7 @@ def test_the_number_holds_in_one_thread_alone() -> None:
 
 
 @linux
-def test_threads_are_bound_and_bind_what_they_start() -> None:
+def test_threads_that_bound_threads_start_are_bound_too() -> None:
     allowed = os.sched_getaffinity(0)
     one = frozenset({min(allowed)})
     seen: list[Any] = []

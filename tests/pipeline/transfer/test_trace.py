@@ -173,7 +173,7 @@ def test_times_on_real_threads() -> None:
     assert [span.begin for span in recording.spans] == sorted(span.begin for span in recording.spans)
 
 
-def test_nothing_is_kept_when_nobody_records(scene: Scene) -> None:
+def test_without_a_recording_nothing_is_kept(scene: Scene) -> None:
     scene.step()
     assert scene.backend.trace._entries is None
     assert scene.backend.trace._steps == []
@@ -259,7 +259,7 @@ def test_copies_are_timed_by_events_on_their_stream(monkeypatch: pytest.MonkeyPa
     backend.close()
 
 
-def test_events_without_timing_when_nobody_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_recording_events_take_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     api, backend = accelerator(monkeypatch, pinned=True)
     slot = DeviceTensor.on(api, torch.zeros(4, dtype=torch.uint8))
     ticket = backend.upload(slot, torch.ones(4, dtype=torch.uint8))
@@ -293,7 +293,7 @@ def test_every_kind_has_a_lane() -> None:
     assert {kind.lane for kind in Kind} == set(Lane)
 
 
-def test_a_copy_whose_times_nobody_knows_is_left_out() -> None:
+def test_a_copy_without_times_is_left_out() -> None:
     backend = HostBackend()
     with backend.trace.record() as recording:
         backend.trace.moved(Kind.LOAD, "unit", 1, DoneTicket())

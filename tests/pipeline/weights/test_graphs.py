@@ -23,7 +23,7 @@ def test_a_graph_that_has_had_a_backward_does_not_wait_again() -> None:
     assert not graphs.waiting()
 
 
-def test_a_graph_that_nobody_holds_does_not_wait() -> None:
+def test_a_dropped_graph_does_not_wait() -> None:
     """As that of an output that was thrown away."""
     graphs = Graphs()
     graphs.watch_current()

@@ -127,7 +127,7 @@ def test_versions_of_masters_are_their_own() -> None:
     assert [weight.master._version for weight in group.weights] == [1, 0]
 
 
-def test_what_is_sent_are_the_masters_themselves() -> None:
+def test_masters_are_sent_without_a_copy() -> None:
     """No second copy of the model where nothing is lowered; one contiguous piece."""
     group = group_of(torch.arange(3.0), torch.arange(5.0))
     source = group.prepare(group.state())

@@ -23,7 +23,7 @@ def leaf() -> TwinParameter:
     return TwinParameter(torch.ones(4, 4))
 
 
-def test_what_counts(leaf: TwinParameter) -> None:
+def test_writes_to_any_alias_are_counted(leaf: TwinParameter) -> None:
     """Whatever is written to any alias, and nothing else."""
     assert leaf.alias is None
     first, second = leaf.data, leaf.data

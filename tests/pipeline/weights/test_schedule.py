@@ -67,7 +67,7 @@ def test_an_order_that_was_seen_is_expected() -> None:
     ],
     ids=str,
 )
-def test_what_is_expected_before_the_turn(uses: list[Use], expected: list[int]) -> None:
+def test_the_expected_uses_before_the_turn(uses: list[Use], expected: list[int]) -> None:
     """Forward before backward, backward before forward; as it is usually, or as it was seen."""
     schedule = Schedule(3)
     run(schedule, uses)
@@ -78,7 +78,7 @@ def test_an_empty_schedule() -> None:
     assert list(Schedule(0).upcoming_before_the_turn()) == []
 
 
-def test_a_member_used_twice_is_told_by_what_came_before() -> None:
+def test_a_member_used_twice_is_distinguished_by_its_predecessor() -> None:
     """Where a shared block comes twice, what follows depends on what came before it."""
     schedule = Schedule(4)
     step = [(0, I), (3, I), (1, I), (3, I), (2, I)]
@@ -154,7 +154,7 @@ def test_a_step_like_the_last_one_is_expected_however_often_units_are_called(for
         assert ahead(schedule, len(coming)) == coming
 
 
-def test_what_a_step_is_like_is_told_by_how_it_begins() -> None:
+def test_kinds_of_steps_are_distinguished_by_their_beginning() -> None:
     """Validation in between, with other rounds, changes nothing in what training expects."""
     schedule = Schedule(2)
     train = backwards([0, 1, 0, 1])
@@ -200,7 +200,7 @@ def test_a_look_ahead_covers_a_whole_step() -> None:
     assert schedule.horizon == len(step)
 
 
-def test_after_an_exception_nothing_follows_from_what_came_last() -> None:
+def test_the_pair_around_an_exception_is_not_learned() -> None:
     """The pair around an exception is not learned, what was learned before is kept."""
     schedule = Schedule(4)
     run(schedule, [(0, F), (2, F), (3, F)])
@@ -227,7 +227,7 @@ def test_a_use_that_comes_as_expected_keeps_its_number() -> None:
 
 
 @pytest.mark.parametrize("turn", [lambda s: s.visit(2, F), lambda s: s.abandon()])
-def test_what_does_not_come_as_expected_gets_numbers_of_its_own(turn: Callable[[Schedule], None]) -> None:
+def test_unexpected_uses_get_numbers_of_their_own(turn: Callable[[Schedule], None]) -> None:
     schedule = Schedule(3)
     run(schedule, [(0, F)])
     numbers = [schedule.now + 1 + ahead for ahead in range(5)]

@@ -166,7 +166,7 @@ def test_the_turn_at_the_end_keeps_what_backward_needs_first(k: int) -> None:
     assert scene.stats.misses == 0
 
 
-def test_a_prefetch_does_not_evict_what_is_in_use() -> None:
+def test_a_prefetch_does_not_evict_groups_in_use() -> None:
     scene = Scene(4, 2)
     for index in (0, 1):
         scene.window.bring(scene.groups[index])
@@ -177,7 +177,7 @@ def test_a_prefetch_does_not_evict_what_is_in_use() -> None:
     assert scene.loaded() == [0, 1]
 
 
-def test_a_prefetch_does_not_evict_what_is_used_sooner() -> None:
+def test_a_prefetch_does_not_evict_groups_that_are_used_sooner() -> None:
     """After 0 comes 1, then 2 (in slot 0); 3 (in slot 1) must not push out 1."""
     scene = Scene(4, 2)
     scene.window.bring(scene.groups[1])
@@ -187,7 +187,7 @@ def test_a_prefetch_does_not_evict_what_is_used_sooner() -> None:
     assert scene.evicted == []
 
 
-def test_a_prefetch_does_not_evict_what_backward_reads_now() -> None:
+def test_a_prefetch_does_not_evict_groups_that_backward_reads() -> None:
     """No call is inside of it, its nodes run all the same."""
     scene = Scene(4, 1)
     scene.window.bring(scene.groups[2])
@@ -208,7 +208,7 @@ def test_a_prefetch_looks_at_all_that_comes_until_a_place_is_taken() -> None:
     assert scene.loaded() == [1, 2, 3]
 
 
-def test_blocked_means_absent_and_in_the_way_of_a_call() -> None:
+def test_a_group_is_blocked_if_its_slot_is_in_use() -> None:
     scene = Scene(4, 2)
     scene.window.bring(scene.groups[0])
     assert not scene.window.is_blocked(scene.groups[2])
@@ -371,7 +371,7 @@ def test_a_copy_behind_a_step_is_waited_for_before_its_place_is_given_away() -> 
     assert scene.backend.said("upload") == ["upload"]
 
 
-def test_computing_waits_for_copies_that_nobody_has_used_before_others_take_their_place() -> None:
+def test_computing_waits_for_unused_copies_before_their_slot_is_refilled() -> None:
     """The two might not keep their order: one of them may have waited for the optimizer."""
     scene = Scene(2, 1)
     scene.window.prefetch()
