@@ -79,8 +79,8 @@ def test_says_that_it_does_nothing_under_another_strategy(messages):
 def test_outcome_in_numbers():
     text = outcome(Stats(steps=5, loads=40, bytes_to_device=8 << 30, bytes_to_host=2 << 20, misses=1), SUMMARY)
     assert text == (
-        "Superpipeline: 5 steps, 40 unit loads, 8.0 GiB to the device, 2.0 MiB back; 1 loads came late, 0 were"
-        " repeated.\nWeights on cuda:0, k=2, k_prime=1: at most 1.0 GiB of 4.0 GiB, 75% less.\n"
+        "Superpipeline: 5 steps, 40 unit loads, 8.0 GiB to the device, 2.0 MiB back; 1 loads came late.\n"
+        "Weights on cuda:0, k=2, k_prime=1: at most 1.0 GiB of 4.0 GiB, 75% less.\n"
         "On the host: weights 4.0 GiB, gradients 1.0 GiB, optimizer 8.0 GiB; 13.0 bytes per parameter."
     )
     assert ", 0% less." in outcome(Stats(), replace(SUMMARY, model_bytes=0))

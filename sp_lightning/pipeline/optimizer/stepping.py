@@ -57,6 +57,8 @@ def why_not_by_unit(optimizer: Optimizer, group: dict[str, Any], weights: Iterab
         return f"{name} is not one of torch's optimizers that treat each weight by itself"
     if step_is_replaced(optimizer):
         return f"`step` of {name} was replaced"
+    if type(optimizer) in BY_WEIGHT and torch.is_autocast_enabled("cpu"):
+        return f"autocast is on, which casts the matrix products of {name} only in the thread that calls `step()`"
     flag = next((flag for flag in ("capturable", "differentiable") if group.get(flag)), None)
     if flag is not None:
         return f"{name} has {flag}=True"

@@ -22,7 +22,7 @@ from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.optimizer import stepping
 from sp_lightning.pipeline.optimizer.flat import FlatState
-from sp_lightning.pipeline.optimizer.stepping import UnitStep
+from sp_lightning.pipeline.optimizer.stepping import BY_WEIGHT, UnitStep
 from sp_lightning.pipeline.transfer.threads import ThreadTicket
 
 from .parts import WIDTH, Own, X, adam, attached, autocast_step, chain, everything, momentum, plain_step, same
@@ -203,6 +203,35 @@ def test_lowered_weights_and_gradients() -> None:
         assert pipeline.summary().lowered > 0
         assert pipeline.stats.overlapped_steps == 4 * 5
         assert same(expected, everything(model, optimizer))
+
+
+def matrices() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)])
+
+
+@pytest.mark.parametrize("cls", BY_WEIGHT)
+def test_a_step_under_autocast_multiplies_matrices_in_its_dtype(cls: type[Optimizer]) -> None:
+    """As with manual optimization in mixed precision; autocast is a setting of the thread that calls `step`."""
+    # Muon multiplies in bf16 anyway, and Adafactor's sums of squares overflow in fp16
+    dtype = torch.bfloat16 if cls is torch.optim.Adafactor else torch.float16
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        with torch.autocast("cpu", dtype=dtype):
+            plain_step(model, optimizer)
+
+    def make(model: nn.Module) -> Optimizer:
+        return cls(model.parameters(), lr=0.05)
+
+    expected = train(make, step, make_model=matrices)
+    with attached(model := matrices()) as pipeline:
+        optimizer = make(model)
+        for _ in range(4):
+            step(model, optimizer)
+        assert same(expected, everything(model, optimizer))
+        assert pipeline.stats.overlapped_steps == 0
+        plain_step(model, optimizer)
+        assert pipeline.stats.overlapped_steps == 5
 
 
 # ---------------------------------------------------------------------------------------------- nobody sees half a step
