@@ -796,6 +796,85 @@ def test_a_step_that_writes_to_large_weights(
         fit(kind(data), SuperpipelineStrategy(units=Block))
 
 
+class Aliases(Module):
+    """Averages the weights of one block into another through aliases, or only reads them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "reads":
+            self.sums = [value.sum() for value in self.state_dict().values()]
+        elif self.way == "state_dict":  # as timm does
+            for mean, own in zip(*(self.blocks[index].state_dict().values() for index in (0, 1)), strict=True):
+                mean.lerp_(own, 0.1)
+        else:
+            for mean, own in zip(*(self.blocks[index].parameters() for index in (0, 1)), strict=True):
+                if self.way == "detach":
+                    mean.detach().lerp_(own.detach(), 0.1)
+                else:
+                    mean.detach().numpy()[:] += 0.1 * own.detach().numpy()
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+def run_with_and_without_failures(build: Callable[[], Module], where: str) -> tuple[list[Any], list[Any]]:
+    results = []
+    for device, strategy in (
+        (Device("never", None), "auto"),
+        (Device(where, one_unit), SuperpipelineStrategy(units=Block)),
+    ):
+        torch.manual_seed(0)
+        Device.current = device
+        results.append(fit(build(), strategy))
+    assert device.failures == 2
+    return results[0], results[1]
+
+
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("way", ["state_dict", "detach", "numpy"])
+def test_a_step_that_writes_to_aliases_of_weights(way: str, where: str) -> None:
+    """Weights are put back, too, if it reaches them through what shares their memory."""
+    assert same(*run_with_and_without_failures(lambda: Aliases(way), where))
+
+
+@pytest.mark.parametrize("way", ["state_dict", "detach", "numpy"])
+def test_a_step_that_writes_to_aliases_of_large_weights(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_lightning.pipeline.weights.journal._LARGEST", 1000)
+    Device.current = Device("backward", one_unit)
+    with pytest.raises(torch.OutOfMemoryError, match=r"cannot run again, because it writes to weight 'blocks\.0\."):
+        fit(Aliases(way), SuperpipelineStrategy(units=Block))
+
+
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_reads_aliases_of_large_weights(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run again, whatever their size."""
+    monkeypatch.setattr("sp_lightning.pipeline.weights.journal._LARGEST", 1000)
+    assert same(*run_with_and_without_failures(lambda: Aliases("reads"), where))
+
+
+class ReadsWhatAHookWrites(HasHooks):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.state_dict()
+        return super().training_step(batch, batch_idx)
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_zero_grad(optimizer)
+        for parameter in self.average.parameters():
+            parameter += 1
+
+
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_weights_that_only_a_hook_writes_to() -> None:
+    """That the step had an alias of them undoes nothing."""
+    assert same(*run_with_and_without_failures(ReadsWhatAHookWrites, "backward"))
+
+
 class Graphs(LightningModule):
     """Its batches are sparse: edges, and features of the nodes."""
 

@@ -163,6 +163,8 @@ class OutsideUse:
 
     def note_alias(self, weight: Weight) -> None:
         """Note that somebody gets an alias of a master: its copies on the device are checked before next use."""
+        if self.guard.redirects:  # between forward and backward it is a hook, which does not run again
+            self._journal.note_alias(weight)
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
 

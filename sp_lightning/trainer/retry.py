@@ -158,6 +158,7 @@ class TrainingRetry(StepRetry):
         if attempt is None:
             return run()
         output = self._until_it_works(attempt, run)
+        self._pipeline.journal.conclude()
         if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
             self._note_success(attempt)
             return output
@@ -327,6 +328,7 @@ class _Attempt:
         """
         if self._takes_its_batch:
             return "takes its batch from an iterator"
+        self._journal.conclude()
         if self._journal.lost is not None:
             return f"writes to weight {self._journal.lost!r}, or takes its `.data`, and a write would happen twice"
         lost = self._lost_to_hooks or self._effects.conclude()

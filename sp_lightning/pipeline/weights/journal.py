@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sp_lightning.pipeline._private import without_torch_function
+from sp_lightning.pipeline.weights.host import as_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 
 _LARGEST = 1 << 24  # bytes that are copied: enough for a scale that is clamped; a model that is averaged is too much
+_SAMPLED = 1 << 16  # bytes that tell whether a larger weight was written to
 
 
 class Journal:
@@ -21,7 +25,8 @@ class Journal:
     def __init__(self) -> None:
         self.lost: str | None = None
         self._is_open = False
-        self._before: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._before: dict[int, tuple[Weight, Tensor]] = {}
+        self._not_copied: dict[int, tuple[Weight, _Sample]] = {}  # others have an alias, which they may only read
         self._left = 0
 
     def begin(self) -> None:
@@ -33,20 +38,61 @@ class Journal:
         """Forget everything: the step will not run again."""
         self.lost, self._is_open = None, False
         self._before.clear()
+        self._not_copied.clear()
 
     def note(self, weight: Weight) -> None:
         """Note that a master is about to be written to, or may be."""
-        if not self._is_open or self.lost is not None or id(weight.master) in self._before:
+        if not self._is_new(weight):
             return
-        self._left -= weight.host.nbytes
-        if self._left < 0:
+        if weight.host.nbytes > self._left:
             self.lost = weight.name
             self._before.clear()
         else:
-            self._before[id(weight.master)] = weight.master, weight.host.clone()
+            self._copy(weight)
+
+    def note_alias(self, weight: Weight) -> None:
+        """Note that somebody gets an alias of a master: most of them only read it, which loses nothing."""
+        if not self._is_new(weight) or id(weight.master) in self._not_copied:
+            return
+        if weight.host.nbytes > self._left:
+            self._not_copied[id(weight.master)] = weight, _sample(weight)
+        else:
+            self._copy(weight)
+
+    def conclude(self) -> None:
+        """Forget weights that the step has not written to after all: hooks may do so next, and do not run again."""
+        for key, (weight, values) in list(self._before.items()):
+            if not weight.is_elsewhere and torch.equal(as_bytes(weight.host), as_bytes(values)):
+                del self._before[key]
+        for weight, before in self._not_copied.values():
+            now = _sample(weight)
+            if now.version != before.version or not torch.equal(now.values, before.values):
+                self.lost = weight.name
+        self._not_copied.clear()
 
     def undo(self) -> None:
         """Give weights back the values that they had when the step began."""
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-            for master, values in self._before.values():
-                master.copy_(values)
+            for weight, values in self._before.values():
+                weight.master.copy_(values)
+
+    def _is_new(self, weight: Weight) -> bool:
+        return self._is_open and self.lost is None and id(weight.master) not in self._before
+
+    def _copy(self, weight: Weight) -> None:
+        self._left -= weight.host.nbytes
+        self._before[id(weight.master)] = weight, weight.host.clone()
+
+
+class _Sample(NamedTuple):
+    """The version of a master, and some of its bytes: writes through numpy do not count in the former."""
+
+    version: int
+    values: Tensor
+
+
+def _sample(weight: Weight) -> _Sample:
+    everything = as_bytes(weight.host)
+    with without_torch_function():
+        version = weight.master._version
+    return _Sample(version, everything[:: everything.nbytes // _SAMPLED | 1].clone())  # odd: of each byte of a number
