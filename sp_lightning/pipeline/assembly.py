@@ -26,6 +26,7 @@ from sp_lightning.pipeline.optimizer.host_steps import HostSteps
 from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.outside import OutsideUse
+from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.schedule import Schedule
 from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.write_back import WriteBack
@@ -69,7 +70,7 @@ class Assembly:
             self.schedule,
             backend,
             stats,
-            on_evict=lambda group: self.backward.evict(group),
+            on_evict=self._on_evict,
             before_loss=lambda group: self.write_back.before_loss(group),
         )
         self.write_back = WriteBack(lasting, self.window)
@@ -244,6 +245,10 @@ class Assembly:
         self._lasting.offloader.abandon()
         self.schedule.abandon()
         self.window.abandon()
+
+    def _on_evict(self, group: Group) -> None:
+        self.write_back.again()  # while the group can be read
+        self.backward.evict(group)
 
     def _begin_backward(self) -> None:
         self.arm_guard()

@@ -42,7 +42,8 @@ class Window:
         backend: Makes the copies.
         stats: Counts them.
         on_evict: Called with a group before its place is given to another one.
-        before_loss: Called with a group that computing can read, before its copy on the device is discarded.
+        before_loss: Called with a group that computing can read, before its copy on the device is discarded because its
+            masters have changed, or are about to.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Window:
     def outdate(self, group: Group) -> None:
         """Discard the group's copy on the device: an optimizer is about to step its masters."""
         group.suspect, group.state = False, None
-        self._lose(group)
+        self._discard(group)
 
     def finish_optimizer(self, group: Group) -> None:
         """Wait until the optimizer is done with the group's masters.
@@ -196,11 +197,14 @@ class Window:
             return
         if group.state is None or group.host.has_changed(group.state):
             group.state = None
-            self._lose(group)
+            self._discard(group)
 
-    def _lose(self, group: Group) -> None:
+    def _discard(self, group: Group) -> None:
         if group.readable:
             self._before_loss(group)
+        self._lose(group)
+
+    def _lose(self, group: Group) -> None:
         group.residency = Residency.ABSENT
         self._ahead.lose(group)
 
