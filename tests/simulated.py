@@ -48,7 +48,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Machine:
-    """Milliseconds that one unit takes.
+    """The time that one unit takes, in whatever unit of time.
 
     Args:
         forward: To compute its forward.

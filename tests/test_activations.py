@@ -9,7 +9,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 import transformers as hf
+from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
@@ -398,20 +399,10 @@ class DependsOnSettings(Block):
         return super().forward((x * third).to(x.dtype) * (1 + torch.backends.mkldnn.enabled))
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
     "oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
-    "default dtype": lambda: default_dtype(torch.float64),
+    "default dtype": lambda: DoublePrecision().forward_context(),
 }
 
 

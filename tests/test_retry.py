@@ -6,7 +6,7 @@ import copy
 import gc
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -148,6 +148,20 @@ def same(expected: list[Any], found: list[Any]) -> bool:
 
 def one_unit(pipeline: Any) -> bool:
     return bool(pipeline.summary().k == 1)
+
+
+def run_with_and_without_failures(build: Callable[[], Module], where: str) -> tuple[list[Any], list[Any]]:
+    """What plain training and a device that fails until `k` is one end with."""
+    results = []
+    for device, strategy in (
+        (Device("never", None), "auto"),
+        (Device(where, one_unit), SuperpipelineStrategy(units=Block)),
+    ):
+        torch.manual_seed(0)
+        Device.current = device
+        results.append(fit(build(), strategy))
+    assert device.failures == 2
+    return results[0], results[1]
 
 
 def recomputed(pipeline: Any) -> bool:
@@ -717,16 +731,7 @@ class Averaging(Module):
 @pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
 def test_buffers_that_are_changed_past_their_version() -> None:
     """They are put back, too."""
-    results = []
-    for device, strategy in (
-        (Device("never", None), "auto"),
-        (Device("forward", one_unit), SuperpipelineStrategy(units=Block)),
-    ):
-        torch.manual_seed(0)
-        Device.current = device
-        results.append(fit(Averaging(), strategy))
-    assert device.failures == 2
-    assert same(*results)
+    assert same(*run_with_and_without_failures(Averaging, "forward"))
 
 
 class Clamped(Block):
@@ -743,61 +748,13 @@ class Clamped(Block):
 
 
 class InItsForward(Module):
-    def __init__(self, data: bool) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.blocks.insert(0, Clamped(data))
+        self.blocks.insert(0, Clamped(data=way == "data"))
 
 
 class AroundForwards(Module):
-    """Averages the weights of one block into another, as momentum encoders do."""
-
-    def __init__(self, data: bool) -> None:
-        super().__init__()
-        self.data = data
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        for mean, own in zip(self.blocks[0].parameters(), self.blocks[1].parameters(), strict=True):
-            if self.data:
-                mean.data.lerp_(own.data, 0.1)
-            else:
-                mean.lerp_(own, 0.1)
-        with torch.enable_grad():
-            return super().forward(x)
-
-
-@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("data", [False, True])
-@pytest.mark.parametrize("kind", [InItsForward, AroundForwards])
-def test_a_step_that_writes_to_weights(kind: Callable[[bool], Module], data: bool, where: str) -> None:
-    """They are put back before it runs again."""
-    results = []
-    for device, strategy in (
-        (Device("never", None), "auto"),
-        (Device(where, one_unit), SuperpipelineStrategy(units=Block)),
-    ):
-        torch.manual_seed(0)
-        Device.current = device
-        results.append(fit(kind(data), strategy))
-    assert device.failures == 2
-    assert same(*results)
-
-
-@pytest.mark.parametrize("data", [False, True])
-@pytest.mark.parametrize("kind", [InItsForward, AroundForwards])
-def test_a_step_that_writes_to_large_weights(
-    kind: Callable[[bool], Module], data: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those are not copied, and would be changed once more."""
-    monkeypatch.setattr("sp_lightning.pipeline.weights.journal._LARGEST", 1000)
-    Device.current = Device("forward", one_unit)
-    with pytest.raises(torch.OutOfMemoryError, match=r"cannot run again, because it writes to weight 'blocks\.0\.up"):
-        fit(kind(data), SuperpipelineStrategy(units=Block))
-
-
-class Aliases(Module):
-    """Averages the weights of one block into another through aliases, or only reads them."""
+    """Averages the weights of one block into another, as momentum encoders do; timm takes their `state_dict`."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -805,48 +762,65 @@ class Aliases(Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        if self.way == "reads":
-            self.sums = [value.sum() for value in self.state_dict().values()]
-        elif self.way == "state_dict":  # as timm does
-            for mean, own in zip(*(self.blocks[index].state_dict().values() for index in (0, 1)), strict=True):
-                mean.lerp_(own, 0.1)
-        else:
-            for mean, own in zip(*(self.blocks[index].parameters() for index in (0, 1)), strict=True):
-                if self.way == "detach":
-                    mean.detach().lerp_(own.detach(), 0.1)
-                else:
-                    mean.detach().numpy()[:] += 0.1 * own.detach().numpy()
+        for mean, own in zip(*(WAYS[self.way](self.blocks[index]) for index in (0, 1)), strict=True):
+            mean.lerp_(own, 0.1)
         with torch.enable_grad():
             return super().forward(x)
 
 
-def run_with_and_without_failures(build: Callable[[], Module], where: str) -> tuple[list[Any], list[Any]]:
-    results = []
-    for device, strategy in (
-        (Device("never", None), "auto"),
-        (Device(where, one_unit), SuperpipelineStrategy(units=Block)),
-    ):
-        torch.manual_seed(0)
-        Device.current = device
-        results.append(fit(build(), strategy))
-    assert device.failures == 2
-    return results[0], results[1]
+WAYS: dict[str, Callable[[nn.Module], Iterable[Tensor]]] = {
+    "itself": lambda block: block.parameters(),
+    "data": lambda block: (weight.data for weight in block.parameters()),
+    "state_dict": lambda block: block.state_dict().values(),
+    "detach": lambda block: (weight.detach() for weight in block.parameters()),
+    "numpy": lambda block: (torch.from_numpy(weight.detach().numpy()) for weight in block.parameters()),
+}
+ALIASES = ["state_dict", "detach", "numpy"]
 
 
 @pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("way", ["state_dict", "detach", "numpy"])
+@pytest.mark.parametrize("way", ["itself", "data"])
+@pytest.mark.parametrize("kind", [InItsForward, AroundForwards])
+def test_a_step_that_writes_to_weights(kind: Callable[[str], Module], way: str, where: str) -> None:
+    """They are put back before it runs again."""
+    assert same(*run_with_and_without_failures(lambda: kind(way), where))
+
+
+@pytest.mark.parametrize("way", ["itself", "data"])
+@pytest.mark.parametrize("kind", [InItsForward, AroundForwards])
+def test_a_step_that_writes_to_large_weights(
+    kind: Callable[[str], Module], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those are not copied, and would be changed once more."""
+    monkeypatch.setattr("sp_lightning.pipeline.weights.journal._LARGEST", 1000)
+    Device.current = Device("forward", one_unit)
+    with pytest.raises(torch.OutOfMemoryError, match=r"cannot run again, because it writes to weight 'blocks\.0\.up"):
+        fit(kind(way), SuperpipelineStrategy(units=Block))
+
+
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("way", ALIASES)
 def test_a_step_that_writes_to_aliases_of_weights(way: str, where: str) -> None:
     """Weights are put back, too, if it reaches them through what shares their memory."""
-    assert same(*run_with_and_without_failures(lambda: Aliases(way), where))
+    assert same(*run_with_and_without_failures(lambda: AroundForwards(way), where))
 
 
-@pytest.mark.parametrize("way", ["state_dict", "detach", "numpy"])
+@pytest.mark.parametrize("way", ALIASES)
 def test_a_step_that_writes_to_aliases_of_large_weights(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_lightning.pipeline.weights.journal._LARGEST", 1000)
     Device.current = Device("backward", one_unit)
     with pytest.raises(torch.OutOfMemoryError, match=r"cannot run again, because it writes to weight 'blocks\.0\."):
-        fit(Aliases(way), SuperpipelineStrategy(units=Block))
+        fit(AroundForwards(way), SuperpipelineStrategy(units=Block))
+
+
+class ReadsAllWeights(Module):
+    """Looks at everything that it has, and changes nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sums = [value.sum() for value in self.state_dict().values()]
+        return super().forward(x)
 
 
 @pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
@@ -854,7 +828,7 @@ def test_a_step_that_writes_to_aliases_of_large_weights(way: str, monkeypatch: p
 def test_a_step_that_reads_aliases_of_large_weights(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may run again, whatever their size."""
     monkeypatch.setattr("sp_lightning.pipeline.weights.journal._LARGEST", 1000)
-    assert same(*run_with_and_without_failures(lambda: Aliases("reads"), where))
+    assert same(*run_with_and_without_failures(ReadsAllWeights, where))
 
 
 class ReadsWhatAHookWrites(HasHooks):

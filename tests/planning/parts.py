@@ -18,6 +18,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Planner, Stats, Summary, Survey, WindowPlan
 from sp_lightning.planning import Machine, UnitWork, Workload
 
+from .. import simulated
 from ..simulated import STEP_BYTES, UNIT_BYTES, WIDTH, SimulatedBackend, TimedBlock
 from ..zoo.blocks import Chain
 from ..zoo.case import Batch
@@ -147,23 +148,13 @@ class Fixed(Planner):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(simulated.Machine):
     """Equal units on virtual clocks, and the seconds that each of them takes.
 
     Args:
-        forward: To compute its forward.
-        backward: To compute its backward.
-        up: To be sent to the device.
-        down: To get its gradient to the host.
-        step: To be stepped by the optimizer on the host.
         units: How many.
     """
 
-    forward: float
-    backward: float
-    up: float
-    down: float
-    step: float
     units: int = 16
 
     def workload(self, **facts: Any) -> Workload:

@@ -13,16 +13,11 @@ from sp_lightning.pipeline.weights import sections
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, predict
 from sp_lightning.planning.cost import least_seconds, ways_of
 
+from .. import simulated
 from ..simulated import UNIT_BYTES, WIDTH
 from .parts import Blocks, Fixed
 
-MACHINES = {
-    "compute is the slowest": Blocks(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5),
-    "sending is the slowest": Blocks(forward=0.4, backward=0.8, up=1.0, down=0.9, step=0.5),
-    "gradients are the slowest": Blocks(forward=0.1, backward=0.9, up=0.1, down=2.0, step=0.5),
-    "the optimizer is the slowest": Blocks(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0),
-    "the optimizer falls behind in backward": Blocks(forward=1.0, backward=1.5, up=0.5, down=0.5, step=2.4),
-}
+MACHINES = {name: Blocks(**vars(machine)) for name, machine in simulated.MACHINES.items()}
 WINDOWS = [
     (1, 1, ()),
     (2, 1, ()),
