@@ -224,10 +224,10 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         is_view = name in _VIEWS and not any(instances_in((args, kwargs), torch.dtype))  # `view` may change the dtype
         if is_view and _mark(result := func(*args, **kwargs), operands[0]):
             return result
-        converts, converts_another = name in _CONVERSIONS, operands[0] is not args[0]
-        if converts and not converts_another and (result := _convert(func, args, kwargs)) is not None:
+        converts, is_itself = name in _CONVERSIONS, operands[0] is args[0]
+        if converts and is_itself and (result := _convert(func, args, kwargs)) is not None:
             return result
-        if converts and converts_another:  # `x.to(weight)` asks for its dtype and device
+        if converts and not is_itself:  # `x.to(weight)` asks for its dtype and device
             served = []
             substitutes = {id(operand): operand.lowering.original for operand in operands}
         else:
