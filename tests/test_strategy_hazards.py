@@ -523,9 +523,9 @@ def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     pipeline._assembly.overlap._fused = True
     settings: list[dict[str, Any]] = []
 
-    def sections(self: UnitStep, hyper: dict[str, Any], *args: Any) -> Iterator[None]:
+    def sections(self: UnitStep, optimizer: torch.optim.Optimizer, hyper: dict[str, Any], *args: Any) -> Iterator[None]:
         settings.append(hyper)
-        return plain_sections(self, hyper, *args)
+        return plain_sections(self, optimizer, hyper, *args)
 
     plain_sections = UnitStep.sections
     for parameter in module.parameters():

@@ -6,7 +6,7 @@ overlap.py decides when a unit is stepped; stepping.py does it, in one pass over
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
-from sp_lightning.pipeline.optimizer.stepping import UnitStep
+from sp_lightning.pipeline.optimizer.runs import State, StepInputs
+from sp_lightning.pipeline.optimizer.stepping import UnitStep, has_state, keeps_state
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.transfer.trace import Kind
@@ -33,21 +34,12 @@ class KnownOptimizer:
     Args:
         optimizer: The optimizer.
         settle: Finishes all steps; called before the optimizer's state is saved or loaded as a whole.
-
-    Attributes:
-        stepped_before: Masters that it has stepped since its state was last loaded, by identity.
     """
 
     def __init__(self, optimizer: Optimizer, settle: Callable[[], None]) -> None:
-        self.stepped_before: set[int] = set()
-
-        def before_load(*_: Any) -> None:
-            settle()
-            self.stepped_before.clear()  # what is loaded may have no state for them
-
         self._hooks = [
             optimizer.register_state_dict_pre_hook(lambda _: settle()),
-            optimizer.register_load_state_dict_pre_hook(before_load),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: settle()),
         ]
 
     def forget(self) -> None:
@@ -75,9 +67,24 @@ class Share:
     scaling: Scaling
     gradients: dict[Weight, Tensor]
 
+    @property
+    def is_first_step(self) -> bool:
+        """Whether the step makes state of one of the weights."""
+        return not all(has_state(self.optimizer, self.settings, weight.master) for weight in self.gradients)
+
+    def look_up_state(self, group: Group) -> list[State]:
+        """Return the optimizer's state of each weight of the group, empty if there is none; first steps fill it."""
+        state, makes_state = self.optimizer.state, keeps_state(self.optimizer, self.settings)
+        with without_torch_function():
+            for weight in self.gradients if makes_state else ():
+                state.setdefault(weight.master, {})
+            return [state.get(weight.master, {}) for weight in group.host.weights]
+
 
 class _GroupStep:
     """A step of a group's weights, which the thread takes section by section (sections.py).
+
+    The optimizer's state is looked up at once: `optimizer.state` may be cleared or replaced before the thread begins.
 
     Args:
         group: The group, whose state still is that of its masters.
@@ -87,7 +94,7 @@ class _GroupStep:
 
     def __init__(self, group: Group, calls: Sequence[tuple[UnitStep, Share]], after: Sequence[Ticket]) -> None:
         self._group = group
-        self._calls = calls
+        self._calls = [(unit_step, share, share.look_up_state(group)) for unit_step, share in calls]
         self._after = after
         self._before = group.state
         self._under_way: list[Iterator[None]] = []
@@ -105,11 +112,11 @@ class _GroupStep:
     def _begin(self) -> None:
         host = self._group.host
         if not host.copies_match(self._before):
-            host.refresh_copies([weight for _, share in self._calls for weight in share.gradients])
-        for unit_step, share in self._calls:
+            host.refresh_copies([weight for _, share, _ in self._calls for weight in share.gradients])
+        for unit_step, share, states in self._calls:
             gradients = [share.gradients.get(weight) for weight in host.weights]
-            copies = host.lowered_copies()
-            sections = unit_step.sections(share.settings, gradients, share.scaling, copies, self._wait_for_all)
+            inputs = StepInputs(gradients, states, host.lowered_copies())
+            sections = unit_step.sections(share.optimizer, share.settings, share.scaling, inputs, self._wait_for_all)
             self._under_way.append(sections)
 
     def _wait_for_all(self) -> None:
@@ -136,15 +143,6 @@ class HostSteps:
         # of this arrangement's groups: those of another one would hold memory for state that lies elsewhere by now
         self._unit_steps: weakref.WeakKeyDictionary[Optimizer, dict[Group, UnitStep]] = weakref.WeakKeyDictionary()
 
-    def has_stepped_before(self, optimizer: Optimizer, weights: Iterable[Weight]) -> bool:
-        """Tell whether an optimizer has stepped all of these before, so that they have state."""
-        known = self._known.get(optimizer)
-        return known is not None and all(id(weight.master) in known.stepped_before for weight in weights)
-
-    def note_stepped(self, optimizer: Optimizer, weights: Iterable[Weight]) -> None:
-        """Note that an optimizer steps these weights."""
-        self._known[optimizer].stepped_before.update(id(weight.master) for weight in weights)
-
     def begin(
         self, group: Group, shares: list[Share], after: Sequence[Ticket], shipments: Sequence[Shipment] = ()
     ) -> None:
@@ -156,7 +154,6 @@ class HostSteps:
             after: Tickets that the step has to wait for.
             shipments: Gradients that are used where they arrived; their landing buffers are released after the step.
         """
-        step = _GroupStep(group, [(self._unit_step(share.optimizer, group), share) for share in shares], after)
 
         def release_buffers() -> None:
             for shipment in shipments:
@@ -164,6 +161,7 @@ class HostSteps:
                     shipment.buffer.release()
 
         self._window.finish_optimizer(group)
+        step = _GroupStep(group, [(self._unit_step(share.optimizer, group), share) for share in shares], after)
         self._window.outdate(group)
         copies = self._window.copies_of(group)
         moved = sum(2 * w.master.nbytes + gradient.nbytes for s in shares for w, gradient in s.gradients.items())
@@ -188,7 +186,7 @@ class HostSteps:
             self._known[optimizer] = KnownOptimizer(optimizer, self._settle_all)
         unit_steps = self._unit_steps.setdefault(optimizer, {})
         if group not in unit_steps:
-            unit_steps[group] = UnitStep(optimizer, [weight.master for weight in group.host.weights])
+            unit_steps[group] = UnitStep([weight.master for weight in group.host.weights])
         return unit_steps[group]
 
     def finish_optimizer(self, group: Group) -> None:

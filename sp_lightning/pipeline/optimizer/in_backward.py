@@ -25,6 +25,7 @@ from sp_lightning.pipeline._private import post_accumulate_hooks, users_of_stora
 from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
+from sp_lightning.pipeline.optimizer.stepping import has_state
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.units import Unit
@@ -66,6 +67,11 @@ class EarlyStep:
             if own:
                 shares.append(Share(self.optimizer, settings, scaling, own))
         return shares
+
+    def steps_with_state(self, weight: Weight) -> bool:
+        """Tell whether the optimizer steps a weight, and makes no state of it."""
+        index = self.param_group_of.get(weight)
+        return index is not None and has_state(self.optimizer, self.optimizer.param_groups[index], weight.master)
 
     def check_settings(self) -> None:
         """Check, when `step()` is called, that the settings are those that units were stepped with.
@@ -182,12 +188,11 @@ class InBackward:
         """Tell whether the unit's complete gradients should go to the optimizer right away."""
         if self._current is None or unit.resident or self._is_nested():
             return False
-        trainable = _trainable(unit.group)
-        return self._steps.has_stepped_before(self._current.optimizer, trainable) and all(
-            weight in self._current.param_group_of
+        return all(
+            self._current.steps_with_state(weight)
             and not is_aliased(weight)
             and not post_accumulate_hooks(weight.master)  # they are called when backward has ended
-            for weight in trainable
+            for weight in _trainable(unit.group)
         )
 
     def has_stepped(self, weight: Weight) -> bool:

@@ -113,23 +113,19 @@ class Overlap:
     def after_step(self) -> None:
         """Step the weights that were taken out of the optimizer, after it has stepped the others."""
         self.restore_param_groups()
+        first_steps = {share for shares in self._to_step.values() for share in shares if share.is_first_step}
         for group in sorted(self._to_step, key=lambda group: (not group.resident, group.index)):
             shares = self._to_step[group]
             after = [ticket for share in shares for ticket in self._gradients.tickets_of(share.gradients)]
             self._steps.begin(group, shares, after)
             self._stats.overlapped_steps += group.unit_count * self._overlaps
-        with_new_state = set()
-        for group, share in [(group, share) for group, shares in self._to_step.items() for share in shares]:
-            is_first_step = not self._steps.has_stepped_before(share.optimizer, share.gradients)
-            self._steps.note_stepped(share.optimizer, share.gradients)
-            if is_first_step:
-                with_new_state.add(share.optimizer)
-            is_held = group in self._held or any(map(is_aliased, share.gradients))
+        for group, shares in self._to_step.items():
+            is_held = group in self._held or any(is_aliased(weight) for share in shares for weight in share.gradients)
             # state made in a first step depends on settings of the process (torch's default dtype): wait for it
-            if is_first_step or is_held or not self._overlaps:
+            if is_held or not self._overlaps or not first_steps.isdisjoint(shares):
                 self._steps.finish_optimizer(group)
         self._to_step.clear()
-        for optimizer in with_new_state:
+        for optimizer in {share.optimizer for share in first_steps}:
             self._put_new_state_in_order(optimizer)
 
     def _put_new_state_in_order(self, optimizer: Optimizer) -> None:

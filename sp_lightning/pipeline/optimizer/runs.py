@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE, FlatState, flat, side_by_side
 from sp_lightning.pipeline.weights.host import is_dense
@@ -97,6 +96,21 @@ def group_neighbors(candidates: Iterable[Candidate]) -> Iterator[list[Candidate]
         yield group
 
 
+class StepInputs(NamedTuple):
+    """What a step has for each weight of a `UnitStep`.
+
+    Attributes:
+        gradients: A gradient, or None to leave the weight as it is. One in the weight's dtype is scaled in place; one
+            in a lower dtype is not changed.
+        states: The optimizer's state of the weight, which is updated; empty if there is none.
+        copies: The lowered copy to write, or None.
+    """
+
+    gradients: Sequence[Tensor | None]
+    states: Sequence[State]
+    copies: Sequence[Tensor | None]
+
+
 class Part(NamedTuple):
     """One parameter in the eyes of the optimizer's code: a weight, several weights, or a part of them.
 
@@ -126,42 +140,40 @@ class Single:
     """A weight that is stepped by itself, in its own shape.
 
     Args:
-        optimizer: The user's optimizer, which keeps the state.
         candidate: The weight.
 
     Attributes:
         has_sections: Whether it is large enough for sections; it is stepped as a whole in the first of them.
     """
 
-    def __init__(self, optimizer: Optimizer, candidate: Candidate) -> None:
+    def __init__(self, candidate: Candidate) -> None:
         self.has_sections = candidate.has_sections
-        self._optimizer = optimizer
         self._master = candidate.master
         self._index = candidate.index
         self._section = candidate.section
         self._is_first_step = candidate.is_first_step
 
-    def part(self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> Part:
+    def part(self, inputs: StepInputs) -> Part:
         """Return the whole weight as a part."""
-        gradient = gradients[self._index]
+        gradient, state = inputs.gradients[self._index], inputs.states[self._index]
         assert gradient is not None
-        state = self._optimizer.state.get(self._master, {})
-        keep = partial(self._optimizer.state.__setitem__, self._master, state) if self._is_first_step else None
-        return Part(self._master.data, gradient, copies[self._index], state, keep, self._section)
+        store_state = None
+        if self._is_first_step:
+            made: State = {}
+            state, store_state = made, partial(state.update, made)
+        return Part(self._master.data, gradient, inputs.copies[self._index], state, store_state, self._section)
 
 
 class Run:
     """Weights that are stepped as one flat weight.
 
     Args:
-        optimizer: The user's optimizer, which keeps the state.
         candidates: The weights.
+        states: The optimizer's state of each weight of the `UnitStep`.
         flat_state: Memory to move their state to, if it does not lie side by side.
     """
 
-    def __init__(self, optimizer: Optimizer, candidates: Sequence[Candidate], flat_state: FlatState) -> None:
-        self._optimizer = optimizer
-        self._masters = [candidate.master for candidate in candidates]
+    def __init__(self, candidates: Sequence[Candidate], states: Sequence[State], flat_state: FlatState) -> None:
         self._indices = [candidate.index for candidate in candidates]
         self._flat_state = flat_state
         self._is_first_step = candidates[0].is_first_step
@@ -176,7 +188,7 @@ class Run:
         self._part_numbers: dict[str, Tensor] = {}
         self._places: dict[str, list[Tensor]] = {}
         for key in candidates[0].state:
-            self._hold(key, _gather_state(key, candidates, optimizer, flat_state))
+            self._hold(key, _gather_state(key, candidates, states, flat_state))
 
     @property
     def is_only_updated(self) -> bool:
@@ -218,11 +230,11 @@ class Run:
                 sections.append(section)
         return sizes, sections
 
-    def finish(self) -> None:
+    def finish(self, states: Sequence[State]) -> None:
         """Update the state of the weights, when all parts have been stepped."""
         for key, places in self._places.items():
-            for master, place in zip(self._masters, places, strict=True):
-                self._optimizer.state[master][key] = place
+            for index, place in zip(self._indices, places, strict=True):
+                states[index][key] = place
         for key, values in self._part_numbers.items():
             self._by_weight[key].fill_(values[-1])
 
@@ -243,7 +255,7 @@ class Run:
 
 
 def _gather_state(
-    key: str, candidates: Sequence[Candidate], optimizer: Optimizer, flat_state: FlatState
+    key: str, candidates: Sequence[Candidate], states: Sequence[State], flat_state: FlatState
 ) -> list[Tensor]:
     """Return one kind of state of the weights as tensors side by side; move it there if it lies elsewhere."""
     tensors: list[Tensor] = [candidate.state[key] for candidate in candidates]
@@ -258,5 +270,5 @@ def _gather_state(
     ]
     for place, tensor, candidate in zip(places, tensors, candidates, strict=True):
         if place is not tensor:
-            optimizer.state[candidate.master][key] = place.copy_(tensor)
+            states[candidate.index][key] = place.copy_(tensor)
     return places

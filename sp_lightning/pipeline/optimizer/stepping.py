@@ -13,7 +13,6 @@ operation to the next. All bits are as after `optimizer.step()`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, chain
@@ -28,7 +27,7 @@ from sp_lightning.pipeline._private import StepCode, step_is_replaced, without_t
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE, FlatState
-from sp_lightning.pipeline.optimizer.runs import Candidate, Part, Run, Single, group_neighbors
+from sp_lightning.pipeline.optimizer.runs import Candidate, Part, Run, Single, State, StepInputs, group_neighbors
 from sp_lightning.pipeline.weights.host import is_dense
 from sp_lightning.pipeline.weights.sections import cuts_in
 
@@ -73,6 +72,29 @@ def why_not_by_unit(optimizer: Optimizer, group: dict[str, Any], weights: Iterab
     return None
 
 
+def keeps_state(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
+    """Tell whether one of these optimizers keeps state of a weight.
+
+    Args:
+        optimizer: The user's optimizer.
+        settings: The param group that the weight is in.
+    """
+    return type(optimizer) is not SGD or settings["momentum"] != 0
+
+
+def has_state(optimizer: Optimizer, settings: dict[str, Any], weight: nn.Parameter) -> bool:
+    """Tell whether one of these optimizers has all the state of a weight that its step needs, and so makes none.
+
+    Args:
+        optimizer: The user's optimizer.
+        settings: The param group that the weight is in.
+        weight: The weight.
+    """
+    with without_torch_function():
+        state = optimizer.state.get(weight, {})
+    return not keeps_state(optimizer, settings) or any(value is not None for value in state.values())
+
+
 @cache
 def fused_kernel_works(name: str, dtype: torch.dtype) -> bool:
     """Tell whether the fused CPU kernel of a class in `torch.optim` updates weights of this dtype.
@@ -91,15 +113,10 @@ class UnitStep:
     """Steps weights of a group, those of one param group in each call.
 
     Args:
-        optimizer: The user's optimizer, which is not kept alive. Its state is read and written for these weights, its
-            param groups never.
         masters: The masters of the group, in their order in memory.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: Sequence[nn.Parameter]) -> None:
-        # so that the user can drop it, with its state: a step under way keeps it alive (`Share.optimizer`), and between
-        # steps nothing here reads it
-        self._reference = weakref.ref(optimizer)
+    def __init__(self, masters: Sequence[nn.Parameter]) -> None:
         self._masters = list(masters)
         self._cuts_before = [0, *accumulate(len(cuts_in(master.numel())) for master in masters)]
         self._flat_state: FlatState | None = None
@@ -109,10 +126,10 @@ class UnitStep:
 
     def sections(
         self,
+        optimizer: Optimizer,
         settings: dict[str, Any],
-        gradients: Sequence[Tensor | None],
         scaling: Scaling,
-        copies: Sequence[Tensor | None],
+        inputs: StepInputs,
         wait_for_all: Callable[[], None],
     ) -> Iterator[None]:
         """Begin to update masters and state as `optimizer.step()` would.
@@ -120,47 +137,44 @@ class UnitStep:
         The caller turns gradients, inference mode and overrides of torch functions off, here and for each section.
 
         Args:
+            optimizer: The user's optimizer. Neither its param groups nor its `state` are read.
             settings: The param group without its parameters, as it was when the user's `step` was called.
-            gradients: A gradient for each master, or None to leave it as it is. One in the master's dtype is scaled
-                in place; one in a lower dtype is not changed.
             scaling: Unscaling and clipping of the gradients before the update.
-            copies: The lowered copy to write for each master, or None.
+            inputs: Gradient, state and lowered copy of each master.
             wait_for_all: Waits until all gradients have landed, not only those of the next section.
 
         Returns:
             An iterator each of whose steps updates one section (sections.py).
         """
-        update = _Update(self._optimizer, settings, scaling.without_ones())
-        self._find_runs(update, gradients, copies)
+        update = _Update(optimizer, settings, scaling.without_ones())
+        self._find_runs(update, inputs)
         if any(single.has_sections for single in self._singles):
             wait_for_all()
-        singles = (single.part(gradients, copies) for single in self._singles)
+        singles = (single.part(inputs) for single in self._singles)
         parts = (part for run in self._runs for part in run.parts(update.limit_for(run)))
         sections: list[list[Part]] = [[] for _ in range(self._cuts_before[-1] + 1)]
         for part in chain(singles, parts):
             sections[part.section].append(part)
-        changed = [m for m, gradient in zip(self._masters, gradients, strict=True) if gradient is not None]
-        return _step_sections(update, sections, self._runs, changed)
+        runs = self._runs  # another param group's step may find others before this one ends
 
-    @property
-    def _optimizer(self) -> Optimizer:
-        optimizer = self._reference()
-        assert optimizer is not None
-        return optimizer
+        def finish() -> None:
+            for run in runs:
+                run.finish(inputs.states)
+            increment_version(m for m, g in zip(self._masters, inputs.gradients, strict=True) if g is not None)
 
-    def _find_runs(self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> None:
+        return _step_sections(update, sections, finish)
+
+    def _find_runs(self, update: _Update, inputs: StepInputs) -> None:
         """Find what can be stepped as one, unless everything lies where it lay in the last call."""
-        if self._last_layout == self._layout(update, gradients, copies) and all(
-            run.numbers_agree() for run in self._runs
-        ):
+        layout = self._layout(update, inputs)
+        if self._last_layout == layout and all(run.numbers_agree() for run in self._runs):
             return
         memories = [master.data for master in self._masters]
-        states = [self._optimizer.state.get(master, {}) for master in self._masters]
-        if self._flat_state is None or not self._flat_state.is_for(memories, states):
+        if self._flat_state is None or not self._flat_state.is_for(memories, inputs.states):
             self._flat_state = FlatState(memories)
         candidates = [
-            self._candidate(index, memory, gradient, copy, update)
-            for index, (memory, gradient, copy) in enumerate(zip(memories, gradients, copies, strict=True))
+            self._candidate(index, memory, gradient, state, copy, update)
+            for index, (memory, gradient, state, copy) in enumerate(zip(memories, *inputs, strict=True))
             if gradient is not None
         ]
         self._singles, self._runs = [], []
@@ -168,13 +182,13 @@ class UnitStep:
             first = neighbors[0]
             is_cut = first.has_sections or first.memory.numel() > update.limit
             if len(neighbors) > 1 or (is_cut and first.state_signature is not None):
-                self._runs.append(Run(weakref.proxy(self._optimizer), neighbors, self._flat_state))
+                self._runs.append(Run(neighbors, inputs.states, self._flat_state))
             else:
-                self._singles.append(Single(weakref.proxy(self._optimizer), first))
-        self._last_layout = self._layout(update, gradients, copies)
+                self._singles.append(Single(first))
+        self._last_layout = self._layout(update, inputs)
 
     def _candidate(
-        self, index: int, memory: Tensor, gradient: Tensor, copy: Tensor | None, update: _Update
+        self, index: int, memory: Tensor, gradient: Tensor, state: State, copy: Tensor | None, update: _Update
     ) -> Candidate:
         for what, tensor in (("gradient", gradient), ("lowered copy", copy)):
             if tensor is not None and not _is_like(tensor, memory):
@@ -183,37 +197,31 @@ class UnitStep:
                     f" {tensor.device}; the weight has {tuple(memory.shape)} and {memory.stride()} on {memory.device}."
                 )
         master = self._masters[index]
-        state = {key: value for key, value in self._optimizer.state.get(master, {}).items() if value is not None}
+        state = {key: value for key, value in state.items() if value is not None}
         is_first_step = update.keeps_state and not state
         section = self._cuts_before[index]
         return Candidate(index, master, memory, gradient, copy, state, is_first_step, update.is_by_element, section)
 
-    def _layout(
-        self, update: _Update, gradients: Sequence[Tensor | None], copies: Sequence[Tensor | None]
-    ) -> list[Any]:
+    def _layout(self, update: _Update, inputs: StepInputs) -> list[Any]:
         """Return the addresses of all tensors, and all else that decides what can be stepped as one."""
-        state = [value for master in self._masters for value in self._optimizer.state.get(master, {}).values()]
+        state_values = chain.from_iterable(state.values() for state in inputs.states)
         return [
             update.limit,
             update.keeps_state,
             [master.data_ptr() for master in self._masters],
-            [tensor if tensor is None else (tensor.data_ptr(), tensor.dtype) for tensor in gradients],
-            [tensor if tensor is None else (tensor.data_ptr(), tensor.dtype) for tensor in copies],
-            [value.data_ptr() if isinstance(value, Tensor) else id(value) for value in state],
+            [tensor if tensor is None else (tensor.data_ptr(), tensor.dtype) for tensor in inputs.gradients],
+            [tensor if tensor is None else (tensor.data_ptr(), tensor.dtype) for tensor in inputs.copies],
+            [value.data_ptr() if isinstance(value, Tensor) else id(value) for value in state_values],
         ]
 
 
-def _step_sections(
-    update: _Update, sections: Sequence[Iterable[Part]], runs: Iterable[Run], changed: Iterable[nn.Parameter]
-) -> Iterator[None]:
+def _step_sections(update: _Update, sections: Sequence[Iterable[Part]], finish: Callable[[], None]) -> Iterator[None]:
     *before_last, last = sections
     for section in before_last:
         update.run_all(section)
         yield
     update.run_all(last)
-    for run in runs:
-        run.finish()
-    increment_version(changed)
+    finish()
     yield
 
 
@@ -228,7 +236,7 @@ class _Update:
         # for two threads at least: in smaller parts the time that Python takes between them would show
         self.limit = _PART * max(2, torch.get_num_threads())
         self.is_by_element = type(optimizer) in BY_ELEMENT
-        self.keeps_state = type(optimizer) is not SGD or settings["momentum"] != 0
+        self.keeps_state = keeps_state(optimizer, settings)
         self._scaling = scaling
         self._is_fused = bool(settings.get("fused"))
         self._code = StepCode(optimizer, settings.copy())

@@ -37,16 +37,19 @@ def train_in_backward(
     loss_of: Callable[[nn.Module], Tensor] = lambda model: model(X).square().mean(),
     before: Callable[[nn.Module], Any] = lambda model: None,
     autocast: bool = False,
+    first: int = 1,
     **options: Any,
 ) -> list[Any]:
-    """Steps under backward where there is a pipeline; a first one, which makes the optimizer's state, after it."""
+    """Steps under backward where there is a pipeline; those before `first` after it, as a new optimizer's first one."""
     for number in range(steps + 1):
         optimizer.zero_grad()
         before(model)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss = loss_of(model)
-        scope = pipeline.optimizers.stepping_in_backward(optimizer, **options) if pipeline and number else nullcontext()
-        with scope:
+        in_backward = nullcontext()
+        if pipeline is not None and number >= first:
+            in_backward = pipeline.optimizers.stepping_in_backward(optimizer, **options)
+        with in_backward:
             loss.backward()
         optimizer.step()
     return [p.detach().clone() for p in model.parameters()] + everything(model, optimizer)[len([*model.parameters()]) :]
@@ -513,3 +516,18 @@ def test_two_optimizers_that_step_when_both_have_had_their_backward() -> None:
     with attached(model := chain()) as pipeline:
         assert same(expected, story(model, pipeline))
         assert pipeline.stats.steps_in_backward == 2 * 5
+
+
+def test_state_that_is_forgotten_is_made_after_backward() -> None:
+    """A first step waits for the end of backward, also when it is not the optimizer's first."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizer = adam(model)
+        before = train_in_backward(model, optimizer, pipeline)
+        optimizer.state.clear()
+        return before + train_in_backward(model, optimizer, pipeline, first=0)
+
+    expected = story(chain(), None)
+    with attached(model := chain()) as pipeline:
+        assert same(expected, story(model, pipeline))
+        assert pipeline.stats.steps_in_backward == 2 * 3 * 5

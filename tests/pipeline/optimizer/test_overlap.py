@@ -8,6 +8,7 @@ import pickle
 import threading
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -864,3 +865,35 @@ def test_state_that_is_loaded() -> None:
     model = chain()
     with attached(model):
         assert same(expected, story(model))
+
+
+FORGETTING: dict[str, Callable[[Optimizer], Any]] = {
+    "cleared": lambda optimizer: optimizer.state.clear(),
+    "another dict": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "__setstate__": lambda optimizer: optimizer.__setstate__({"state": defaultdict(dict)}),
+    "weight by weight": lambda optimizer: [optimizer.state.pop(p) for g in optimizer.param_groups for p in g["params"]],
+}
+
+
+@pytest.mark.parametrize("how", FORGETTING)
+@pytest.mark.parametrize("make", [adam, momentum])
+@pytest.mark.parametrize("when", [0, 1])
+def test_state_that_is_forgotten_right_after_a_step(make: Any, how: str, when: int) -> None:
+    """The step that is under way still has it; the next one makes new state, in memory that nobody has."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizer = make(model)
+        kept = []
+        for step in range(4):
+            with held_up(pipeline) if pipeline and step else nullcontext() as gate:
+                if gate:
+                    open_soon(gate)
+                plain_step(model, optimizer)
+                if step == when:
+                    kept = [value for state in optimizer.state.values() for value in state.values()]
+                    FORGETTING[how](optimizer)
+        return everything(model, optimizer) + kept
+
+    expected = story(chain(), None)
+    with attached(model := chain()) as pipeline:
+        assert same(expected, story(model, pipeline))

@@ -39,10 +39,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sp_lightning.pipeline._private import users_of_storage, without_torch_function
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer import stepping
+from sp_lightning.pipeline.optimizer.runs import StepInputs
 from sp_lightning.pipeline.optimizer.stepping import (
     BY_WEIGHT,
     UnitStep,
     fused_kernel_works,
+    keeps_state,
     why_not_by_unit,
 )
 from sp_lightning.pipeline.weights import sections
@@ -116,14 +118,20 @@ def snapshot(group: dict[str, Any]) -> dict[str, Any]:
 
 def step(
     unit: UnitStep,
+    optimizer: Optimizer,
     hyper: dict[str, Any],
     gradients: Sequence[Tensor | None],
     scaling: Scaling,
     copies: Sequence[Tensor | None],
 ) -> None:
     """All sections of a step, as the thread for work on host memory steps them."""
+    for master, gradient in zip(unit._masters, gradients, strict=True):
+        if gradient is not None and keeps_state(optimizer, hyper):
+            optimizer.state.setdefault(master, {})
+    states = [optimizer.state.get(master, {}) for master in unit._masters]
     with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-        for _ in unit.sections(hyper, gradients, scaling, copies, wait_for_all=lambda: None):
+        inputs = StepInputs(gradients, states, copies)
+        for _ in unit.sections(optimizer, hyper, scaling, inputs, wait_for_all=lambda: None):
             pass
 
 
@@ -153,7 +161,7 @@ class Pair:
         self.units = self.new_units()
 
     def new_units(self) -> list[UnitStep]:
-        return [UnitStep(self.ours, group["params"]) for group in self.ours.param_groups]
+        return [UnitStep(group["params"]) for group in self.ours.param_groups]
 
     def make_gradients(self, missing: Sequence[int] = ()) -> None:
         """The same random gradients for both."""
@@ -167,7 +175,7 @@ class Pair:
             indices = [where[id(master)] for master in group["params"]]
             gradients = [None if index in missing else self.arrived[index] for index in indices]
             copies = [self.copies[index] for index in indices]
-            step(unit, snapshot(group), gradients, scaling or Scaling(), copies)
+            step(unit, self.ours, snapshot(group), gradients, scaling or Scaling(), copies)
 
     def check(self, missing: Sequence[int] = ()) -> None:
         """Weights, state, gradients and copies have the same bits, the state also the same form."""
@@ -407,7 +415,7 @@ def test_the_snapshot_decides_not_the_group() -> None:
     hyper = snapshot(pair.ours.param_groups[0])
     pair.ours.param_groups[0]["lr"] = 1e3
     before = dict(pair.ours.param_groups[0])
-    step(pair.units[0], hyper, pair.arrived, Scaling(), pair.copies)
+    step(pair.units[0], pair.ours, hyper, pair.arrived, Scaling(), pair.copies)
     pair.check()
     assert all(pair.ours.param_groups[0][key] is value for key, value in before.items())
 
@@ -431,12 +439,12 @@ def test_two_optimizers_share_a_unit() -> None:
     optimizers = [
         (Adam(params[:half], lr=0.1), SGD(params[half:], lr=0.1, momentum=0.5)) for params in (pair.plain, pair.masters)
     ]
-    units = [UnitStep(optimizer, optimizer.param_groups[0]["params"]) for optimizer in optimizers[1]]
+    units = [UnitStep(optimizer.param_groups[0]["params"]) for optimizer in optimizers[1]]
     for _ in range(3):
         pair.make_gradients()
         for part, plain, ours, unit in zip((slice(half), slice(half, None)), *optimizers, units, strict=True):
             plain.step()
-            step(unit, snapshot(ours.param_groups[0]), pair.arrived[part], Scaling(), pair.copies[part])
+            step(unit, ours, snapshot(ours.param_groups[0]), pair.arrived[part], Scaling(), pair.copies[part])
             pair.theirs, pair.ours = plain, ours
             for index in range(*part.indices(len(pair.masters))):
                 assert_same(pair.masters[index].data, pair.plain[index].data)
@@ -769,7 +777,7 @@ def test_a_weight_with_holes_is_stepped_by_itself() -> None:
     master = nn.Parameter(memory[:, ::2])
     gradient = torch.ones(2, 512)[:, ::2]
     optimizer = AdamW([master])
-    step(UnitStep(optimizer, [master]), snapshot(optimizer.param_groups[0]), [gradient], Scaling(), [None])
+    step(UnitStep([master]), optimizer, snapshot(optimizer.param_groups[0]), [gradient], Scaling(), [None])
     assert (memory[:, ::2] != 0).all()
     assert (memory[:, 1::2] == 0).all()
 
