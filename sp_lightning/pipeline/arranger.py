@@ -235,7 +235,7 @@ class Arranger:
                 self._lasting.memory.leave(weight)
             else:  # otherwise memory from `p.data = ...` would stay outside of the memory that is sent
                 weight.readopt()
-        self.arrangement.give_up_memory()
+        self.arrangement.give_up()
         module = self._lasting.module
         self._learned.forget_all_but({*map(id, module.modules()), *map(id, module.parameters())})
         self._arrange(autocast)

@@ -19,6 +19,7 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers, move_unmanaged
 from sp_lightning.pipeline.modules.compiled import compiled_call
 from sp_lightning.pipeline.modules.hooks import Gatekeeper, install_gate, remove_gate
+from sp_lightning.pipeline.modules.resting import put_to_rest
 from sp_lightning.pipeline.modules.swap import swap_out
 from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.clipping import Clipping
@@ -223,6 +224,8 @@ class Assembly:
         """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
         if self._in_step() or self.backward.running:
             return
+        for weight in self.arrangement.weights:
+            put_to_rest(weight.twin)
         if self.overlap.settled and self.gradients.settled and self.window.settled:
             self.guard.disarm()
         else:

@@ -7,6 +7,7 @@ made its output gets a hook that announces its backward.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -183,6 +184,8 @@ class Calls:
             if not self._inside and not is_backward:
                 self._backend.trace.end()
             self._write_back.now(entry.weight for entry in member.entries)
+            if member.entered == 1 and not is_backward:
+                _warn_of_kept_views(member)
             if not member.running_calls and not self._backward.has_reached(member.unit):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:
@@ -268,6 +271,18 @@ class Calls:
         self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
         if bundle is not None:
             self._offloader.reach(bundle)
+
+
+def _warn_of_kept_views(member: Member) -> None:
+    twins = [entry.weight.twin for entry in member.entries]
+    kept = [twin.weight.name for twin in twins if twin.group.conflicts and twin.is_aliased]
+    if kept:
+        warnings.warn(
+            f"The forward of {member.name!r} has ended, and somebody still holds a view of weight {kept[0]!r} (in an "
+            "attribute, in a list, through a hook). Backward may use it. Other code may not: it would read what lies "
+            "in its place by then. Keep the weight itself, or a clone. `debug=True` finds code that reads such a view.",
+            stacklevel=2,
+        )
 
 
 def _changed_past_its_version(name: str) -> str:

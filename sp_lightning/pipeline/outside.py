@@ -20,6 +20,7 @@ from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.guard import Guard
 from sp_lightning.pipeline.modules.hooks import hold_while_needed
 from sp_lightning.pipeline.modules.lowered import guard_lowered
+from sp_lightning.pipeline.modules.resting import wake
 from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.units import Member
@@ -95,6 +96,7 @@ class OutsideUse:
             self._window.bring(twin.group)
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 self._returns.follow_requires_grad(twin)
+            wake(twin)
             return twin.parameter
 
     def unblock(self, member: Member) -> None:

@@ -212,7 +212,7 @@ class Pipeline:
         stop_listening(self.optimizers)
         stop_watching_functions(self)
         self._assembly.uninstall()
-        self.arrangement.give_up_memory()
+        self.arrangement.give_up()
         for steps in self._lasting.known_optimizers.values():
             steps.forget()
         self._offloader.close()

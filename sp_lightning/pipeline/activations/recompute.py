@@ -40,6 +40,7 @@ from sp_lightning.pipeline.activations.stand_ins import StandIns
 from sp_lightning.pipeline.activations.surroundings import Surroundings
 from sp_lightning.pipeline.modules.functions import watch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
+from sp_lightning.pipeline.modules.resting import wake
 from sp_lightning.pipeline.modules.tensors import tensors_in
 from sp_lightning.pipeline.transfer.backend import is_out_of_memory
 from sp_lightning.pipeline.weights.glances import Glances
@@ -272,6 +273,7 @@ class UnitCall:
         for entry in entries:
             twin = others[id(entry.weight)]
             self._saved.require(twin)
+            wake(twin)
             entry.parameters[entry.key] = twin.parameter
         try:
             yield

@@ -36,7 +36,7 @@ from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 class _Handle:
     """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
-    __slots__ = ("_group", "alias", "twin", "version")
+    __slots__ = ("_group", "_is_view", "alias", "twin", "version")
 
     def __init__(self, twin: Twin, alias: Tensor, version: int) -> None:
         self.twin = twin
@@ -44,9 +44,12 @@ class _Handle:
         self.version = version
         self._group = twin.group
         self._group.handles += 1
+        self._is_view = alias is not twin.parameter
+        twin.saved_views += self._is_view
 
     def __del__(self) -> None:
         self._group.handles -= 1
+        self.twin.saved_views -= self._is_view
 
 
 class Kept:

@@ -18,6 +18,7 @@ from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.layout.device_layout import choose_device_layout, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.layout.host_share import HostShare
 from sp_lightning.pipeline.layout.learned import Learned
+from sp_lightning.pipeline.modules.resting import put_to_rest, wake
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
@@ -135,6 +136,7 @@ class Arrangement:
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
+        wake(weight.twin)
         lowered, weight.compute_dtype = weight.lowered, weight.master.dtype
         memory = weight.unit.group.host.memory_of(weight)
         masters = HostBuffer(memory.nbytes, self._backend, pin=False, memory=memory)
@@ -152,19 +154,23 @@ class Arrangement:
                 member.find_groups()
         return weight.twin
 
-    def give_up_memory(self) -> None:
-        """Release the device memory, to make room for what comes next, unless a graph holds weights.
+    def give_up(self) -> None:
+        """Make way for another arrangement, or for none: whoever has kept a leaf uses its master from now on."""
+        for twin in self.twins.values():
+            put_to_rest(twin)
+        if not any(group.handles for group in self.groups):  # else a graph holds weights
+            self._give_up_memory()
 
-        Otherwise it would stay until the garbage collector gets to the reference cycles that this object is part of.
-        """
-        if any(group.handles for group in self.groups):
-            return
+    def _give_up_memory(self) -> None:
+        """Release the device memory, which the garbage collector would only free with this object, a part of cycles."""
         self.arena = self._backend.allocate(0)
         for group in self.groups:
             group.place = self.arena
         with torch.inference_mode(False), without_torch_function():
             for twin in self.twins.values():
+                wake(twin)
                 twin.data = twin.parameter.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
+                put_to_rest(twin)
         self.twins.clear()  # twins are known by their memory, which others may get now
 
     def release_copies(self) -> None:

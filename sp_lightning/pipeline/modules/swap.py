@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
+
 from sp_lightning.pipeline._private import storage_key, without_torch_function
+from sp_lightning.pipeline.modules.resting import RestingLeaf, master_of, put_to_rest, wake
 from sp_lightning.pipeline.weights.units import Member
-from sp_lightning.pipeline.weights.weight import Twin
+from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
 def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
@@ -20,6 +23,7 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
         for entry in member.entries:
             weight = entry.weight
             twin = weight.twin
+            wake(twin)
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 prepare(twin)
             if entry.parameters.get(entry.key) is weight.master:  # else functional_call has put something there
@@ -34,9 +38,17 @@ def swap_out(member: Member) -> None:
     for entry in member.entries:
         weight = entry.weight
         current = entry.parameters.get(entry.key)
-        if current is None or current is weight.master:
-            continue
-        if current is weight.twin.parameter or storage_key(current) in member.twins:
+        if current is not None and current is not weight.master and _is_twin(current, weight, member):
             entry.parameters[entry.key] = weight.master
+        if not weight.twin.group.resident:
+            put_to_rest(weight.twin)
+    for parameters in {id(entry.parameters): entry.parameters for entry in member.entries}.values():
+        for key, parameter in parameters.items():
+            if type(parameter) is RestingLeaf:  # the forward has given it another name: `self.alias = self.weight`
+                parameters[key] = master_of(parameter)
     for module, weights in member.recurrent:
         module._flat_weights = [weight.master for weight in weights]
+
+
+def _is_twin(parameter: nn.Parameter, weight: Weight, member: Member) -> bool:
+    return parameter is weight.twin.parameter or storage_key(parameter) in member.twins

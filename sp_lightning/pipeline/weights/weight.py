@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline._private import storage_key, users_of_storage
+from sp_lightning.pipeline._private import storage_key, users_of_storage, without_torch_function
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, TwinParameter
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Twin:
         data: Its values as a tensor outside of autograd.
         parameter: The leaf that graphs are built on.
         key: The identity of its memory.
+        saved_views: How many saved tensors of live graphs are views of it.
         gradient_hook: Collects its gradients, once it requires one.
     """
 
@@ -60,6 +61,7 @@ class Twin:
             self.parameter = kind(data, requires_grad=False)
         self.parameter.__dict__["twin_of"] = weight.name  # the parameter may outlive this object
         self.key = storage_key(data)
+        self.saved_views = 0
         self.gradient_hook: RemovableHandle | None = None
         self._changes_seen = self._changes_of_leaf()
         self._write_backs = 0
@@ -68,7 +70,7 @@ class Twin:
     def moved_to(self, group: Group, data: Tensor) -> Twin:
         """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
         moved = copy(self)
-        moved.group, moved.data, moved.key = group, data, storage_key(data)
+        moved.group, moved.data, moved.key, moved.saved_views = group, data, storage_key(data), 0
         self.parameter.data = data
         return moved
 
@@ -91,8 +93,9 @@ class Twin:
         def refuse(_: Tensor) -> None:
             raise outdated_graph_error(name)
 
-        if self.parameter.requires_grad:
-            self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # runs before the accumulation, which would complain of shapes
+        with without_torch_function():
+            if self.parameter.requires_grad:
+                self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # runs before the accumulation, which would complain of shapes
 
     @property
     def changed_in_place(self) -> bool:
@@ -102,7 +105,7 @@ class Twin:
     @property
     def is_aliased(self) -> bool:
         """Whether others hold its memory without a handle, as a checkpoint does until backward has read it."""
-        return users_of_storage(self.data) > _OWN_USERS + (self._alias is not None)
+        return users_of_storage(self.data) > _OWN_USERS + (self._alias is not None) + self.saved_views
 
     @property
     def is_replaced(self) -> bool:
