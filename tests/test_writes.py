@@ -20,7 +20,7 @@ from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 from .helpers import Run, assert_same_story, note_state
 from .lightning_modules import trainer
-from .zoo.blocks import WIDTH, Block, Chain
+from .zoo.blocks import WIDTH, Block, Chain, chain
 
 Write = Callable[[nn.Parameter], object]
 
@@ -488,3 +488,31 @@ def test_weights_that_travel_together_are_written_to_on_host_and_device(calls: b
         return Chain([block for other in others for block in (WritesBeside(other, calls), other)])
 
     assert_same_story(train, pairs, k=2, k_prime=2, units=[Block])
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_weights_that_are_swapped_for_averages_and_back_past_their_versions(steps: int, activations: str) -> None:
+    """As averaging callbacks do around a validation, in which some units are still on the device and others are not."""
+
+    def story(run: Run) -> None:
+        optimizer = SGD(run.model.parameters(), 0.1)
+        averages = [parameter.detach().clone() for parameter in run.model.parameters()]
+
+        def swap() -> None:
+            for parameter, average in zip(run.model.parameters(), averages, strict=True):
+                kept = parameter.data.clone()
+                parameter.data.copy_(average)
+                average.copy_(kept)
+
+        for epoch in range(3):
+            for step in range(steps):
+                run.normal_step(f"{epoch} / {step}", optimizer, step)
+            swap()
+            run.evaluate(f"{epoch} / averaged")
+            swap()
+            for parameter, average in zip(run.model.parameters(), averages, strict=True):
+                average.lerp_(parameter.data, 0.1)
+
+    for k in (1, 2, 3):
+        assert_same_story(story, chain, k=k, activations=activations)

@@ -193,7 +193,8 @@ class Window:
             return
         group.suspect = False
         if not (group.loaded or group.host.keeps_lowered_copies):
-            group.host.readopt()  # nothing to discard; keeping an older state costs at most one load too many
+            group.host.readopt()
+            group.state = None  # else other values may be loaded under it: an average, say, that is swapped in and out
             return
         if group.state is None or group.host.has_changed(group.state):
             group.state = None
