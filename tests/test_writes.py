@@ -295,7 +295,7 @@ def test_weights_in_a_checkpoint_whose_unit_is_stepped_in_backward(frozen: bool)
         module = Trains(Chain([ChecksPoint(Writes(scale, frozen=frozen), reentrant=False) for _ in range(4)]))
         results.append(weights_after_training(module, strategy))
     assert all(map(torch.equal, *results))
-    assert module.steps_in_backward == 4 * 3  # all but those of the first batch
+    assert module.steps_in_backward == 4 * 4
 
 
 class EditsBetween(Trains):
@@ -516,3 +516,40 @@ def test_weights_that_are_swapped_for_averages_and_back_past_their_versions(step
 
     for k in (1, 2, 3):
         assert_same_story(story, chain, k=k, activations=activations)
+
+
+def written_in_backward(write: Write, name: str = "up") -> Chain:
+    """Blocks of which one layer's weight is written to when backward has passed it."""
+    model = chain()
+
+    def hook(layer: nn.Module, *_: Any) -> None:
+        write(layer.weight)
+
+    for block in model.blocks[
+        1:
+    ]:  # the input of the first one needs no gradient, so its hooks come before its backward
+        block.get_submodule(name).register_full_backward_hook(hook)
+    return model
+
+
+@pytest.mark.parametrize("name", ["counted", "data", "assigned data"])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_hooks_on_backward_of_modules(k: int, name: str) -> None:
+    """They run when backward is about to leave a unit."""
+
+    assert_same_story(train, lambda: written_in_backward(WRITES[name]), k=k)
+
+
+def test_hooks_on_backward_of_modules_that_are_stepped_in_backward() -> None:
+    """The step should follow the write, and it cannot be told before that there will be one."""
+
+    def train_with(**options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        strategy = SuperpipelineStrategy(k=1, units=[Block], **options)
+        return weights_after_training(Trains(written_in_backward(clamp, "norm")), strategy)
+
+    torch.manual_seed(0)
+    expected = weights_after_training(Trains(written_in_backward(clamp, "norm")), "auto")
+    assert all(map(torch.equal, expected, train_with(overlap_optimizer=False)))
+    with pytest.raises(RuntimeError, match="was changed in backward after the optimizer had stepped it"):
+        train_with()

@@ -107,6 +107,7 @@ class Assembly:
             resident=arrangement.resident,
             stats=stats,
             at_work=lasting.at_work,
+            before_leave=lambda unit: self.write_back.in_backward(unit.weights),
             on_begin=self._begin_backward,
             on_end=self._end_backward,
         )

@@ -36,6 +36,7 @@ class BackwardPass:
         resident: The unit of resident weights.
         stats: Counters.
         at_work: Context entered around the engine's own work.
+        before_leave: Called with each unit that it has reached, before masters return to the unit's modules.
         on_begin: Called when a pass opens.
         on_end: Called when a pass has ended.
 
@@ -55,6 +56,7 @@ class BackwardPass:
         resident: Unit,
         stats: Stats,
         at_work: EngineAtWork,
+        before_leave: Callable[[Unit], None],
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -67,6 +69,7 @@ class BackwardPass:
         self._resident = resident
         self._stats = stats
         self._at_work = at_work
+        self._before_leave = before_leave
         self._on_begin = on_begin
         self._on_end = on_end
         self.in_use: list[Group] = []
@@ -155,6 +158,7 @@ class BackwardPass:
     def evict(self, group: Group) -> None:
         """Put masters back into the modules of a group whose place is about to be given away."""
         for unit in [unit for unit in self._reached if unit.group is group]:
+            self._before_leave(unit)
             self._reached.remove(unit)
             _take_twins_from(unit)
 
@@ -168,6 +172,8 @@ class BackwardPass:
 
     def _end(self) -> None:
         with self._at_work:
+            for unit in self._reached:
+                self._before_leave(unit)
             self._leave_units()
             for graph in self._graphs:
                 graph.done = True

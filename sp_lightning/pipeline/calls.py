@@ -184,6 +184,8 @@ class Calls:
             if not self._inside and not is_backward:
                 self._backend.trace.end()
             self._write_back.now(entry.weight for entry in member.entries)
+            for entry in member.entries:
+                self._returns.adopt_requires_grad(entry.weight.twin)
             if member.entered == 1 and not is_backward:
                 _warn_of_kept_views(member)
             if not member.running_calls and not self._backward.has_reached(member.unit):

@@ -135,6 +135,12 @@ class OutsideUse:
     def before_gradient_read(self, weight: Weight) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it."""
         self._check_not_used(weight)
+        if self._returns.has_arrived(weight):
+            raise RuntimeError(
+                f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
+                "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
+                "`register_post_accumulate_grad_hook`, or `register_hook` to change it."
+            )
         if self._in_backward.gradient_was_used(weight):
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used by the optimizer as it arrived, and not kept. Read "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.host import as_bytes
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
 
 
@@ -52,15 +52,30 @@ class WriteBack:
             with self._at_work:
                 self.now(self._written)
 
+    def in_backward(self, weights: Sequence[Weight]) -> None:
+        """Write back what hooks on modules' backward have written to these weights.
+
+        Raises:
+            RuntimeError: One was written to after the optimizer had stepped it in this backward.
+        """
+        touched = _touched(weights)
+        for twin in touched:
+            if not twin.group.readable:
+                raise RuntimeError(
+                    f"Weight {twin.weight.name!r} was changed in backward after the optimizer had stepped it there, "
+                    "which this change should have preceded. Train with `overlap_optimizer=False`."
+                )
+        self._write_back(touched)
+
     def before_loss(self, group: Group) -> None:
         """Write back what was written to a group on the device, where its weights are about to be discarded."""
         self.now(weight for weight in group.host.weights if weight.twin.group is group)
 
     def now(self, weights: Iterable[Weight]) -> None:
         """Copy weights that were written to on the device to the masters, which hold the authoritative values."""
-        with without_torch_function():
-            twins = [weight.twin for weight in weights]
-            touched = [twin for twin in twins if twin.is_replaced or twin.changed_in_place]
+        self._write_back(_touched(weights))
+
+    def _write_back(self, touched: Iterable[Twin]) -> None:
         for twin in touched:
             if not twin.group.readable:  # after an exception: its place holds something else
                 twin.note_unchanged()
@@ -91,3 +106,10 @@ class WriteBack:
         group = weight.twin.group
         if not group.suspect:  # else a change of another weight, which is still to be found, would look checked
             group.state = group.host.state()
+
+
+def _touched(weights: Iterable[Weight]) -> list[Twin]:
+    """Return the twins of those weights that have been written to on the device since the last time."""
+    with without_torch_function():
+        twins = [weight.twin for weight in weights]
+        return [twin for twin in twins if twin.is_replaced or twin.changed_in_place]

@@ -33,6 +33,7 @@ from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -132,8 +133,15 @@ class GradientReturn:
         """Let a twin require a gradient if its master does, and collect its gradients."""
         with torch.inference_mode(False):
             twin.parameter.requires_grad_(twin.weight.master.requires_grad)
+            twin.required_gradient = twin.parameter.requires_grad
             if twin.parameter.requires_grad and twin.gradient_hook is None:
                 self.watch(twin)
+
+    def adopt_requires_grad(self, twin: Twin) -> None:
+        """Let a master require a gradient, or no longer, if a forward has changed that of its twin."""
+        if twin.parameter.requires_grad != twin.required_gradient:
+            twin.weight.master.requires_grad_(twin.parameter.requires_grad)
+            self.follow_requires_grad(twin)
 
     def watch(self, twin: Twin) -> None:
         """Collect the gradients of a twin from now on."""
@@ -147,7 +155,7 @@ class GradientReturn:
 
     def _collect(self, twin: Twin) -> None:
         self._on_arrival()
-        gradient, twin.parameter.grad = twin.parameter.grad, None
+        gradient = take_gradient(twin.parameter)
         weight = twin.weight
         if gradient is None or not weight.master.requires_grad:  # frozen since the forward
             return
@@ -182,6 +190,10 @@ class GradientReturn:
                 f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
                 "`overlap_optimizer=False`."
             )
+
+    def has_arrived(self, weight: Weight) -> bool:
+        """Tell whether the backward that is running has brought a gradient that is not part of `.grad` yet."""
+        return weight in self._arrived
 
     def ship_all_but(self, units: Sequence[Unit]) -> None:
         """Ship what all other units have gathered: backward has moved on to these."""
@@ -356,6 +368,7 @@ class GradientReturn:
         """Make what backward has brought the masters' gradients, and call users' hooks."""
         # in autograd's order, in which users expect their hooks to be called; then weights that only others have used
         weights = dict.fromkeys([*self._arrived, *self._shipped, *self._sparse])
+        self._arrived.clear()  # hooks may read the gradients now
         has_hooks = any(post_accumulate_hooks(weight.master) for weight in weights)
         if self._sums.held_back or self._sparse or self._sums.held or has_hooks:
             self.gradients.settle()

@@ -29,7 +29,7 @@ from sp_lightning.pipeline.modules.guard import (
 )
 from sp_lightning.pipeline.modules.inner_gradients import DIFFERENTIATING, differentiate
 from sp_lightning.pipeline.modules.operands import instances_in, replace_instances
-from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, TwinParameter
+from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, StandsIn, TwinParameter
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 # What autocast casts on every device, and once, whatever the other operands are
@@ -198,7 +198,7 @@ class Served(_HidesDtype, GoesFirst):
         return _run(func, args, kwargs or {}, among_others=not _SERVED.issuperset(types))
 
 
-class LoweredParameter(Served, nn.Parameter):  # type: ignore[override]
+class LoweredParameter(StandsIn, Served, nn.Parameter):  # type: ignore[override]
     """The leaf of a lowered weight."""
 
 

@@ -16,10 +16,11 @@ from torch import nn
 from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.modules.guard import GoesFirst
 from sp_lightning.pipeline.modules.operands import replace_instances
+from sp_lightning.pipeline.weights.leaf import StandsIn
 from sp_lightning.pipeline.weights.weight import Twin
 
 
-class RestingLeaf(GoesFirst, nn.Parameter):
+class RestingLeaf(StandsIn, GoesFirst, nn.Parameter):
     """The class of a leaf while no call of its unit runs."""
 
     @classmethod
@@ -54,12 +55,15 @@ def put_to_rest(twin: Twin) -> None:
     """Have the master used in place of the twin's leaf."""
     leaf = twin.parameter
     if type(leaf) is not RestingLeaf:
-        leaf.__dict__.update(master=twin.weight.master, awake_class=type(leaf))
-        leaf.__class__ = RestingLeaf
+        twin.awake_class = type(leaf)
+        _set_class(leaf, RestingLeaf)
 
 
 def wake(twin: Twin) -> None:
     """Undo `put_to_rest`: the twin's memory holds the weight."""
-    leaf = twin.parameter
-    if type(leaf) is RestingLeaf:
-        leaf.__class__ = leaf.__dict__["awake_class"]
+    if type(twin.parameter) is RestingLeaf:
+        _set_class(twin.parameter, twin.awake_class)
+
+
+def _set_class(leaf: nn.Parameter, cls: type[nn.Parameter]) -> None:
+    object.__setattr__(leaf, "__class__", cls)  # past the leaf's own: this happens around every call of a unit

@@ -74,11 +74,10 @@ class Share:
 
     def look_up_state(self, group: Group) -> list[State]:
         """Return the optimizer's state of each weight of the group, empty if there is none; first steps fill it."""
-        state, makes_state = self.optimizer.state, keeps_state(self.optimizer, self.settings)
-        with without_torch_function():
-            for weight in self.gradients if makes_state else ():
-                state.setdefault(weight.master, {})
-            return [state.get(weight.master, {}) for weight in group.host.weights]
+        state = self.optimizer.state
+        for weight in self.gradients if keeps_state(self.optimizer, self.settings) else ():
+            state.setdefault(weight.master, {})
+        return [state.get(weight.master, {}) for weight in group.host.weights]
 
 
 class _GroupStep:

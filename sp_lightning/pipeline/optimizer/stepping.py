@@ -90,9 +90,9 @@ def has_state(optimizer: Optimizer, settings: dict[str, Any], weight: nn.Paramet
         settings: The param group that the weight is in.
         weight: The weight.
     """
-    with without_torch_function():
-        state = optimizer.state.get(weight, {})
-    return not keeps_state(optimizer, settings) or any(value is not None for value in state.values())
+    if not keeps_state(optimizer, settings):
+        return True
+    return any(value is not None for value in optimizer.state.get(weight, {}).values())
 
 
 @cache

@@ -1,7 +1,8 @@
-"""The leaf of a twin: a Parameter that counts in-place changes of its `.data`, which autograd does not count.
+"""The leaf of a twin: a Parameter that stands in for the master while its unit computes.
 
-A forward may contain `self.weight.data.clamp_()`. That has to reach the master like any other change, but `.data` is an
-alias with a version of its own. So the leaf holds on to one alias, whose version all others share; weight.py reads it.
+A forward may contain `self.weight.data.clamp_()`, which autograd does not count. It has to reach the master like any
+other change, but `.data` is an alias with a version of its own. So the leaf holds on to one alias, whose version all
+others share; weight.py reads it. Attributes that users set on a Parameter, and its gradient, are the master's.
 
 `torch.compile` has to look into this file. What the engine does around graphs is elsewhere, or it would be compiled.
 """
@@ -17,6 +18,7 @@ CAN_COMPILE_SUBCLASSES = torch.__version__ >= "2.11"  # compared as versions
 """Whether torch compiles units with such leaves like others; 2.6 made three times as many graphs of them."""
 
 _DATA: Any = Tensor.data
+_GRADIENT: Any = Tensor.grad
 
 
 class TwinParameter(nn.Parameter):
@@ -46,3 +48,70 @@ class TwinParameter(nn.Parameter):
         if self.alias is not None:
             self.earlier_writes += self.alias._version
             self.alias = None
+
+
+class StandsIn:
+    """What a leaf has of its master, in code that is not compiled: attributes that users set, and the gradient."""
+
+    master: nn.Parameter
+    data: Tensor
+    requires_grad: bool
+    alias: Tensor | None = None
+    earlier_writes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Look for an attribute that the leaf does not have in the master."""
+        master = self.__dict__.get("master")
+        if master is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(master, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, on the master if it is one of the user's."""
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.master, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute, from the master if it is one of the user's."""
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.master, name)
+
+    def _is_own(self, name: str) -> bool:
+        return name in self.__dict__ or hasattr(type(self), name)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The master's gradient: what autograd gives the leaf is taken from it at once."""
+        gradient: Tensor | None = self.master.grad
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        self.master.grad = gradient
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy it as an ordinary Parameter."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as an ordinary Parameter."""
+        ordinary = nn.Parameter(self.data, self.requires_grad)
+        vars(ordinary).update(vars(self.master))
+        return ordinary.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class EagerLeaf(StandsIn, TwinParameter):
+    """The leaf of a weight of a model that is not compiled."""
+
+
+def take_gradient(leaf: nn.Parameter) -> Tensor | None:
+    """Take from a leaf what autograd has given it."""
+    gradient: Tensor | None = _GRADIENT.__get__(leaf)
+    _GRADIENT.__set__(leaf, None)
+    return gradient

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline._private import storage_key, users_of_storage, without_torch_function
-from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, TwinParameter
+from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, TwinParameter
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.weights.device import Group
@@ -48,6 +48,8 @@ class Twin:
         data: Its values as a tensor outside of autograd.
         parameter: The leaf that graphs are built on.
         key: The identity of its memory.
+        awake_class: The leaf's class while the unit computes (see resting.py).
+        required_gradient: Whether the leaf required a gradient when the engine last set that.
         saved_views: How many saved tensors of live graphs are views of it.
         gradient_hook: Collects its gradients, once it requires one.
     """
@@ -57,10 +59,12 @@ class Twin:
         self.group = group
         self.data = data
         with torch.inference_mode(False):
-            kind = nn.Parameter if compiled and not CAN_COMPILE_SUBCLASSES else TwinParameter
+            kind = EagerLeaf if not compiled else TwinParameter if CAN_COMPILE_SUBCLASSES else nn.Parameter
             self.parameter = kind(data, requires_grad=False)
-        self.parameter.__dict__["twin_of"] = weight.name  # the parameter may outlive this object
+        self.parameter.__dict__.update(twin_of=weight.name, master=weight.master)  # it may outlive this object
         self.key = storage_key(data)
+        self.awake_class = type(self.parameter)
+        self.required_gradient = False
         self.saved_views = 0
         self.gradient_hook: RemovableHandle | None = None
         self._changes_seen = self._changes_of_leaf()

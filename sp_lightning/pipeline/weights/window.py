@@ -193,7 +193,6 @@ class Window:
             return
         group.suspect = False
         if not (group.loaded or group.host.keeps_lowered_copies):
-            group.host.readopt()
             group.state = None  # else other values may be loaded under it: an average, say, that is swapped in and out
             return
         if group.state is None or group.host.has_changed(group.state):
