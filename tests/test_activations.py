@@ -16,6 +16,7 @@ from typing import Any, get_args
 import numpy
 import pytest
 import torch
+import torchmetrics
 import transformers as hf
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
@@ -383,6 +384,37 @@ def test_hooks_of_a_user_leave_one_trace() -> None:
             assert run.pipe.stats.recomputed == 6
 
     assert_same_story(story, lambda: Chain(Block() for _ in range(3)), activations="recompute")
+
+
+class Normalizes(Chain):
+    """Follows what its blocks compute in a buffer and in a metric, and changes it accordingly."""
+
+    def __init__(self) -> None:
+        super().__init__(Block() for _ in range(4))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.sizes = torchmetrics.SumMetric()
+        for block in self.blocks:
+            block.up.register_forward_pre_hook(self.normalize)
+
+    def normalize(self, module: nn.Module, args: tuple[Tensor]) -> Tensor:
+        (x,) = args
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        self.sizes.update(x.detach().abs().mean())
+        return (x - self.mean) / (1 + self.sizes.sum_value)
+
+
+def test_a_method_of_the_model_as_a_hook_of_its_blocks() -> None:
+    """What the model holds outside of units is as it was, too, and is changed once."""
+
+    def story(run: Run) -> None:
+        optimizer = SGD(run.model.parameters(), lr=0.1)
+        for step in range(3):
+            run.normal_step(f"step {step}", optimizer, seed=step)
+            run.note(f"step {step} / sizes", run.model.sizes.compute())
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed == 12
+
+    assert_same_story(story, Normalizes, activations="recompute")
 
 
 class DependsOnSettings(Block):

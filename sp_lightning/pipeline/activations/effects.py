@@ -5,11 +5,13 @@ user's hook appends to a list, a layer counts its calls. A forward that runs aga
 that as it was before the first run, and must not leave a second trace.
 
 What may change is found by looking: at the module's attributes and buffers, at what its hooks hold, at the objects
-among its inputs. For lists, dicts, sets and attributes a shallow copy shows what has changed; the module's own tensors
-are copied whole, since they change in place, unless they are very large. After the forward, copies of tensors that it
-has not changed are forgotten. All other contents are still remembered, as code between forward and backward may change
-what the forward has read: a temperature that is annealed, a cache that the model fills with what its blocks have
-computed. What no object leads to is not seen: global variables, files, iterators.
+among its inputs. All of these may lead to other modules: a hook that is a method of the model leads to everything but
+the other units, which are left out, since it would take too long to look at all units in each unit's call. For lists,
+dicts, sets and attributes a shallow copy shows what has changed; a module's own tensors are copied whole, since they
+change in place, unless they are very large. After the forward, copies of tensors that it has not changed are forgotten.
+All other contents are still remembered, as code between forward and backward may change what the forward has read: a
+temperature that is annealed, a cache that the model fills with what its blocks have computed. What no object leads to
+is not seen: global variables, files, iterators.
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ class SideEffects:
         outside: Objects that the module leads to and that are not to be looked at.
         largest: Size in bytes of the largest tensor of the module that is copied; if a larger one is changed, that
             cannot be undone.
+        units: Identities of modules that are not looked at as parts of another one.
         trusts_versions: Whether every change of a large tensor counts in its version, unlike `buffer.data.mul_(0.9)`;
             None if that is to be found out, by comparing contents, for which the host waits.
 
@@ -93,6 +96,7 @@ class SideEffects:
         inputs: Iterable[Any] = (),
         outside: Iterable[object] = (),
         largest: int = 1 << 22,
+        units: Set[int] = frozenset(),
         trusts_versions: bool | None = None,
     ) -> None:
         self.trusts_versions = trusts_versions
@@ -102,13 +106,16 @@ class SideEffects:
         self._changed: list[Tensor] = []  # in place, by the forward
         self._copies: dict[int, Tensor] = {}  # of the changed tensors, by their identity
         self._seen = set(map(id, outside))
+        self._units = units
         self._changes_contents = False
         self._has_scripted_buffers = False
         self._looked_at = 0
-        self._modes = [(inner, inner.training) for inner in module.modules()]
-        for inner, _ in self._modes:
+        self._modes: list[tuple[nn.Module, bool]] = []
+        own = list(module.modules())
+        self._seen.update(map(id, own))  # first, as the model that one of them leads to leads to all of them
+        for inner in own:
             self._look_at_module(inner)
-        for inner, _ in self._modes:
+        for inner, _ in self._modes:  # which grows by the modules that hooks lead to
             for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # a forward may register more, once
                 self._look_into(hooks, own=False)
             for marks in (
@@ -230,7 +237,7 @@ class SideEffects:
     # ------------------------------------------------------------------------------------------------- looking around
 
     def _look_at_module(self, module: nn.Module) -> None:
-        self._seen.add(id(module))
+        self._modes.append((module, module.training))
         if isinstance(module, torch.jit.ScriptModule):  # its buffers are in C++, where nothing can stand in for them
             self._has_scripted_buffers |= any(True for _ in module.buffers(recurse=False))
             return
@@ -245,7 +252,7 @@ class SideEffects:
 
         Args:
             value: The object.
-            own: Whether it belongs to the module, so that its tensors are worth a copy. Those of an input or a hook are
+            own: Whether it belongs to a module, so that its tensors are worth a copy. Those of an input or a hook are
                 not: a cache may be large.
         """
         if id(value) in self._seen or self._looked_at > MAX_OBJECTS:
@@ -254,8 +261,11 @@ class SideEffects:
         self._looked_at += 1
         if isinstance(value, Tensor):
             self._hold(value, own)
-        elif isinstance(value, nn.Module):  # not of this unit, a hook's for example: only its own attributes
-            self._look_into(_Attributes(value), own)
+        elif isinstance(value, nn.Module):  # which is not below this one: a hook's, or the model
+            self._look_at_module(value)
+            for child in value._modules.values():
+                if id(child) not in self._units:
+                    self._look_at(child, own)
         elif isinstance(value, _PLACES):
             self._look_into(value, own)
         elif isinstance(value, (tuple, frozenset)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,7 @@ class Activations:
         never_again: Names of members that are no longer recomputed, because recomputing them failed under `"auto"`.
         calls: How many calls of each member, by its name, `run` has made in this step.
         backward_passes: How many backward passes have ended.
+        units: Identities of the modules that are members of streamed units.
         on_backward_end: Called at the end of each backward pass.
     """
 
@@ -61,6 +62,7 @@ class Activations:
         self.never_again: set[str] = set()
         self.calls: Counter[str] = Counter()
         self.backward_passes = 0
+        self.units: Set[int] = frozenset()
         self.on_backward_end: Callable[[], None] = lambda: None
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
@@ -133,7 +135,7 @@ class Activations:
         self._recorded[member.name] += 1
         looks = self._recorded[member.name].bit_count() == 1  # in the first call, the second, the fourth, ...
         trusts_versions = None if looks else self._trusts_versions.get(member.name)
-        effects = SideEffects(member.module, trusts_versions=trusts_versions)
+        effects = SideEffects(member.module, units=self.units, trusts_versions=trusts_versions)
         call = UnitCall(
             member, self._saved, self._device, args, kwargs, self._repeating, effects, self._checks, may_repeat
         )

@@ -262,6 +262,47 @@ def test_objects_that_hooks_write_to_are_found(make: Callable[[list[int]], Calla
     assert targets == [[7, 1], [8, 1]]
 
 
+class Centers(nn.Module):
+    """Has two units, and follows the first one's output, with a buffer and a part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.norm = nn.Sequential(nn.BatchNorm1d(2, affine=False))
+        self.units = nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)])
+
+    def follow(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.steps += 1
+        return self.norm(output) + self.steps
+
+
+def by_a_method(model: Centers) -> None:
+    model.units[0].register_forward_hook(model.follow)
+
+
+def by_the_model_itself(model: Centers) -> None:
+    model.units[0].model = [model]
+    model.units[0].register_forward_hook(lambda module, *args: module.model[0].follow(module, *args))
+
+
+@pytest.mark.parametrize("lead", [by_a_method, by_the_model_itself])
+def test_buffers_and_parts_of_a_module_that_a_unit_leads_to(lead: Callable[[Centers], None]) -> None:
+    """As a method of the model as a hook does; but what another unit holds is not looked at."""
+    model, x = Centers(), torch.randn(4, 2)
+    lead(model)
+    unit, other = model.units
+    effects = SideEffects(unit, units=set(map(id, model.units)))
+    assert id(other.running_mean) not in effects.found
+    output = unit(x)
+    assert effects.conclude() is None
+    after = {name: values.clone() for name, values in model.state_dict().items()}
+    model.eval()
+    with effects.undone():
+        assert torch.equal(unit(x), output)
+    assert not model.norm[0].training
+    assert all(torch.equal(values, after[name]) for name, values in model.state_dict().items())
+
+
 class Watches(nn.Module):
     """Registers a hook in its first forward, as models of transformers do that return what their layers compute."""
 
