@@ -21,6 +21,7 @@ import pickle
 import random
 import sys
 import types
+import weakref
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
@@ -278,7 +279,11 @@ class SideEffects:
             for half in (value.__self__, value.__func__):
                 self._look_at(half, own)
         elif isinstance(value, types.FunctionType) and is_user_defined(value):
-            self._look_at(value.__closure__, own)
+            for holder in (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)):
+                self._look_at(holder, own)
+        elif isinstance(value, weakref.ref):
+            referent = weakref.ref.__call__(value)  # of a `WeakMethod`, the object; its own call makes a method of it
+            self._look_at(referent, own and not isinstance(referent, Tensor))
         elif hasattr(value, "__dict__") and (is_user_defined(type(value)) or isinstance(value, _OPEN)):
             self._look_into(vars(value), own)
         elif _is_numpy_generator(value) or _is_numpy_array(value):

@@ -6,6 +6,7 @@ import argparse
 import copy
 import random
 import re
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
@@ -245,11 +246,51 @@ class Noting:
         self.target.append(len(self.target))
 
 
+WATCHED: dict[int, Noting] = {}  # what keeps objects alive that hooks only refer to
+
+
+def hook_with_a_default(target: list[int]) -> Callable[..., None]:
+    return lambda module, args, output, target=target: target.append(len(target))
+
+
+def hook_with_a_keyword(target: list[int]) -> Callable[..., None]:
+    return lambda *args, target=target: target.append(len(target))
+
+
+def hook_with_an_attribute(target: list[int]) -> Callable[..., None]:
+    def hook(*args: Any) -> None:
+        hook.calls = getattr(hook, "calls", 0) + 1  # type: ignore[attr-defined]
+        hook.target[1:] = [hook.calls]  # type: ignore[attr-defined]
+
+    hook.target = target  # type: ignore[attr-defined]
+    return hook
+
+
+def hook_with_a_weak_reference(target: list[int]) -> Callable[..., None]:
+    watched = WATCHED.setdefault(id(target), Noting(target))
+    return partial(lambda reference, *args: reference().hook(), weakref.ref(watched))
+
+
+def hook_with_a_weak_method(target: list[int]) -> Callable[..., None]:
+    watched = WATCHED.setdefault(id(target), Noting(target))
+    return partial(lambda reference, *args: reference()(), weakref.WeakMethod(watched.hook))
+
+
 @pytest.mark.parametrize(
-    "make", [hook_with_a_list, lambda target: partial(note_into, target), lambda target: Noting(target).hook]
+    "make",
+    [
+        hook_with_a_list,
+        lambda target: partial(note_into, target),
+        lambda target: Noting(target).hook,
+        hook_with_a_default,
+        hook_with_a_keyword,
+        hook_with_an_attribute,
+        hook_with_a_weak_reference,
+        hook_with_a_weak_method,
+    ],
 )
 def test_objects_that_hooks_write_to_are_found(make: Callable[[list[int]], Callable[..., None]]) -> None:
-    """A closure's variables, a partial's arguments, a method's object."""
+    """A function's variables, defaults and attributes, a partial's arguments, a method's object, weak references."""
     module, targets = nn.Sequential(nn.Linear(2, 2)), [[7], [8]]
     for target in targets:
         module[0].register_forward_hook(make(target))
