@@ -386,6 +386,36 @@ def test_hooks_of_a_user_leave_one_trace() -> None:
     assert_same_story(story, lambda: Chain(Block() for _ in range(3)), activations="recompute")
 
 
+class ReadsViews(Block):
+    """Writes to a buffer as a whole, and reads it in parts; scales by a tensor that is no weight, but a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("statistics", torch.zeros(2, WIDTH))
+        self.mean, self.variance = self.statistics.unbind(0)
+        self.scale = torch.ones(WIDTH, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x * self.scale)
+        with torch.no_grad():
+            self.statistics.lerp_(torch.stack([y.mean(0), y.var(0)]), 0.1)
+        return torch.sigmoid((y - self.mean) / (1 + self.variance) * y)
+
+
+def test_tensors_of_a_unit_that_are_views_or_leaves() -> None:
+    """They are in the second forward, too."""
+
+    def story(run: Run) -> None:
+        for step in range(3):
+            run.normal_step(f"step {step}", SGD(run.model.parameters(), lr=0.1), seed=step)
+            for index, block in enumerate(run.model.blocks):
+                run.note(f"step {step} / block {index}", block.scale.grad.clone())
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed == 9
+
+    assert_same_story(story, lambda: Chain(ReadsViews() for _ in range(3)), activations="recompute")
+
+
 class Normalizes(Chain):
     """Follows what its blocks compute in a buffer and in a metric, and changes it accordingly."""
 

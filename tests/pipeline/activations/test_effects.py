@@ -203,6 +203,53 @@ def test_objects_stay_the_same_objects() -> None:
     assert buffer.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda stats: stats.unbind(0),
+        lambda stats: stats.unbind(1)[1:3],
+        lambda stats: [stats.t(), stats[1, 0]],
+        lambda stats: [stats[1:, :1].expand(3, 5), stats.view(torch.uint8)[1:]],
+        lambda stats: [stats[:1].detach(), stats[1:].data],
+    ],
+)
+def test_views_stay_views(view: Callable[[Tensor], Any]) -> None:
+    """A buffer that is written as a whole and read in parts, or the other way around, is one memory in the block."""
+    module = Holder(torch.arange(12.0).reshape(3, 4)[:2])
+    module.part.first, module.part.second = view(module.part.thing)
+    module.part.apart = torch.zeros(3)
+    names = ("thing", "first", "second", "apart")
+
+    def read() -> list[Any]:
+        return [getattr(module.part, name).tolist() for name in names]
+
+    def change() -> list[Any]:
+        module.part.thing.add_(1)
+        module.part.second[(0,) * module.part.second.dim()] = 7
+        module.part.apart -= 1
+        return read()
+
+    before = read()
+    effects = SideEffects(module)
+    after = change()
+    assert effects.conclude() is None
+    for _ in range(2):
+        with effects.undone():
+            assert read() == before
+            assert change() == after
+        assert read() == after
+
+
+def test_a_leaf_requires_a_gradient_in_the_block() -> None:
+    module = Holder(torch.ones(2, requires_grad=True))
+    module.part.other = torch.ones(2)
+    effects = SideEffects(module)
+    assert effects.conclude() is None
+    with effects.undone():
+        assert module.part.thing.requires_grad
+        assert not module.part.other.requires_grad
+
+
 def test_statistics_without_a_version() -> None:
     """BatchNorm changes its buffers behind the version counter's back."""
     module = nn.Sequential(nn.BatchNorm1d(3))
