@@ -416,6 +416,37 @@ def test_tensors_of_a_unit_that_are_views_or_leaves() -> None:
     assert_same_story(story, lambda: Chain(ReadsViews() for _ in range(3)), activations="recompute")
 
 
+class Scaled(Block):
+    """Scales its input as an attribute of it says, notes that there, and hands the attributes on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.calls.append(len(x.calls))
+        y = torch.tanh(super().forward(x) * x.gain) * len(x.calls)
+        y.gain, y.calls, x.gain = x.gain * 2, x.calls, None
+        return y
+
+
+class Scales(Chain):
+    def __init__(self) -> None:
+        super().__init__(Scaled() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.gain, x.calls = 0.5, []
+        return super().forward(x)
+
+
+def test_attributes_of_an_input_tensor() -> None:
+    """What a user sets on a tensor is there in the second forward, as it was before the first."""
+
+    def story(run: Run) -> None:
+        for step in range(3):
+            run.normal_step(f"step {step}", SGD(run.model.parameters(), lr=0.1), seed=step)
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed == 9
+
+    assert_same_story(story, Scales, activations="recompute")
+
+
 class Normalizes(Chain):
     """Follows what its blocks compute in a buffer and in a metric, and changes it accordingly."""
 

@@ -36,7 +36,7 @@ from sp_lightning.pipeline._private import scope_that_ends_before_backward, stor
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.offload import MIN_OFFLOAD_BYTES
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
-from sp_lightning.pipeline.activations.stand_ins import StandIns
+from sp_lightning.pipeline.activations.stand_ins import StandIns, take_attributes
 from sp_lightning.pipeline.activations.surroundings import Surroundings
 from sp_lightning.pipeline.modules.functions import watch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
@@ -311,7 +311,8 @@ class _Inputs:
     """The arguments of a unit's call, with tensors packed as autograd would have saved them.
 
     Attributes:
-        objects: Stand-ins for arguments that are neither tensors nor containers known to pytree, such as a cache.
+        objects: Stand-ins for arguments that are neither tensors nor containers known to pytree, such as a cache, and
+            for what users have set as attributes of tensors.
     """
 
     def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any], stand_ins: StandIns) -> None:
@@ -319,9 +320,10 @@ class _Inputs:
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         tensors = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
         others = {id(leaf): leaf for leaf in leaves if not isinstance(leaf, Tensor)}
-        self._distinct = [_Input(tensor, saved) for tensor in tensors.values()]
+        self._distinct = [_Input(tensor, saved, stand_ins) for tensor in tensors.values()]
         self.objects = stand_ins.of(others.values())
         held = dict(zip([*tensors, *others], [*self._distinct, *self.objects], strict=True))
+        self.objects += [tensor.attributes for tensor in self._distinct if tensor.attributes]
         self._leaves = [held.get(id(leaf), leaf) for leaf in leaves]  # a weight is held as it is
 
     @property
@@ -354,8 +356,9 @@ class _Input:
     not fire a second time.
     """
 
-    def __init__(self, tensor: Tensor, saved: SavedTensors) -> None:
+    def __init__(self, tensor: Tensor, saved: SavedTensors, stand_ins: StandIns) -> None:
         self.tensor = tensor.detach()
+        (self.attributes,) = stand_ins.of([vars(tensor)]) if vars(tensor) else ({},)
         self._requires_grad = tensor.requires_grad
         self._saved = saved
         self._packed = saved.pack(self.tensor)
@@ -365,7 +368,9 @@ class _Input:
         return isinstance(self._packed, Kept) and self._packed.is_changed
 
     def rebuild(self) -> Tensor:
-        return self._saved.unpack(self._packed).detach().requires_grad_(self._requires_grad)
+        tensor = self._saved.unpack(self._packed).detach().requires_grad_(self._requires_grad)
+        take_attributes(tensor, self.attributes)
+        return tensor
 
 
 def _checksum(tensor: Tensor, twins: Container[int]) -> int:

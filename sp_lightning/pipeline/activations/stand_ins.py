@@ -50,6 +50,8 @@ class StandIns:
             if not (isinstance(value, nn.Parameter) or value.is_inference()):
                 alias = value.detach()  # the graph stays behind
                 self._made[id(value)] = alias.requires_grad_() if value.requires_grad else alias
+                if vars(value):
+                    take_attributes(alias, self._of(vars(value)))
         elif isinstance(value, tuple):
             items = [self._of(item) for item in value]
             if type(value) is tuple:
@@ -78,3 +80,8 @@ class StandIns:
 
 def _is_an_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and is_user_defined(type(value)) and not isinstance(value, nn.Module)
+
+
+def take_attributes(made: Tensor, attributes: dict[str, Any]) -> None:
+    """Give a tensor the attributes that a user has set on another, without those that its class has set on both."""
+    vars(made).update({name: value for name, value in attributes.items() if name not in vars(made)})

@@ -61,6 +61,17 @@ def test_a_graph_stays_behind() -> None:
     assert made.weight is weight
 
 
+def test_attributes_of_a_tensor_are_in_it() -> None:
+    tensor = torch.ones(2)
+    tensor.gain, tensor.log, tensor.itself = 0.5, [1], tensor
+    made = stand_in([tensor])[0]
+    tensor.gain, tensor.later = 2, 1
+    tensor.log.append(2)
+    assert (made.gain, made.log) == (0.5, [1])
+    assert made.itself is made
+    assert not hasattr(made, "later")
+
+
 @pytest.mark.parametrize(
     ("value", "change"),
     [
