@@ -782,6 +782,38 @@ def test_activations_of_units_that_cannot_run_twice_are_kept(kind: type[nn.Modul
     assert_same_story(story, build, activations="recompute")
 
 
+class WithRows(Block):
+    """Treats its rows as sequences of different lengths, in a strided nested tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nested.as_nested_tensor([x[:2].clone(), x[2:].clone()])
+        rows = nn.functional.linear(torch.relu(self.up(rows)), self.down.weight, self.down.bias)
+        return x + torch.nested.to_padded_tensor(rows, 0.0).flatten(0, 1)[: len(x)]
+
+
+class WithOffsets(Block):
+    """The same in a jagged one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor_from_jagged(x, offsets=torch.tensor([0, 2, len(x)]))
+        return x + self.down(torch.tanh(self.up(rows))).values()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", [WithRows, WithOffsets])
+def test_units_that_save_nested_tensors(kind: type[nn.Module]) -> None:
+    """They keep what they save."""
+
+    def story(run: Run) -> None:
+        for step in range(2):
+            run.normal_step(f"step {step}", SGD(run.model.parameters(), lr=0.1), seed=step)
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed == 0
+
+    with pytest.warns(UserWarning, match=r"'blocks.0' saves a nested tensor, so its forward cannot run a second time"):
+        assert_same_story(story, lambda: Chain(kind() for _ in range(3)), activations="recompute")
+
+
 class UnderAScope(Chain):
     """Its blocks are called twice: cached weights are made in the first call, and tangents need none of backward."""
 

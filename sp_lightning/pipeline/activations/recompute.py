@@ -136,6 +136,7 @@ class UnitCall:
         self._bytes_before = self._meter.bytes
         self._kept: list[weakref.ref[Kept]] = []
         self._checkpoints_itself = False
+        self._saves_nested = False
         self._effects = effects
         self._inputs = _Inputs(saved, args, kwargs, StandIns(self._effects.found))
         self._effects.include(self._inputs.objects)
@@ -150,6 +151,7 @@ class UnitCall:
     def pack(self, tensor: Tensor) -> Kept:
         """Hold a tensor until the call is over."""
         self._checkpoints_itself = self._checkpoints_itself or _is_saved_by_a_checkpoint()
+        self._saves_nested = self._saves_nested or tensor.is_nested
         kept = Kept(tensor, self._meter)
         self._kept.append(weakref.ref(kept))
         return kept
@@ -184,6 +186,8 @@ class UnitCall:
             obstacle = "changes its weights in place"
         if self._inputs.are_changed:
             obstacle = "changes its input in place"
+        if self._saves_nested:  # its shape cannot be compared: it has none, or a length that is new each time
+            obstacle = "saves a nested tensor"
         scope = scope_that_ends_before_backward()
         return obstacle if scope is None else f"is called under {scope}"
 
