@@ -18,7 +18,7 @@ from sp_lightning.planning.cost import device_bytes
 
 from ..helpers import is_block
 from ..simulated import UNIT_BYTES
-from ..zoo.blocks import Chain, chain
+from ..zoo.blocks import WIDTH, Block, Chain, chain
 from .parts import Blocks, Fixed
 
 SLOW_HOST = Blocks(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0, units=12)
@@ -272,6 +272,38 @@ def test_a_weight_that_changes_before_it_is_computed_with_again() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     pipeline.detach()
+
+
+class Clamps(Block):
+    """Changes its weights past their versions, when it has computed with them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.up.weight.data.clamp_(-0.1, 0.1)
+        return torch.tanh(y) * y
+
+
+@pytest.mark.parametrize("steps_before", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:.*changes its weights in place")
+def test_a_forward_that_changes_weights_on_the_device_does_not_run_again(steps_before: int) -> None:
+    """They are plain weights there, whatever in the engine looks at those on the host."""
+    trained = []
+    for is_attached in (False, True):
+        torch.manual_seed(0)
+        model = Chain(Clamps() for _ in range(3))
+        options = PipelineOptions(units=is_block, resident_optimizer=True, activations="recompute")
+        windows = [(2, 1)] * steps_before + [(2, 1, (), (1,))]
+        pipeline = Pipeline(model, "cpu", options=options, planner=Fixed(*windows)) if is_attached else None
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if pipeline is not None:
+            assert pipeline.arrangement.on_device
+            pipeline.detach()
+        trained.append([parameter.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *trained))
 
 
 def test_units_that_do_not_fit_after_all_go_back_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
