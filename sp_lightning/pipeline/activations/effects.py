@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.quasirandom import SobolEngine
 
-from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.activations.overlapping import copies_that_overlap
 from sp_lightning.pipeline.modules.tensors import tensor_bytes
 
 _LARGEST_ARRAY = 1 << 22  # bytes, of numpy; a data set is larger
@@ -194,7 +194,7 @@ class SideEffects:
         Others may have put something back in the meantime, such as a model that clears what its blocks have collected.
         What runs in the block will change it once more.
         """
-        copies = _stand_ins(self._changed, self._copies)
+        copies = copies_that_overlap(self._changed, self._copies)
         before = self._differing(self._before)
         # a forward that changed no contents will not do so in the block, either
         now = [(place, _read(place)) for place, _ in (self._before if self._changes_contents else before)]
@@ -425,65 +425,3 @@ def _replace(content: Any, copies: dict[int, Tensor]) -> Any:
     if isinstance(content, dict):
         return {key: copies.get(id(value), value) for key, value in content.items()}
     return type(content)(copies.get(id(value), value) for value in content)
-
-
-_ALIGNMENT = 16  # bytes of the largest element
-
-
-def _overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors that overlap in memory; in each group, the one that begins first comes first."""
-    groups: list[list[Tensor]] = []
-    by_memory: dict[int, list[Tensor]] = {}
-    for tensor in tensors:
-        if _has_plain_memory(tensor) and (key := storage_key(tensor)):
-            by_memory.setdefault(key, []).append(tensor)
-        else:
-            groups.append([tensor])
-    for sharing in by_memory.values():
-        end = 0
-        for tensor in sorted(sharing, key=_first_byte):
-            if _first_byte(tensor) < end:
-                groups[-1].append(tensor)
-            else:
-                groups.append([tensor])
-            end = max(end, _end(tensor))
-    return groups
-
-
-def _has_plain_memory(tensor: Tensor) -> bool:
-    """Tell whether the bytes of a tensor are its elements, at its strides."""
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or is_lazy)
-    return is_plain and tensor.numel() > 0
-
-
-def _first_byte(tensor: Tensor) -> int:
-    return int(tensor.storage_offset()) * tensor.element_size()
-
-
-def _end(tensor: Tensor) -> int:
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _first_byte(tensor) + (extent + 1) * tensor.element_size()
-
-
-def _stand_ins(tensors: Iterable[Tensor], copies: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Return a tensor in place of each one, with the values of its copy; what shares memory shares it here as well."""
-    made = {}
-    for together in _overlapping(tensors):
-        own = [copies[id(tensor)].detach().clone() for tensor in together]
-        for tensor, stand_in in zip(together, own if len(own) == 1 else _in_one_memory(together, own), strict=True):
-            made[id(tensor)] = stand_in.requires_grad_(copies[id(tensor)].requires_grad)
-    return made
-
-
-def _in_one_memory(tensors: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    """Return tensors that overlap as these do, the first of which begins first, with these values."""
-    begin = _first_byte(tensors[0]) // _ALIGNMENT * _ALIGNMENT
-    memory = torch.empty(max(map(_end, tensors)) - begin, dtype=torch.uint8, device=tensors[0].device)
-    made = []
-    for tensor, content in zip(tensors, values, strict=True):
-        own = memory[_first_byte(tensor) - begin : _end(tensor) - begin].view(tensor.dtype)
-        made.append(own.as_strided(tensor.shape, tensor.stride()))
-        once = tuple(slice(None if stride else 1) for stride in tensor.stride())  # where it is expanded, it repeats
-        made[-1][once] = content[once]
-    return made
