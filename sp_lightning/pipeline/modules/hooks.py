@@ -5,7 +5,7 @@ A module that is a gate gets a subclass of its own class, made on the fly, as `f
 `__call__`. Forward hooks would do the same job worse: torch's fast paths (`nn.TransformerEncoderLayer` in evaluation)
 look for hooks and compute other numbers when they see some, `always_call` hooks miss a KeyboardInterrupt,
 `block.compile()` compiles hooks into the graph, and a deepcopy of the module takes them along. A deepcopy or a pickle
-of a gate has the plain class.
+of a gate has the plain class. The class of a parametrized module stays on top: torch edits it, and takes it off again.
 
 [Note: before backward]
 Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
@@ -18,11 +18,14 @@ import copyreg
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import GraphModule
+from torch.nn.utils import parametrize
 
 from sp_lightning.pipeline._private import explain_graph_break
 from sp_lightning.pipeline.weights.units import Member
@@ -57,7 +60,7 @@ def install_gate(member: Member, keeper: Gatekeeper) -> None:
             f"Module {member.name!r} ({type(module).__name__}) already belongs to a pipeline. Detach that one first."
         )
     _gates[id(module)] = (keeper, member)
-    module.__class__ = _gate_class(type(module))
+    module.__class__ = _with_gate(type(module))
 
 
 def remove_gate(member: Member) -> None:
@@ -79,6 +82,34 @@ def _without_init_subclass(plain: type) -> Iterator[None]:
             del plain.__init_subclass__
         else:
             plain.__init_subclass__ = own  # type: ignore[method-assign]
+
+
+def _with_gate(plain: type[nn.Module]) -> type[nn.Module]:
+    """Return the class with a gate: below the class of a parametrized module, which torch changes and removes again."""
+    if not _is_parametrized(plain):
+        return _gate_class(plain)
+    parametrized: type[nn.Module] = _on_top_of(tuple(_with_gate(base) for base in plain.__bases__), plain)
+    if "__deepcopy__" in vars(plain):
+        plain_deepcopy = unwrap(vars(plain)["__deepcopy__"])
+
+        @wraps(plain_deepcopy)
+        def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+            return _as_plain(self, lambda: plain_deepcopy(self, memo))
+
+        parametrized.__deepcopy__ = __deepcopy__  # type: ignore[attr-defined]
+    return parametrized
+
+
+def _is_parametrized(cls: type) -> bool:
+    """Tell whether it is a class that torch made for one module, to keep the properties of parametrizations in."""
+    return "__getstate__" in vars(cls) and cls.__module__ == parametrize.__name__
+
+
+def _on_top_of(bases: tuple[type, ...], cls: type) -> type:
+    """Return a copy of a class on top of other bases."""
+    make: Any = type(cls)
+    made: type = make(cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")})
+    return made
 
 
 def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
@@ -140,10 +171,7 @@ def _without_gate(cls: type) -> type:
         plain: type = cls.__dict__["_superpipeline_plain"]
         return plain
     if hasattr(cls, "_superpipeline_plain"):
-        bases = tuple(_without_gate(base) for base in cls.__bases__)
-        return type(cls)(
-            cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-        )
+        return _on_top_of(tuple(_without_gate(base) for base in cls.__bases__), cls)
     return cls
 
 

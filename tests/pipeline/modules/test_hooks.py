@@ -289,6 +289,30 @@ def test_a_parametrization_survives_detach(gated: Gated, before: bool) -> None:
     assert torch.equal(module.weight, 2 * weight)
 
 
+@pytest.mark.parametrize("remove_while_attached", [True, False])
+def test_parametrizations_are_removed_one_by_one(gated: Gated, remove_while_attached: bool) -> None:
+    """torch deletes their properties from the module's class, and at the end goes back to the class below it."""
+    module = nn.Linear(2, 2)
+    expected = nn.functional.linear(torch.eye(2), 2 * module.weight, 2 * module.bias).detach()
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(module, name, Doubled())
+    for _ in range(3):
+        gated.remove()
+        gated(module)
+    copied = copy.deepcopy(module)
+    assert not hasattr(type(copied), "_superpipeline_plain")
+    assert not hasattr(type(copy.deepcopy(copied)), "_superpipeline_plain")
+    if not remove_while_attached:
+        gated.remove()
+    for name in ("weight", "bias"):
+        parametrize.remove_parametrizations(module, name)
+        assert torch.equal(module(torch.eye(2)), expected)
+        assert torch.equal(copied(torch.eye(2)), expected)
+    assert len(gated.keeper.calls) == 2 * remove_while_attached
+    gated.remove()
+    assert type(module) is nn.Linear
+
+
 def test_a_registry_of_subclasses_does_not_see_gates(gated: Gated) -> None:
     """`__init_subclass__` that wants arguments, or refuses a name that it has."""
     registry: dict[str, type] = {}
