@@ -525,9 +525,7 @@ def written_in_backward(write: Write, name: str = "up") -> Chain:
     def hook(layer: nn.Module, *_: Any) -> None:
         write(layer.weight)
 
-    for block in model.blocks[
-        1:
-    ]:  # the input of the first one needs no gradient, so its hooks come before its backward
+    for block in model.blocks[1:]:  # the first one's input needs no gradient, so its hooks come before its backward
         block.get_submodule(name).register_full_backward_hook(hook)
     return model
 
@@ -553,3 +551,38 @@ def test_hooks_on_backward_of_modules_that_are_stepped_in_backward() -> None:
     assert all(map(torch.equal, expected, train_with(overlap_optimizer=False)))
     with pytest.raises(RuntimeError, match="was changed in backward after the optimizer had stepped it"):
         train_with()
+
+
+class InAnotherOrder(Chain):
+    """Calls its blocks in another order than they are listed in, and may use a weight outside of its block, too."""
+
+    def __init__(self, uses_weight: bool) -> None:
+        super().__init__([Block() for _ in range(4)])
+        self.uses_weight = uses_weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (2, 0, 3, 1):
+            x = self.blocks[index](x)
+        return x + self.blocks[1].up.weight.sum() if self.uses_weight else x
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("uses_weight", [True, False])
+def test_aliases_follow_weights_whose_units_are_arranged_anew(uses_weight: bool, overlap: bool) -> None:
+    """An average that holds a `state_dict()` would go on with old weights, and what it writes would be lost."""
+
+    def story(run: Run) -> None:
+        optimizer = SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+        held = run.model.state_dict()
+        aliases = [parameter.data for parameter in run.model.parameters()][::2]
+        for number in range(4):
+            for alias in aliases:
+                alias.clamp_(-0.1, 0.1)
+            run.normal_step(f"step {number}", optimizer, number)
+            for name, alias in held.items():
+                run.note(f"step {number} / held / {name}", alias)
+        if run.pipe is not None:
+            assert run.pipe.stats.arrangements > 1
+
+    build = partial(InAnotherOrder, uses_weight)
+    assert_same_story(story, build, k=4, k_prime=2, overlap_optimizer=overlap)

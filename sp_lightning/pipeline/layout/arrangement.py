@@ -25,7 +25,6 @@ from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.device import Group, overlaps, place_in_arena
 from sp_lightning.pipeline.weights.host import (
     GroupHost,
-    HostBuffer,
     MasterMemory,
     tensor_in,
 )
@@ -117,7 +116,9 @@ class Arrangement:
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
         processes = 1 if replicas is None else replicas.on_this_machine
         self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)
-        moving = max(map(sent_bytes, [*self._layout.parts, [self.resident]]))
+        parts = [*self._layout.parts, [self.resident]]
+        copied = [part for part in parts if memory.find_pieces(_weights_of(part))]
+        moving = max(map(sent_bytes, parts)) + sum(map(sent_bytes, copied))
         self.host_share.check(moving, at_once=1 if memory else processes)
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
@@ -138,9 +139,7 @@ class Arrangement:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         wake(weight.twin)
         lowered, weight.compute_dtype = weight.lowered, weight.master.dtype
-        memory = weight.unit.group.host.memory_of(weight)
-        masters = HostBuffer(memory.nbytes, self._backend, pin=False, memory=memory)
-        host = GroupHost([weight], self._backend, pin=False, masters=masters)
+        host = GroupHost([weight], self._backend, pin=False, masters=weight.unit.group.host.piece_of(weight))
         group = Group(-1, unit_count=0, host=host, resident=True, name=weight.name)
         group.place = self._backend.allocate(group.nbytes)
         self.groups.append(group)
@@ -225,9 +224,10 @@ class Arrangement:
             self.groups.append(self._make_group(len(self.groups), [self.resident]))
 
     def _make_group(self, index: int, units: Sequence[Unit]) -> Group:
-        weights = [weight for unit in units for weight in unit.weights]
-        host = GroupHost(weights, self._backend, self.host_share.pin, self._memory.find(weights))
-        self._memory.keep(weights, host.masters)
+        weights = _weights_of(units)
+        masters, pieces = self._memory.find(weights), self._memory.find_pieces(weights)
+        host = GroupHost(weights, self._backend, self.host_share.pin, masters, pieces)
+        self._memory.keep(host)
         name = ", ".join(unit.name for unit in units)
         kept = units[0] in self._layout.kept
         group = Group(index, len(units), host, resident=units[0].resident, kept=kept, name=name)
@@ -253,6 +253,10 @@ class Arrangement:
                 data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
                 weight.twin = Twin(weight, group, data, self.compiled)
                 self.twins[weight.twin.key] = weight.twin
+
+
+def _weights_of(units: Sequence[Unit]) -> list[Weight]:
+    return [weight for unit in units for weight in unit.weights]
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:

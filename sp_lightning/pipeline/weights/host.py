@@ -3,6 +3,10 @@
 A group goes to the device in one copy, so everything that it sends must lie together. Where weights are sent in the
 dtype in which they are kept, the masters themselves are sent; where autocast would lower one of them, a second buffer
 holds copies in the dtypes that are sent, written once per change of the masters.
+
+A master whose memory others hold (`kept = p.data`, a `state_dict()`) stays where it is when other units travel
+together: whoever holds it expects to see what becomes of the weight, and may write to it. The group it is in by then
+sends copies, too.
 """
 
 from __future__ import annotations
@@ -12,11 +16,13 @@ import mmap
 import sys
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sp_lightning.pipeline._private import users_of_storage
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.sections import divide
 from sp_lightning.pipeline.weights.weight import Weight
@@ -26,6 +32,7 @@ _GLANCE = 256  # words
 _WORD = 4  # bytes compared at once
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # Linux's MADV_WIPEONFORK and MADV_KEEPONFORK, for which Python has no names
 _LEAST_SAMPLES, _MOST_SAMPLES = 64, 1 << 17  # per weight
+_OWN_USERS = 3  # of a master's memory while units are arranged anew: the master, the former and the new `Weight.host`
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -127,6 +134,7 @@ class MasterMemory:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, ...], HostBuffer] = {}  # by the identities of the masters in them
+        self._pieces: dict[int, HostBuffer] = {}  # what each master lies in, by its identity
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
@@ -135,9 +143,29 @@ class MasterMemory:
         """Return the memory that the masters of just these weights lie in, if they lie together."""
         return self._buffers.get(_key(weights))
 
-    def keep(self, weights: Sequence[Weight], buffer: HostBuffer) -> None:
-        """Keep the memory that the masters of these weights lie in now."""
-        self._buffers[_key(weights)] = buffer
+    def find_pieces(self, weights: Sequence[Weight]) -> list[HostBuffer | None]:
+        """Return a piece of memory for each master, if they do not lie together but others hold one of them.
+
+        Returns:
+            For each weight the memory that its master must stay in, or None; an empty list if all of them may move.
+        """
+        if self.find(weights) is not None:
+            return []
+        pieces = [self._pieces[id(weight.master)] if self._is_held(weight) else None for weight in weights]
+        return pieces if any(pieces) else []
+
+    def _is_held(self, weight: Weight) -> bool:
+        """Tell whether others hold the memory that a master has from us."""
+        piece = self._pieces.get(id(weight.master))
+        if piece is None or weight.master.data_ptr() != piece.bytes.data_ptr():
+            return False
+        return users_of_storage(piece.tensors[0]) > _OWN_USERS
+
+    def keep(self, host: GroupHost) -> None:
+        """Keep the memory that the masters of a group lie in now."""
+        if host.masters is not None:
+            self._buffers[_key(host.weights)] = host.masters
+        self._pieces.update((id(weight.master), host.piece_of(weight)) for weight in host.weights)
 
     def release_all_but(self, groups: Iterable[Sequence[Weight]]) -> None:
         """Release the memory in which no masters lie any more.
@@ -145,11 +173,15 @@ class MasterMemory:
         Args:
             groups: For each memory that is in use, the weights in it.
         """
-        for key in self._buffers.keys() - set(map(_key, groups)):
+        in_use = set(map(_key, groups))
+        for key in self._buffers.keys() - in_use:
             self._buffers.pop(key).release()
+        for master in self._pieces.keys() - set(chain.from_iterable(in_use)):
+            del self._pieces[master]
 
     def leave(self, weight: Weight) -> None:
-        """Have the next arrangement make new memory for a weight, and for those that travel with it."""
+        """Have the next arrangement make new memory for a weight, and for those with it which nobody else holds."""
+        self._pieces.pop(id(weight.master), None)
         for key in [key for key in self._buffers if id(weight.master) in key]:
             self._buffers.pop(key).release()
 
@@ -184,35 +216,49 @@ class GroupHost:
         backend: Pins the memory.
         pin: Whether to pin the memory that is sent.
         masters: The buffer that the masters already lie in, if an earlier arrangement has made it.
+        pieces: Where masters lie apart: for each weight the memory that its master has to stay in, or None.
 
     Attributes:
+        masters: The buffer that all masters lie in; None if they lie apart.
         sections: The sections of the memory that is sent.
     """
 
     def __init__(
-        self, weights: Sequence[Weight], backend: Backend, pin: bool, masters: HostBuffer | None = None
+        self,
+        weights: Sequence[Weight],
+        backend: Backend,
+        pin: bool,
+        masters: HostBuffer | None = None,
+        pieces: Sequence[HostBuffer | None] = (),
     ) -> None:
         self.weights = list(weights)
         self._offsets, self.master_bytes = lay_out([weight.master.nbytes for weight in self.weights])
-        lowered = any(weight.lowered for weight in self.weights)
-        if masters is None:
-            masters = HostBuffer(self.master_bytes, backend, pin and not lowered)
-            for weight, offset in zip(self.weights, self._offsets, strict=True):
-                weight.adopt(tensor_in(masters.bytes, offset, weight.master, weight.master.dtype))
-            masters.tensors = [weight.host for weight in self.weights]
-        elif lowered:
+        self._backend = backend
+        sends_copies = bool(pieces) or any(weight.lowered for weight in self.weights)
+        self._pieces: list[HostBuffer] = []
+        if pieces:
+            self._pieces = [
+                piece or self._new_masters([weight], *lay_out([weight.master.nbytes]), pin=False)
+                for weight, piece in zip(self.weights, pieces, strict=True)
+            ]
+        elif masters is None:
+            masters = self._new_masters(self.weights, self._offsets, self.master_bytes, pin and not sends_copies)
+        elif sends_copies:
             masters.unpin()
         elif pin:
             masters.pin()
-        for weight, tensor in zip(self.weights, masters.tensors, strict=False):
-            weight.host = tensor
         self.masters = masters
+        memories = self._pieces if masters is None else [masters]
+        for weight, tensor in zip(self.weights, chain.from_iterable(m.tensors for m in memories), strict=False):
+            weight.host = tensor
         with torch.inference_mode(False):
-            self._words = masters.bytes[: masters.bytes.nbytes // _WORD * _WORD].view(torch.int32)
+            self._words = [
+                memory.bytes[: memory.bytes.nbytes // _WORD * _WORD].view(torch.int32) for memory in memories
+            ]
         self._sample_index = self._sampled_words()
-        self._glance_index = self._sample_index[:: max(1, len(self._sample_index) // _GLANCE)]
+        self._glance_index = self._sample_index[:: max(1, len(self._sample_index) // _GLANCE)].contiguous()
         self._lowered_copies: list[Tensor] = []
-        if lowered:
+        if sends_copies:
             self.source_offsets, nbytes = lay_out([weight.compute_bytes for weight in self.weights])
             self.source = HostBuffer(nbytes, backend, pin)
             self._lowered_copies = [
@@ -220,6 +266,7 @@ class GroupHost:
                 for weight, offset in zip(self.weights, self.source_offsets, strict=True)
             ]
         else:
+            assert masters is not None
             self.source_offsets, self.source = self._offsets, masters
         dtypes = [weight.compute_dtype for weight in self.weights]
         self.sections = divide(
@@ -230,12 +277,12 @@ class GroupHost:
     def state(self) -> MasterState:
         """Return the masters' present state."""
         with torch.inference_mode(False):
-            return MasterState(self._versions(), self._words.index_select(0, self._sample_index))
+            return MasterState(self._versions(), self._read(self._sample_index))
 
     def glance(self) -> MasterState:
         """Return the masters' present state with a smaller sample, for every call of a unit."""
         with torch.inference_mode(False):
-            return MasterState(self._versions(), self._words.index_select(0, self._glance_index))
+            return MasterState(self._versions(), self._read(self._glance_index))
 
     def changed_past_versions(self, since: MasterState) -> set[Weight]:
         """Return the weights that look different than in an earlier glance, although no change of them was counted."""
@@ -253,11 +300,11 @@ class GroupHost:
         if self._versions() != since.versions:
             return True
         with torch.inference_mode(False):
-            return not torch.equal(self._words.index_select(0, self._sample_index), since.sample)
+            return not torch.equal(self._read(self._sample_index), since.sample)
 
     @property
     def keeps_lowered_copies(self) -> bool:
-        """Whether lowered copies are sent instead of the masters themselves."""
+        """Whether copies are sent instead of the masters themselves, lowered or not."""
         return bool(self._lowered_copies)
 
     def prepare(self, state: MasterState) -> Tensor:
@@ -273,7 +320,7 @@ class GroupHost:
         return self.source.bytes
 
     def lowered_copies(self) -> Sequence[Tensor | None]:
-        """Return, for each weight, the lowered copy that is sent, to write to; None where the master itself is sent."""
+        """Return, for each weight, the copy that is sent, to write to; None where the master itself is sent."""
         return self._lowered_copies or [None] * len(self.weights)
 
     def copies_match(self, state: MasterState | None) -> bool:
@@ -305,20 +352,42 @@ class GroupHost:
         self.readopt()
         return tuple(weight.master._version + weight.replacements for weight in self.weights)
 
-    def memory_of(self, weight: Weight) -> Tensor:
-        """Return the bytes of one of the masters, with the padding after them."""
+    def piece_of(self, weight: Weight) -> HostBuffer:
+        """Return the memory of one of the masters, with the padding after it, as a buffer that is not pinned itself."""
         index = self.weights.index(weight)
+        if self.masters is None:
+            return self._pieces[index]
         end = self._offsets[index + 1] if index + 1 < len(self._offsets) else self.master_bytes
-        return self.masters.bytes[self._offsets[index] : end]
+        memory = self.masters.bytes[self._offsets[index] : end]
+        piece = HostBuffer(memory.nbytes, self._backend, pin=False, memory=memory)
+        piece.tensors = [weight.host]
+        return piece
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for these weights, without gradients."""
-        return self.masters.bytes.nbytes + (self.source.bytes.nbytes if self.source is not self.masters else 0)
+        return self.master_bytes + (self.source.bytes.nbytes if self.source is not self.masters else 0)
 
     def release_copies(self) -> None:
         """Unpin the lowered copies; the masters' memory serves the next arrangement, too."""
         if self.source is not self.masters:
             self.source.release()
+
+    def _new_masters(self, weights: Sequence[Weight], offsets: Sequence[int], nbytes: int, pin: bool) -> HostBuffer:
+        """Make a buffer, and move these masters into it."""
+        masters = HostBuffer(nbytes, self._backend, pin)
+        for weight, offset in zip(weights, offsets, strict=True):
+            weight.adopt(tensor_in(masters.bytes, offset, weight.master, weight.master.dtype))
+        masters.tensors = [weight.host for weight in weights]
+        return masters
+
+    def _read(self, index: Tensor) -> Tensor:
+        """Return sampled words of the masters; the index counts as if all of them lay together."""
+        if self.masters is not None:
+            return self._words[0].index_select(0, index)
+        starts = torch.tensor([offset // _WORD for offset in self._offsets])
+        counts = torch.bincount(torch.searchsorted(starts, index, right=True) - 1, minlength=len(starts)).tolist()
+        parts = zip(self._words, starts, torch.split(index, counts), strict=True)
+        return torch.cat([words.index_select(0, part - start) for words, start, part in parts])
 
     def _sampled_words(self) -> Tensor:
         """Choose the words that a `MasterState` samples, by index: all words of the sampled elements."""
