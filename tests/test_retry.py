@@ -880,3 +880,41 @@ def test_sparse_batches_are_watched_as_well(activations: Any) -> None:
         trainer(strategy, max_epochs=1).fit(module, DataLoader(data, batch_size=None))
         losses.append(module.losses)
     assert losses[0] == losses[1]
+
+
+class Manual(Module):
+    """Drops gradients after the optimizer has stepped, and fails in its second backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        where, Device.current.where = Device.current.where, "never"
+        self.manual_backward(self(batch[0]).square().mean())
+        Device.current.where = where
+        super().training_step(batch, batch_idx)
+        self.manual_backward(self(batch[0]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def manually(strategy: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Manual()
+    torch.manual_seed(1)
+    random.seed(1)
+    trainer(strategy, max_epochs=1).fit(module, DataLoader(TensorDataset(torch.randn(24, WIDTH)), batch_size=4))
+    return [*module.state_dict().values()]
+
+
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_gradients_of_a_step_that_failed_are_dropped(where: str) -> None:
+    """Those of a backward pass that had ended, too."""
+    Device.current = Device("never", None)
+    expected = manually("auto")
+    memory = Device.current = Device(where, one_unit)
+    assert same(expected, manually(SuperpipelineStrategy(units=Block)))
+    assert memory.failures == 2

@@ -13,6 +13,7 @@ from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
+from sp_lightning.pipeline.gradients.new_gradients import NewGradients
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.modules.at_work import EngineAtWork
@@ -52,6 +53,7 @@ class Lasting:
         memory: The host memory that masters lie in.
         graphs: The autograd graphs that calls build.
         journal: What weights were before a step wrote to them.
+        new_gradients: Which gradients a step has made.
         pool: Host memory for offloaded activations.
         meter: Counts the device memory that autograd's saved tensors hold.
         offloader: Offloads saved activations to the host and fetches them back.
@@ -86,6 +88,7 @@ class Lasting:
         self.memory = MasterMemory()
         self.graphs = Graphs()
         self.journal = Journal()
+        self.new_gradients = NewGradients()
         self.pool = HostPool(backend)
         self.meter = Meter(device, self.stats)
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)

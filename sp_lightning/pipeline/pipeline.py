@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -74,6 +74,7 @@ class Pipeline:
         stats: Counters of what the engine has done.
         optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
         journal: Notes what weights were before a step wrote to them, for one that may have to run again.
+        new_gradients: Notes which gradients a step has made, for one that may have to run again.
 
     Raises:
         ValueError: If an option does not fit the module or the available memory. Nothing is attached then.
@@ -124,7 +125,8 @@ class Pipeline:
             relax_guard=lambda: self._assembly.relax_guard(),
             settle=self.settle,
         )
-        self.stats, self.optimizers, self.journal = lasting.stats, lasting.optimizers, lasting.journal
+        self.stats, self.optimizers = lasting.stats, lasting.optimizers
+        self.journal, self.new_gradients = lasting.journal, lasting.new_gradients
         self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
         self._activations, self._offloader = lasting.activations, lasting.offloader
         try:
@@ -261,15 +263,36 @@ class Pipeline:
         if self.replicas is not None:
             self.replicas.share_buffers(self.module)
 
-    def has_gradients(self) -> bool:
-        """Tell whether there is a gradient that the next backward pass would add to."""
-        elsewhere = any(parameter.grad is not None for parameter in self._parameters_elsewhere())
-        return elsewhere or any(self._assembly.gradients.get(weight) is not None for weight in self.arrangement.weights)
+    def with_gradients(self) -> set[int]:
+        """Return the identities of the parameters with a gradient that the next backward pass would add to."""
+        gradients, weights = self._assembly.gradients, self.arrangement.weights
+        with self._at_work:
+            masters = {id(weight.master) for weight in weights if gradients.get(weight) is not None}
+        return masters | {id(p) for p in self._parameters_elsewhere() if p.grad is not None}
 
-    def drop_gradients(self) -> None:
-        """Drop what a failed backward pass has left behind; only valid if there was no gradient before it."""
+    def drop_gradients(self, but: Collection[int]) -> None:
+        """Drop the gradients of all parameters but these.
+
+        Args:
+            but: Identities of parameters.
+        """
         for parameter in self._parameters_elsewhere():
-            parameter.grad = None
+            if id(parameter) not in but:
+                parameter.grad = None
+        with self._at_work:
+            weights = [weight for weight in self.arrangement.weights if id(weight.master) not in but]
+            self._assembly.gradients.drop_all(weights)
+
+    def drop_new_gradients(self) -> bool:
+        """Drop the gradients that a step has made, before it runs again.
+
+        Returns:
+            Whether that was possible. It is not if the step may have added to gradients, and none is dropped then.
+        """
+        with self._at_work:
+            return self.new_gradients.drop(
+                self._parameters_elsewhere(), self._assembly.gradients, self.arrangement.weights
+            )
 
     def _parameters_elsewhere(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients autograd itself accumulates, those of a later arrangement included."""
@@ -339,6 +362,7 @@ class Pipeline:
             self.reset()  # a backward outside of any scope ended with an exception
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
         self._arranger.before_step(look_for_new_parameters, goes_on)
+        self.new_gradients.note_before(self._parameters_elsewhere)
         if not goes_on:
             self.stats.steps += 1
             self._backend.trace.begin_step()

@@ -85,7 +85,7 @@ class StepRetry:
 
     def _begin(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> _Attempt | None:
         """Note the state that a step may change; None if the step will not run again."""
-        self._pipeline.journal.end()
+        self._forget_attempt()
         if not (self._enabled and self._pipeline.may_run_out):
             return None
         size = sum(map(tensor_bytes, tensors_in(inputs)))
@@ -101,6 +101,11 @@ class StepRetry:
                     "The step cannot run again, because the optimizer has stepped already. Continue from a "
                     "checkpoint with smaller batches, or set `overlap_optimizer=False`."
                 )
+            if not self._pipeline.drop_new_gradients():  # before units are arranged anew, which moves gradients
+                raise failure.as_error(
+                    "The step cannot run again, because it adds to gradients that were there before it, or changes "
+                    "them."
+                )
             given_up = failure.given_up or self._make_room(failure)
             lost = attempt.undo()
             if lost is not None:
@@ -108,6 +113,10 @@ class StepRetry:
             self._lightning.warn(f"{given_up}. The step runs again, with the same data and the same random numbers.")
             result, failure = _try(run)
         return cast("T", result)
+
+    def _forget_attempt(self) -> None:
+        self._pipeline.journal.end()
+        self._pipeline.new_gradients.end()
 
     def _is_watched(self, size: int) -> bool:
         if self._arranged != self._pipeline.stats.arrangements:
@@ -120,7 +129,7 @@ class StepRetry:
         return self._proven.arrangement == self._pipeline.stats.arrangements and size <= self._proven.size
 
     def _note_success(self, attempt: _Attempt) -> None:
-        self._pipeline.journal.end()
+        self._forget_attempt()
         arrangement, proven = self._pipeline.stats.arrangements, self._proven
         before = proven.size if proven.arrangement == arrangement else 0
         self._proven = _Proven(arrangement, max(attempt.size, before))
@@ -162,6 +171,7 @@ class TrainingRetry(StepRetry):
         if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
             self._note_success(attempt)
             return output
+        attempt.with_gradients = self._pipeline.with_gradients()
         attempt.loss, attempt.lightning_loss = loss, loss.detach().requires_grad_()
         trainer: Any = self._module.trainer
         if any(overridden([self._module, *trainer.callbacks], _IN_BETWEEN)):
@@ -199,18 +209,19 @@ class TrainingRetry(StepRetry):
         attempt.note_hooks()
         (scale,) = torch.autograd.grad(loss, attempt.lightning_loss)
         value = loss.detach()
+        with_gradients = self._pipeline.with_gradients()
 
         def backward() -> None:
             if attempt.loss is None:
-                self._pipeline.drop_gradients()
                 with self._lightning.in_hook(self._module, "training_step"):
                     attempt.loss = _loss_in(attempt.run())
+                self._pipeline.drop_gradients(but=with_gradients)  # as `zero_grad` before backward did
                 attempt.redo_hooks()
                 self._check_loss(attempt)
             joined, attempt.loss = _Joined.apply(attempt.loss, value, scale), None
             run(joined)
 
-        if self._pipeline.has_gradients():  # what backward adds to them cannot be subtracted again
+        if not with_gradients <= attempt.with_gradients:  # a hook made some, which does not run again
             backward()
         else:
             self._until_it_works(attempt, backward)
@@ -259,10 +270,12 @@ class _Attempt:
         size: Bytes of its inputs.
         loss: The loss that it returned, with the module's graph.
         lightning_loss: The leaf that Lightning got in its place.
+        with_gradients: The parameters that had gradients when the step had run, by identity.
     """
 
     loss: Tensor | None = None
     lightning_loss: Tensor
+    with_gradients: set[int]
 
     def __init__(
         self,
@@ -278,6 +291,8 @@ class _Attempt:
         self._stats = pipeline.stats
         self._journal = pipeline.journal
         self._journal.begin()
+        self._new_gradients = pipeline.new_gradients
+        self._new_gradients.begin()
         self._steps = self._stats.optimizer_steps, self._stats.steps_in_backward
         self._device = pipeline.device
         self._random = RandomStates(self._device)
@@ -336,6 +351,7 @@ class _Attempt:
             self._effects.undo()
             self._journal.undo()
             self._journal.begin()
+            self._new_gradients.begin()
             self._effects = self._look()
             self._random.restore()
         return lost

@@ -162,6 +162,12 @@ class HostGradients:
         self._norms.pop(weight, None)
         self._scaling.pop(weight, None)
 
+    def drop_all(self, weights: Iterable[Weight]) -> None:
+        """Leave these masters without gradients."""
+        for weight in weights:
+            self.drop(weight)
+            weight.master.grad = None
+
     # ------------------------------------------------------------------------------------------------ norms and scaling
 
     def norms_of(self, weights: Sequence[Weight]) -> list[Tensor] | None:
