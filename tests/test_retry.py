@@ -900,9 +900,9 @@ class Manual(Module):
         optimizer.zero_grad()
 
 
-def manually(strategy: Any) -> list[Tensor]:
+def manually(strategy: Any, build: Callable[[], Module] = Manual) -> list[Tensor]:
     torch.manual_seed(0)
-    module = Manual()
+    module = build()
     torch.manual_seed(1)
     random.seed(1)
     trainer(strategy, max_epochs=1).fit(module, DataLoader(TensorDataset(torch.randn(24, WIDTH)), batch_size=4))
@@ -918,3 +918,71 @@ def test_gradients_of_a_step_that_failed_are_dropped(where: str) -> None:
     memory = Device.current = Device(where, one_unit)
     assert same(expected, manually(SuperpipelineStrategy(units=Block)))
     assert memory.failures == 2
+
+
+class Toggles(Manual):
+    """Freezes weights and registers hooks for a while, as a GAN's step does."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        frozen = self.blocks[0].up.weight
+        frozen.requires_grad_(not frozen.requires_grad)
+        handles = [
+            self.blocks[1].up.register_full_backward_hook(lambda module, given, _: (given[0] * 1.5,)),
+            self.blocks[4].up.register_full_backward_pre_hook(lambda module, given: (given[0] * 1.5,)),
+            self.blocks[5].up.weight.register_hook(lambda gradient: gradient * 1.5),
+        ]
+        super().training_step(batch, batch_idx)
+        for handle in handles:
+            handle.remove()
+        frozen.requires_grad_(not frozen.requires_grad)
+        optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_a_step_turns_on_for_a_while_is_off_when_it_runs_again(where: str) -> None:
+    Device.current = Device("never", None)
+    expected = manually("auto", Toggles)
+    memory = Device.current = Device(where, one_unit)
+    assert same(expected, manually(SuperpipelineStrategy(units=Block), Toggles))
+    assert memory.failures == 2
+
+
+class WritesElsewhere(Module):
+    """Writes to a weight that is not streamed: in the memory of another one, or of a unit that lives on the device."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.one = nn.Parameter(torch.ones(WIDTH))
+        self.other = nn.Parameter(self.one.data)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.get_parameter(self.name).mul_(0.9)
+        return super().training_step([batch[0] * self.one * self.other], batch_idx)
+
+
+@pytest.mark.parametrize("name", ["one", "blocks.4.up.weight"])
+def test_a_step_that_writes_to_weights_that_are_not_streamed_does_not_run_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = Fixed((2, 1), (2, 1), (2, 1, (), range(3, 6)))
+    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: planner)
+    Device.current = Device("forward", lambda pipeline: not pipeline.arrangement.on_device)
+    with pytest.raises(torch.OutOfMemoryError, match=f"cannot run again, because it writes to weight '{name}'"):
+        fit(WritesElsewhere(name), SuperpipelineStrategy(units=Block))
+
+
+class BackwardTooEarly(Callback):
+    """Runs backward itself from the loss that it is shown."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        loss.backward(retain_graph=True)
+
+
+def test_backward_from_the_loss_that_a_hook_is_shown_is_an_error() -> None:
+    Device.current = Device("never", None)
+    with pytest.raises(RuntimeError, match="has no graph of the model, because the step may have to run again"):
+        fit(Module(), SuperpipelineStrategy(units=Block), callbacks=[BackwardTooEarly()])

@@ -268,7 +268,7 @@ class Pipeline:
         gradients, weights = self._assembly.gradients, self.arrangement.weights
         with self._at_work:
             masters = {id(weight.master) for weight in weights if gradients.get(weight) is not None}
-        return masters | {id(p) for p in self._parameters_elsewhere() if p.grad is not None}
+        return masters | {id(p) for p in self._parameters_elsewhere().values() if p.grad is not None}
 
     def drop_gradients(self, but: Collection[int]) -> None:
         """Drop the gradients of all parameters but these.
@@ -276,7 +276,7 @@ class Pipeline:
         Args:
             but: Identities of parameters.
         """
-        for parameter in self._parameters_elsewhere():
+        for parameter in self._parameters_elsewhere().values():
             if id(parameter) not in but:
                 parameter.grad = None
         with self._at_work:
@@ -291,13 +291,13 @@ class Pipeline:
         """
         with self._at_work:
             return self.new_gradients.drop(
-                self._parameters_elsewhere(), self._assembly.gradients, self.arrangement.weights
+                self._parameters_elsewhere().values(), self._assembly.gradients, self.arrangement.weights
             )
 
-    def _parameters_elsewhere(self) -> list[nn.Parameter]:
+    def _parameters_elsewhere(self) -> dict[str, nn.Parameter]:
         """Return the parameters whose gradients autograd itself accumulates, those of a later arrangement included."""
         streamed = self.arrangement.weights_by_master
-        return [parameter for parameter in self.module.parameters() if id(parameter) not in streamed]
+        return {name: parameter for name, parameter in self.module.named_parameters() if id(parameter) not in streamed}
 
     def shrink(self) -> str | None:
         """Use less device memory from the next step on, by giving up something that the user has left open.
@@ -362,7 +362,8 @@ class Pipeline:
             self.reset()  # a backward outside of any scope ended with an exception
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
         self._arranger.before_step(look_for_new_parameters, goes_on)
-        self.new_gradients.note_before(self._parameters_elsewhere)
+        self.new_gradients.note_before(lambda: self._parameters_elsewhere().values())
+        self.journal.note_elsewhere(self._parameters_elsewhere)
         if not goes_on:
             self.stats.steps += 1
             self._backend.trace.begin_step()

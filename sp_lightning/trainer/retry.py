@@ -14,8 +14,7 @@ divides for accumulation. Backward joins the two graphs, and if it fails, nobody
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -23,12 +22,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline import Pipeline, readable_bytes
-from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain
-from sp_lightning.pipeline.activations.surroundings import RandomStates
 from sp_lightning.pipeline.modules.tensors import tensor_bytes, tensors_in
 from sp_lightning.pipeline.transfer.backend import is_out_of_memory
 from sp_lightning.trainer._namespace import Namespace
+from sp_lightning.trainer.attempt import Attempt
 from sp_lightning.trainer.when_to_step import overridden
 
 if TYPE_CHECKING:
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LARGEST = 1 << 28  # bytes: larger tensors are not copied; a queue of features is smaller, a data set is larger
 _IN_BETWEEN = ("optimizer_zero_grad", "on_before_zero_grad", "on_before_backward")  # the user's code before backward
 _WATCHED = 8  # micro-batches that may run again after a new arrangement; later ones only with larger inputs than before
 
@@ -83,7 +80,7 @@ class StepRetry:
         self._note_success(attempt)
         return output
 
-    def _begin(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> _Attempt | None:
+    def _begin(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Attempt | None:
         """Note the state that a step may change; None if the step will not run again."""
         self._forget_attempt()
         if not (self._enabled and self._pipeline.may_run_out):
@@ -91,9 +88,9 @@ class StepRetry:
         size = sum(map(tensor_bytes, tensors_in(inputs)))
         if not self._is_watched(size):
             return None
-        return _Attempt(self._module, self._pipeline, self._lightning, inputs, run, size)
+        return Attempt(self._module, self._pipeline, self._lightning, inputs, run, size)
 
-    def _until_it_works(self, attempt: _Attempt, run: Callable[[], T]) -> T:
+    def _until_it_works(self, attempt: Attempt, run: Callable[[], T]) -> T:
         result, failure = _try(run)
         while failure is not None:
             if attempt.has_stepped():
@@ -128,7 +125,7 @@ class StepRetry:
         """Tell whether a step with inputs of at least this many bytes has worked in the current arrangement."""
         return self._proven.arrangement == self._pipeline.stats.arrangements and size <= self._proven.size
 
-    def _note_success(self, attempt: _Attempt) -> None:
+    def _note_success(self, attempt: Attempt) -> None:
         self._forget_attempt()
         arrangement, proven = self._pipeline.stats.arrangements, self._proven
         before = proven.size if proven.arrangement == arrangement else 0
@@ -157,7 +154,7 @@ class TrainingRetry(StepRetry):
     Arguments and attributes are those of `StepRetry`.
     """
 
-    _attempt: _Attempt | None = None
+    _attempt: Attempt | None = None
 
     @override
     def step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
@@ -173,6 +170,7 @@ class TrainingRetry(StepRetry):
             return output
         attempt.with_gradients = self._pipeline.with_gradients()
         attempt.loss, attempt.lightning_loss = loss, loss.detach().requires_grad_()
+        attempt.lightning_loss.register_post_accumulate_grad_hook(_refuse_other_backward)  # type: ignore[no-untyped-call]
         trainer: Any = self._module.trainer
         if any(overridden([self._module, *trainer.callbacks], _IN_BETWEEN)):
             attempt.watch_hooks()
@@ -205,7 +203,7 @@ class TrainingRetry(StepRetry):
             self._attempt = None
         self._note_success(attempt)
 
-    def _backward(self, attempt: _Attempt, loss: Tensor, run: Callable[[Tensor], None]) -> None:
+    def _backward(self, attempt: Attempt, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         attempt.note_hooks()
         (scale,) = torch.autograd.grad(loss, attempt.lightning_loss)
         value = loss.detach()
@@ -226,7 +224,7 @@ class TrainingRetry(StepRetry):
         else:
             self._until_it_works(attempt, backward)
 
-    def _check_loss(self, attempt: _Attempt) -> None:
+    def _check_loss(self, attempt: Attempt) -> None:
         """Warn if the loss of a step that has run again is another one."""
         first, second = attempt.lightning_loss.detach(), attempt.loss
         if second is not None and not torch.allclose(second.detach(), first, rtol=0, atol=0, equal_nan=True):
@@ -260,101 +258,6 @@ class _Failure(NamedTuple):
     def as_error(self, why: str) -> RuntimeError:
         """Return the error for the user, with the reason why the step does not run again."""
         return self.kind(f"{self.message}\n{why}")
-
-
-class _Attempt:
-    """A step that may have to run again, and the state before it.
-
-    Attributes:
-        run: Runs the step.
-        size: Bytes of its inputs.
-        loss: The loss that it returned, with the module's graph.
-        lightning_loss: The leaf that Lightning got in its place.
-        with_gradients: The parameters that had gradients when the step had run, by identity.
-    """
-
-    loss: Tensor | None = None
-    lightning_loss: Tensor
-    with_gradients: set[int]
-
-    def __init__(
-        self,
-        module: LightningModule,
-        pipeline: Pipeline,
-        lightning: Namespace,
-        inputs: tuple[Any, ...],
-        run: Callable[[], Any],
-        size: int,
-    ) -> None:
-        self.run = run
-        self.size = size
-        self._stats = pipeline.stats
-        self._journal = pipeline.journal
-        self._journal.begin()
-        self._new_gradients = pipeline.new_gradients
-        self._new_gradients.begin()
-        self._steps = self._stats.optimizer_steps, self._stats.steps_in_backward
-        self._device = pipeline.device
-        self._random = RandomStates(self._device)
-        self._takes_its_batch = any(isinstance(value, Iterator) for value in inputs)
-        trainer: Any = module.trainer
-        param_groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        inputs = (*lightning.logged(module), *param_groups, *inputs)
-        self._look = partial(
-            SideEffects, module, inputs, outside=[module._trainer], largest=_LARGEST, trusts_versions=False
-        )
-        self._effects = self._look()
-        self._hooks: SideEffects | None = None
-        self._lost_to_hooks: str | None = None
-        self._redo: Callable[[], None] | None = None
-
-    def watch_hooks(self) -> None:
-        """Look at the state once more: hooks between forward and backward run once, whatever runs again."""
-        self._hooks = self._look()
-
-    def note_hooks(self) -> None:
-        """Note what such hooks have changed, as backward begins."""
-        if self._hooks is None:
-            return
-        self._lost_to_hooks = self._hooks.conclude()
-        changes, random = self._hooks.redo(), RandomStates(self._device)
-        self._hooks = None
-
-        def redo() -> None:
-            changes()
-            random.restore()
-
-        self._redo = redo
-
-    def redo_hooks(self) -> None:
-        """Make the changes of such hooks again, after a forward that ran again."""
-        if self._redo is not None:
-            self._redo()
-
-    def has_stepped(self) -> bool:
-        """Tell whether an optimizer has changed weights since the attempt began."""
-        return self._steps != (self._stats.optimizer_steps, self._stats.steps_in_backward)
-
-    def undo(self) -> str | None:
-        """Restore the state before the attempt that failed, and prepare for the next one to fail, too.
-
-        Returns:
-            What it did that cannot be undone, for the message; None if everything was restored.
-        """
-        if self._takes_its_batch:
-            return "takes its batch from an iterator"
-        self._journal.conclude()
-        if self._journal.lost is not None:
-            return f"writes to weight {self._journal.lost!r}, or takes its `.data`, and a write would happen twice"
-        lost = self._lost_to_hooks or self._effects.conclude()
-        if lost is None:
-            self._effects.undo()
-            self._journal.undo()
-            self._journal.begin()
-            self._new_gradients.begin()
-            self._effects = self._look()
-            self._random.restore()
-        return lost
 
 
 class _Joined(torch.autograd.Function):
@@ -399,6 +302,14 @@ def _try(run: Callable[[], T]) -> tuple[T | None, _Failure | None]:
         if not is_out_of_memory(error):
             raise
         return None, _Failure(torch.OutOfMemoryError, str(error))
+
+
+def _refuse_other_backward(loss: Tensor) -> None:
+    loss.grad = None
+    raise RuntimeError(
+        "`backward()` was called on the loss between `training_step` and Lightning's own backward, where the loss has "
+        "no graph of the model, because the step may have to run again. Call it in `training_step`."
+    )
 
 
 def _loss_in(output: Any) -> Tensor | None:

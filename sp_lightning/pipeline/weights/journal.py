@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.weights.host import as_bytes
@@ -19,7 +20,8 @@ class Journal:
     """Copies weights before they are written to, by a forward or by code around it; optimizers' steps do not count.
 
     Attributes:
-        lost: The name of a weight that was written to, or may have been, and is too large to be copied.
+        lost: The name of a weight that was written to, or may have been, and was not copied: it is too large, or is
+            not streamed.
     """
 
     def __init__(self) -> None:
@@ -27,6 +29,7 @@ class Journal:
         self._is_open = False
         self._before: dict[int, tuple[Weight, Tensor]] = {}
         self._not_copied: dict[int, tuple[Weight, _Sample]] = {}  # others have an alias, which they may only read
+        self._elsewhere: list[tuple[str, nn.Parameter, int]] = []
         self._left = 0
 
     def begin(self) -> None:
@@ -37,8 +40,18 @@ class Journal:
     def end(self) -> None:
         """Forget everything: the step will not run again."""
         self.lost, self._is_open = None, False
+        self._elsewhere.clear()
         self._before.clear()
         self._not_copied.clear()
+
+    def note_elsewhere(self, parameters: Callable[[], dict[str, nn.Parameter]]) -> None:
+        """Note the versions of parameters that are not streamed, once units are arranged for the step.
+
+        Args:
+            parameters: Returns them by name.
+        """
+        if self._is_open and not self._elsewhere:
+            self._elsewhere = [(name, parameter, parameter._version) for name, parameter in parameters().items()]
 
     def note(self, weight: Weight) -> None:
         """Note that a master is about to be written to, or may be."""
@@ -69,6 +82,10 @@ class Journal:
             if now.version != before.version or not torch.equal(now.values, before.values):
                 self.lost = weight.name
         self._not_copied.clear()
+        for name, parameter, version in self._elsewhere:
+            if parameter._version != version:
+                self.lost = name
+        self._elsewhere.clear()
 
     def undo(self) -> None:
         """Give weights back the values that they had when the step began."""
