@@ -48,6 +48,14 @@ ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT = replace(
     plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False, set_to_none=True),
 )
 
+# Found once: backward unpacks weights of a unit that it has not reached, as its frozen part has no graph of its own.
+FROZEN_IN_A_CHECKPOINT = replace(
+    TWICE_IN_A_REENTRANT_CHECKPOINT,
+    trees=[("checkpoint", [("leaf", "block"), ("frozen", ("leaf", "block"))])],
+    units=None,
+    plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False, set_to_none=False),
+)
+
 # Found once: a frozen unit whose checkpoint writes to its weight in backward makes way for another one at once.
 WRITTEN_IN_BACKWARD_AND_EVICTED = replace(
     TWICE_IN_A_REENTRANT_CHECKPOINT,
@@ -70,6 +78,7 @@ WRITTEN_IN_BACKWARD_AND_EVICTED = replace(
 @given(examples())
 @hypothesis_example(TWICE_IN_A_REENTRANT_CHECKPOINT)
 @hypothesis_example(ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT)
+@hypothesis_example(FROZEN_IN_A_CHECKPOINT)
 def test_random_graphs_are_exact(example: Example) -> None:
     """No graph, order, size of the window or policy for activations changes a number."""
     note(str(example))

@@ -16,6 +16,7 @@ import torch
 from sp_lightning.pipeline._private import graph_task, in_backward, when_backward_ends
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.modules.at_work import EngineAtWork
+from sp_lightning.pipeline.modules.resting import wake
 from sp_lightning.pipeline.modules.swap import swap_in, swap_out
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.device import Group
@@ -132,6 +133,7 @@ class BackwardPass:
 
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
+        wake(twin)
         group = twin.group
         is_expected = group.kept or group in self.in_use
         if self.running and is_expected and group.readable and not group.suspect:

@@ -194,7 +194,9 @@ class SavedTensors:
         """
         if isinstance(packed, _Delegated):
             tensor = packed.unpack(packed.packed)
-            if (twin := self.twins.get(storage_key(tensor))) is not None:
+            with without_torch_function():
+                twin = self.twins.get(storage_key(tensor))
+            if twin is not None:
                 self.require(twin)
             return tensor
         if isinstance(packed, Kept):
