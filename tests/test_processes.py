@@ -202,6 +202,15 @@ class Frozen(Base):
         self.blocks[:2].requires_grad_(self.current_epoch > 0)
 
 
+class Watched(Silent):
+    """Hooks in the first process alone look at gradients, as those of `WandbLogger.watch` do."""
+
+    def on_fit_start(self) -> None:
+        if self.global_rank == 0:
+            for parameter in self.parameters():
+                parameter.register_hook(lambda gradient: None)
+
+
 class Newton(Base):
     """LBFGS calls forward and backward as often as it likes."""
 
@@ -213,6 +222,8 @@ def modules() -> None:
     for make in (LeftOut, LeftOutSilently, InOtherOrders, NobodyUses, Synced, Frozen, Newton):
         assert_as_ddp(make)
         torch.manual_seed(0)
+    for accumulate in (1, 2):
+        assert_as_ddp(Watched, accumulate_grad_batches=accumulate)
     assert_as_ddp(Adversaries)
 
 

@@ -4,8 +4,7 @@ It takes place on the device, before gradients leave it, and in the dtype of the
 piece of memory in which they leave, and there scaled and all-reduced, with one operation each for a stretch of one
 dtype. The processes first have to agree whose turn it is (agreement.py). While backward runs, one turn is under way.
 
-Gradients that a user's hook must see, and sparse ones, are averaged in each micro-batch; all others once, with the last
-micro-batch, as sums (unaveraged.py).
+Sparse gradients are averaged in each micro-batch; all others once, with the last micro-batch, as sums (unaveraged.py).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import tensor_hooks
 from sp_lightning.pipeline.gradients.agreement import Agreement
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.gradients.landing import GradientPiece, Pieces, unit_of
@@ -92,9 +90,10 @@ class Averaging:
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
-    def is_due(self, weight: Weight) -> bool:
-        """Tell whether a gradient is averaged in this backward pass, and not in that of a later micro-batch."""
-        return not self.replicas.accumulates or bool(tensor_hooks(weight.master))
+    @property
+    def is_due(self) -> bool:
+        """Whether gradients are averaged in this backward pass, and not in that of a later micro-batch."""
+        return not self.replicas.accumulates
 
     def average(self, gradients: Mapping[Weight, Tensor]) -> Iterator[Averaged]:
         """Start averaging gradients while backward runs.
@@ -210,7 +209,8 @@ class Averaging:
         """
         sums = self.unaveraged.take(turn)
         parts = [
-            [found.pop(weight) for found in (sums, self._unshipped(weight), left) if weight in found] for weight in turn
+            [found.pop(weight) for found in (sums, self._gathered.get(weight.unit, {}), left) if weight in found]
+            for weight in turn
         ]
         layout = GradientLayout.in_master_dtypes(turn)
         piece = self._pieces.take(layout.nbytes) if unit_of(turn) is not None else self._pieces.make(layout.nbytes)
@@ -220,10 +220,6 @@ class Averaging:
             flat.mul_(1 / self.replicas.count)
             works.append(dist.all_reduce(flat, async_op=True))
         self._under_way = Averaged(layout, piece), works
-
-    def _unshipped(self, weight: Weight) -> dict[Weight, Tensor]:
-        """Return what the weight's unit has gathered and not shipped, if the weight's gradient is due."""
-        return self._gathered.get(weight.unit, {}) if self.is_due(weight) else {}
 
 
 def _write_sums(targets: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:

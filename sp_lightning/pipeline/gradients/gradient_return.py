@@ -121,7 +121,8 @@ class GradientReturn:
         together = max((unit.group.unit_count for unit in units), default=1)
         self._landing_buffers = LandingBuffers(backend, pin, few_landing_buffers(len(units), together))
         self.gradients = HostGradients(self._homes, backend, stats)
-        self._sums = Sums(self.gradients, self._homes, backend, stats)
+        replicas = None if replicated is None else replicated.replicas
+        self._sums = Sums(self.gradients, self._homes, backend, stats, replicas)
         self._averaging: Averaging | None = None
         if replicated is not None:
             unaveraged = Unaveraged(replicated.replicas, self.gradients, backend, stats)
@@ -210,17 +211,12 @@ class GradientReturn:
         gathered = self._gathered.pop(unit)
         if not gathered:  # another process's turn has taken it already
             return
-        if self._averaging is None:
-            self._send(self._put_together(unit, gathered))
+        if self._averaging is not None and self._averaging.is_due:
+            self._ship_averaged(self._averaging.average(gathered))
             return
-        now = {weight: gradient for weight, gradient in gathered.items() if self._averaging.is_due(weight)}
-        later = {weight: gradient for weight, gradient in gathered.items() if weight not in now}
-        if later:
-            self._ship_averaged(self._averaging.complete())  # its piece may be the next to be taken
-            self._averaging.unaveraged.note(later)
-            self._send(self._put_together(unit, later))
-        if now:
-            self._ship_averaged(self._averaging.average(now))
+        if self._averaging is not None:
+            self._averaging.unaveraged.note(gathered)
+        self._send(self._put_together(unit, gathered))
 
     def _ship_averaged(self, turns: Iterable[Averaged]) -> None:
         for turn in turns:

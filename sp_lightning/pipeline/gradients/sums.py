@@ -6,7 +6,7 @@ those that are added to what the user has converted, are added when backward has
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from sp_lightning.pipeline._private import tensor_hooks, without_torch_function
 from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.landing import Shipment
+from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.trace import Kind
@@ -32,18 +33,27 @@ class Sums:
         homes: The memory in which they stay.
         backend: Has the thread for work on host memory.
         stats: Counters.
+        replicas: The processes that gradients are averaged with, if there are any.
 
     Attributes:
         held: Weights with a gradient that is added to, and that somebody else holds, too: they could see when exactly
             it changes, so backward has to wait for the sum.
     """
 
-    def __init__(self, gradients: HostGradients, homes: Homes, backend: Backend, stats: Stats) -> None:
+    def __init__(
+        self,
+        gradients: HostGradients,
+        homes: Homes,
+        backend: Backend,
+        stats: Stats,
+        replicas: Replicas | None = None,
+    ) -> None:
         self.held: set[Weight] = set()
         self._gradients = gradients
         self._homes = homes
         self._backend = backend
         self._stats = stats
+        self._replicas = replicas
         self._held_back: dict[Weight, list[Tensor]] = {}
         self._totals: dict[Weight, Tensor] = {}
 
@@ -73,7 +83,7 @@ class Sums:
         assert shipment.buffer is not None
         additions, after = [], [shipment.ticket, *self._gradients.tickets_of(shipment.weights)]
         for weight, arrived in zip(shipment.weights, shipment.arrived, strict=True):
-            if tensor_hooks(weight.master) or _is_other_kind(weight):  # users' hooks must not run in the thread
+            if self._hooks_of(weight) or _is_other_kind(weight):  # users' hooks must not run in the thread
                 self._held_back.setdefault(weight, []).append(torch.empty_like(weight.host))
                 additions.append(_Addition(self._held_back[weight][-1], None, arrived, onto=False))
             else:
@@ -115,11 +125,16 @@ class Sums:
     def conclude(self, weight: Weight, sparse: Sequence[Tensor]) -> None:
         """Add what was held back, and what is sparse, when backward has ended; make the sum the weight's gradient."""
         for gradient in self._held_back.get(weight, ()):
-            self._add_now(weight, _run_hooks(weight, gradient))
+            self._add_now(weight, _run_hooks(self._hooks_of(weight), gradient))
         for gradient in sparse:
-            self._add_sparse(weight, _run_hooks(weight, gradient))
+            self._add_sparse(weight, _run_hooks(tensor_hooks(weight.master), gradient))
         if weight in self._totals and self._totals[weight] is not weight.master.grad:
             self._gradients.keep(weight, self._totals[weight])
+
+    def _hooks_of(self, weight: Weight) -> list[Callable[[Tensor], Tensor | None]]:
+        """Return the user's hooks to run on gradients that arrive: they see averages, and no part of one."""
+        awaits_average = self._replicas is not None and self._replicas.accumulates
+        return [] if awaits_average else tensor_hooks(weight.master)
 
     def _add_now(self, weight: Weight, gradient: Tensor) -> None:
         total = self._totals.get(weight, weight.master.grad)
@@ -181,9 +196,9 @@ def _is_other_kind(weight: Weight) -> bool:
     return (gradient.dtype, gradient.device, gradient.stride()) != (like.dtype, like.device, like.stride())
 
 
-def _run_hooks(weight: Weight, gradient: Tensor) -> Tensor:
-    """Run the user's hooks on the master, and return what they make of its gradient."""
-    for hook in tensor_hooks(weight.master):
+def _run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
+    """Run hooks, and return what they make of a gradient."""
+    for hook in hooks:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient

@@ -315,15 +315,12 @@ def pretend_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_piece_is_not_filled_before_it_was_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a micro-batch that is accumulated, a hook's gradient alone is averaged: that of the next unit but one came."""
+    """The gradients of the next unit but one came."""
     pretend_two_processes(monkeypatch)
     backend = RecordingBackend()
     units = [place([torch.ones(50)], backend, name=f"unit {index}") for index in range(3)]
     weights = [made.weights[0] for made in units]
-    weights[0].master.register_hook(lambda gradient: None)
-    replicas = Replicas()
-    replicas.accumulates = True
-    returns = way_home(*units, backend=backend, replicated=ReplicatedWeights(replicas, weights, [], lambda: 0))
+    returns = way_home(*units, backend=backend, replicated=ReplicatedWeights(Replicas(), weights, [], lambda: 0))
     for index, made in enumerate(units):
         (made.twins[0].parameter * (index + 1)).sum().backward()
     returns.finish()

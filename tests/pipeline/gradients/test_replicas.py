@@ -131,7 +131,7 @@ def parameters_that_stay_on_the_device() -> None:
 
 
 class Hooked(nn.Module):
-    """A user's hook masks a gradient: it is called in each backward pass, with what was averaged."""
+    """A user's hook masks a gradient: it is called with what was averaged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,8 @@ def _mask(weight: nn.Parameter) -> None:
 
 
 def hooks_on_weights() -> None:
-    assert_averages(Hooked)
+    for accumulate in (1, 2):
+        assert_averages(Hooked, accumulate=accumulate)
     assert_averages(HookedInOne)
 
 
