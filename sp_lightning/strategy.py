@@ -291,7 +291,8 @@ class SuperpipelineMixin(ProcessesMixin):
         if self.pipeline is None or self._steps is None:
             return run()
         self.begin_step(self.pipeline)
-        return self._steps.evaluation_step((*args, *kwargs.values()), run)
+        with self.evaluation(self.pipeline):
+            return self._steps.evaluation_step((*args, *kwargs.values()), run)
 
     @override
     def optimizer_step(

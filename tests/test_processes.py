@@ -244,6 +244,42 @@ def evaluation() -> None:
     assert_as_ddp(Synced, lambda trainer, module: (drive(trainer, module), fit(trainer, module)))
 
 
+class Adapts(Silent):
+    """Test-time adaptation: evaluation steps take optimizer steps, and those of validation are undone."""
+
+    def adapt(self, batch: Any) -> Tensor:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        with torch.enable_grad():
+            loss = self.loss(batch) * (1 + self.global_rank)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        before = {name: weight.clone() for name, weight in self.named_parameters()}
+        self.note("adapted loss", self.adapt(batch))
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                weight.copy_(before[name])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("adapted loss", self.adapt(batch))
+
+
+def backward_in_evaluation_steps() -> None:
+    """Each process adapts by itself, and one has fewer batches than the other."""
+
+    def drive(trainer: L.Trainer, module: Base) -> None:
+        own = loader(2 + dist.get_rank())
+        trainer.fit(module, loader(), own)
+        trainer.test(module, own, verbose=False)
+
+    arguments = {"use_distributed_sampler": False, "inference_mode": False}
+    assert_as_ddp(Adapts, drive, **arguments)
+    assert_as_ddp(Adapts, drive, accumulate_grad_batches=2, val_check_interval=1, **arguments)
+
+
 def different_seeds() -> None:
     """All begin with the first one's weights, and end with the same."""
     torch.manual_seed(dist.get_rank())
@@ -337,6 +373,7 @@ def test_trainer() -> None:
     in_processes(
         [
             evaluation,
+            backward_in_evaluation_steps,
             different_seeds,
             averaged_weights,
             collectives,

@@ -139,11 +139,12 @@ class Assembly:
 
     def _replicated_weights(self) -> ReplicatedWeights | None:
         lasting, weights = self._lasting, self.arrangement.weights_by_master
-        if lasting.replicas is None:
+        replicas, stats = lasting.replicas, lasting.stats
+        if replicas is None:
             return None
         in_order = [weights[id(parameter)] for parameter in lasting.module.parameters() if id(parameter) in weights]
         elsewhere = list(self.arrangement.unmanaged.values())
-        return ReplicatedWeights(lasting.replicas, in_order, elsewhere, lambda: lasting.stats.optimizer_steps)
+        return ReplicatedWeights(replicas, in_order, elsewhere, lambda: stats.optimizer_steps - replicas.steps_alone)
 
     # ------------------------------------------------------------------------------------ installing and uninstalling
 

@@ -149,8 +149,13 @@ class ProcessesMixin(_Base):
             self.replicas.accumulates = False
 
     def begin_run(self, trains: bool) -> None:
-        """Prepare for steps. Buffers are shared only in training, where all processes see equally many batches."""
+        """Prepare for steps.
+
+        Only in training are buffers shared and gradients averaged: there all processes see equally many batches.
+        """
         self._buffers_due = trains
+        if self.replicas is not None:
+            self.replicas.averages = trains
 
     def begin_step(self, pipeline: Pipeline) -> None:
         """Give all processes the first one's buffers, as DDP does.
@@ -161,6 +166,24 @@ class ProcessesMixin(_Base):
             if self._buffers_due:
                 pipeline.share_buffers()
             self._buffers_due = torch.is_grad_enabled() and not self.replicas.accumulates
+
+    @contextmanager
+    def evaluation(self, pipeline: Pipeline) -> Generator[None, None, None]:
+        """Open a scope for an evaluation step, whose backward passes and optimizer steps are this process's own.
+
+        DDP, too, averages gradients in training steps alone.
+        """
+        replicas = self.replicas
+        if replicas is None:
+            yield
+            return
+        averaged, steps_before = replicas.averages, pipeline.stats.optimizer_steps
+        replicas.averages = False
+        try:
+            yield
+        finally:
+            replicas.averages = averaged
+            replicas.steps_alone += pipeline.stats.optimizer_steps - steps_before
 
     @property
     def _is_connected(self) -> bool:

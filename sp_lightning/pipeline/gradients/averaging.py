@@ -45,8 +45,8 @@ class ReplicatedWeights(NamedTuple):
         replicas: The processes.
         weights: All weights, in the same order in all processes.
         unmanaged: Parameters that the engine does not manage: autograd accumulates their gradients on the device.
-        steps_taken: Returns the number of optimizer steps taken, which must be the same in all processes whenever
-            gradients are averaged.
+        steps_taken: Returns the number of optimizer steps taken, those of one process alone not counted: it must be the
+            same in all processes whenever gradients are averaged.
     """
 
     replicas: Replicas
@@ -92,8 +92,8 @@ class Averaging:
 
     @property
     def is_due(self) -> bool:
-        """Whether gradients are averaged in this backward pass, and not in that of a later micro-batch."""
-        return not self.replicas.accumulates
+        """Whether gradients are averaged in this backward pass, and not in that of a later micro-batch, or never."""
+        return self.replicas.averages and not self.replicas.accumulates
 
     def average(self, gradients: Mapping[Weight, Tensor]) -> Iterator[Averaged]:
         """Start averaging gradients while backward runs.

@@ -128,6 +128,12 @@ class GradientReturn:
             unaveraged = Unaveraged(replicated.replicas, self.gradients, backend, stats)
             self._averaging = Averaging(replicated, unaveraged, self._gathered, self._pieces)
 
+    @property
+    def _averaging_now(self) -> Averaging | None:
+        """What averages gradients; None also while this process runs backward alone."""
+        averages = self._averaging is not None and self._averaging.replicas.averages
+        return self._averaging if averages else None
+
     # ----------------------------------------------------------------------------------- gathering, while backward runs
 
     def follow_requires_grad(self, twin: Twin) -> None:
@@ -242,13 +248,13 @@ class GradientReturn:
 
     def fetch_sums(self, unit: Unit) -> None:
         """Fetch the sums of a unit that backward has reached: it needs them on the device when it leaves the unit."""
-        if self._averaging is not None:
-            self._averaging.unaveraged.fetch(unit)
+        if self._averaging_now is not None:
+            self._averaging_now.unaveraged.fetch(unit)
 
     def check_averaged(self, weights: Iterable[Weight]) -> None:
         """Raise if a weight that is about to be stepped has a gradient that was not averaged over processes."""
-        if self._averaging is not None:
-            self._averaging.unaveraged.check_averaged(weights)
+        if self._averaging_now is not None:
+            self._averaging_now.unaveraged.check_averaged(weights)
 
     # ---------------------------------------------------------------------------------------------- sending to the host
 
@@ -352,10 +358,11 @@ class GradientReturn:
                 takes part only if one has: `torch.autograd.grad` in some processes does not concern the others.
         """
         self.ship_all_but([])
-        if self._averaging is not None and (takes_part or self._arrived or self._averaging.has_unmanaged()):
-            self._ship_averaged(self._averaging.finish(self._sparse))
-            self._sparse = self._averaging.average_sparse(self._sparse)
-            self._averaging.average_unmanaged()
+        averaging = self._averaging_now
+        if averaging is not None and (takes_part or self._arrived or averaging.has_unmanaged()):
+            self._ship_averaged(averaging.finish(self._sparse))
+            self._sparse = averaging.average_sparse(self._sparse)
+            averaging.average_unmanaged()
         self.stepper.end_of_backward()
         self._conclude()
         self._forget()

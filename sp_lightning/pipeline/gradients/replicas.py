@@ -26,8 +26,11 @@ class Replicas:
 
     Attributes:
         count: Number of processes.
+        averages: Whether gradients are averaged. If not, backward passes are each process's own, and others need not
+            run one.
         accumulates: Whether a later micro-batch will add to the gradients of the backward passes that run now.
         passes: Number of backward passes that this process has taken part in.
+        steps_alone: Number of optimizer steps taken while gradients were not averaged.
         summed_here: Masters, by identity, whose gradients are sums that were not averaged over processes yet.
     """
 
@@ -35,8 +38,10 @@ class Replicas:
         self.host_group = host_group
         self.on_this_machine = on_this_machine
         self.count = dist.get_world_size()
+        self.averages = True
         self.accumulates = False
         self.passes = 0
+        self.steps_alone = 0
         self.summed_here: set[int] = set()
 
     @torch.no_grad()
@@ -47,6 +52,7 @@ class Replicas:
             ValueError: The processes have built different models, or a weight has no values on the host.
         """
         self.summed_here.clear()
+        self.steps_alone = 0
         for name, parameter in module.named_parameters():
             check_parameter(name, parameter, on_meta=False)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -133,7 +133,8 @@ class Sums:
 
     def _hooks_of(self, weight: Weight) -> list[Callable[[Tensor], Tensor | None]]:
         """Return the user's hooks to run on gradients that arrive: they see averages, and no part of one."""
-        awaits_average = self._replicas is not None and self._replicas.accumulates
+        replicas = self._replicas
+        awaits_average = replicas is not None and replicas.averages and replicas.accumulates
         return [] if awaits_average else tensor_hooks(weight.master)
 
     def _add_now(self, weight: Weight, gradient: Tensor) -> None:

@@ -223,6 +223,30 @@ def sums_that_were_dropped() -> None:
     assert_same_trace(*traces)
 
 
+def a_pass_of_one_process_alone() -> None:
+    """It is not averaged, nobody waits for it, and hooks see it, also between micro-batches."""
+    if dist.get_rank() == 0:
+        return
+    traces = []
+    with mock.patch.object(Replicas, "broadcast_module"):  # takes all processes
+        for streamed in (False, True):
+            torch.manual_seed(0)
+            model, replicas = Hooked(), Replicas()
+            pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2), replicas=replicas) if streamed else None
+            replicas.averages, replicas.accumulates = False, True
+            optimizer = SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                model(torch.randn(5, WIDTH)).square().mean().backward()
+            trace: Trace = {}
+            note_gradients(trace, "step", dict(model.named_parameters()))
+            optimizer.step()
+            note_state(trace, "end", model, [optimizer])
+            traces.append(trace)
+            if pipeline is not None:
+                pipeline.detach()
+    assert_same_trace(*traces)
+
+
 class Elsewhere(nn.Module):
     """In one process a weight is used outside of its unit, and so has left it: units differ from then on."""
 
@@ -308,6 +332,7 @@ def test_single_things() -> None:
             accumulation,
             gradients_that_were_read_in_between,
             sums_that_were_dropped,
+            a_pass_of_one_process_alone,
             other_units,
             as_few_operations_as_possible,
             buffers_of_the_first,
