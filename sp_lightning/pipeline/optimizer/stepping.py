@@ -185,7 +185,9 @@ class UnitStep:
                 self._runs.append(Run(neighbors, inputs.states, self._flat_state))
             else:
                 self._singles.append(Single(first))
-        self._last_layout = self._layout(update, inputs)
+        makes_state = any(candidate.is_first_step for candidate in candidates)
+        # state that is forgotten after a first step, and made once more, must not be made where it was
+        self._last_layout = [] if makes_state else self._layout(update, inputs)
 
     def _candidate(
         self, index: int, memory: Tensor, gradient: Tensor, state: State, copy: Tensor | None, update: _Update

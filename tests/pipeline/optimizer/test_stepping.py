@@ -433,6 +433,21 @@ def test_param_groups_of_an_optimizer() -> None:
     Pair(make).run()
 
 
+def test_state_that_is_forgotten_after_a_first_step_is_made_elsewhere() -> None:
+    """Whoever still holds the former can set it again."""
+    pair = Pair(ADAMW)
+    kept: tuple[list[Tensor], list[Tensor]] = [], []
+    for _ in range(2):
+        pair.make_gradients()
+        pair.theirs.step()
+        pair.step_ours()
+        for held, optimizer in zip(kept, (pair.ours, pair.theirs), strict=True):
+            held += [value for state in optimizer.state.values() for value in state.values()]
+            optimizer.state.clear()
+    for mine, plain in zip(*kept, strict=True):
+        assert_same(mine, plain)
+
+
 def test_two_optimizers_share_a_unit() -> None:
     pair = Pair(ADAMW)
     half = len(pair.masters) // 2
