@@ -113,17 +113,26 @@ class Calls:
         try:
             self._begin(member)
             pushed = self._saved.push()
-            if autocast is not None and self._under_autocast.needs_watching(member):
-                output = self._under_autocast.run_watched(member, forward, args, kwargs)
-            elif member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
-                output = run_uncompiled(forward, *args, **kwargs)
-            else:
-                output = forward(*args, **kwargs)
-            return self._announce(member, output, number)
+            # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
+            return self._announce(member, self._compute(member, forward, args, kwargs, autocast), number)
         finally:
             if pushed:
                 self._saved.pop()
             self._leave(member)
+
+    def _compute(
+        self,
+        member: Member,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: torch.dtype | None,
+    ) -> Any:
+        if autocast is not None and self._under_autocast.needs_watching(member):
+            return self._under_autocast.run_watched(member, forward, args, kwargs)
+        if member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
+            return run_uncompiled(forward, *args, **kwargs)
+        return forward(*args, **kwargs)
 
     def abandon(self) -> None:
         """Clean up after an exception has ended all calls."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.modules.resting import RestingLeaf
 from tests.helpers import Run, assert_same_story, attached, note_state, sgd
-from tests.zoo.blocks import WIDTH, Chain, chain
+from tests.zoo.blocks import WIDTH, Block, Chain, chain
 
 
 def weights_of(model: nn.Module) -> list[nn.Parameter]:
@@ -118,3 +118,22 @@ def test_views_that_outlive_the_forward_are_warned_of() -> None:
         used.clear()
         with attached(chain(4)) as pipeline:
             pipeline.module(Run.rows(0)).sum().backward()
+
+
+class Tokens(nn.Module):
+    """Returns a view of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tokens.expand(len(x), -1)
+
+
+def test_views_that_are_returned_are_no_reason_to_warn() -> None:
+    """They are cloned."""
+    model = Chain([Tokens(), *chain(3).blocks])
+    with warnings.catch_warnings(), attached(model, units=[Tokens, Block], k=1):
+        warnings.simplefilter("error")
+        model(Run.rows(0)).sum().backward()
