@@ -22,11 +22,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    runtime, kernels = build(tmp_path_factory.mktemp("second_device"))
+    before_torch, kernels = build(tmp_path_factory.mktemp("second_device"))
     return {
         **os.environ,
         "SECOND_DEVICE": str(kernels),
-        "LD_PRELOAD": str(runtime),
+        "LD_PRELOAD": ":".join(map(str, before_torch)),
         "CUDA_VISIBLE_DEVICES": "0",  # as many as the runtime says there are, whatever the machine has
     }
 
@@ -83,6 +83,34 @@ def test_a_race_is_seen(breaking: str, environment: dict[str, str]) -> None:
     ended = run(environment, "-c", UNORDERED.format(breaking=breaking))
     assert ("RACE" in ended.stderr) == bool(breaking), ended.stderr[-2_000:]
     assert (ended.returncode != 0) == bool(breaking)
+
+
+CONFIGURED = """
+import torch
+import tests
+from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
+
+torch.cuda.init()
+AcceleratorBackend(torch.device("cuda", 0)).close()
+print(torch.ones(1 << 23, device="cuda").sum().item() == 1 << 23)
+print(torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "configured"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512"),
+        ({"SECOND_DEVICE_MAPS": "0"}, "expandable_segments:False"),
+    ],
+    ids=["nothing", "by the user", "without support"],
+)
+def test_how_memory_is_allocated(setting: dict[str, str], configured: str, environment: dict[str, str]) -> None:
+    """Free memory is mapped to where it is needed, if the device can do that and the user has asked for nothing."""
+    ended = run({**environment, **setting}, "-c", CONFIGURED)
+    assert ended.stdout.split() == ["True", configured], ended.stderr[-2_000:]
 
 
 @pytest.mark.slow

@@ -330,6 +330,35 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
     return not of_torch or not (own is None or of_a_scheduler)
 
 
+def use_expandable_segments(unused: torch.cuda.Stream) -> None:
+    """Have torch's allocator map freed memory to where it is needed next, unless the user has configured it.
+
+    It would otherwise cut what stays from large free blocks, whose rest is too small for what is as large again. Public
+    is an environment variable alone, which the user would have to set before torch is imported.
+
+    Args:
+        unused: A stream for which nothing was allocated before: some virtual devices cannot map memory, and only say so
+            when memory is asked for.
+    """
+    if sys.platform != "linux" or torch.version.cuda is None or torch.cuda.get_allocator_backend() != "native":
+        return
+    if torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]:
+        return
+    _configure_allocator("expandable_segments:True")
+    try:
+        with torch.cuda.stream(unused):
+            torch.empty(1, device=unused.device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        _configure_allocator("expandable_segments:False")
+
+
+def _configure_allocator(settings: str) -> None:
+    newer, older = "_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings"
+    getattr(torch._C, newer if hasattr(torch._C, newer) else older)(settings)
+
+
 def hide_from_dynamo(modules: Iterable[str]) -> None:
     """Make `torch.compile` skip the code in these modules, but compile what that code calls.
 

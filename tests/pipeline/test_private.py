@@ -51,6 +51,7 @@ from sp_lightning.pipeline._private import (
     storage_key,
     tensor_hooks,
     top_saved_tensor_hooks,
+    use_expandable_segments,
     users_of_storage,
     users_of_tensor,
     weak_storage,
@@ -634,3 +635,17 @@ def test_attributes_that_torch_relies_on_across_its_packages() -> None:
         register(hook := lambda *_: None)
         assert [*hooks.values()] == [hook]
     assert base[0]._base is base
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA, and has no allocator for it")
+def test_the_allocators_settings_can_be_asked_and_told() -> None:
+    """Those of the user stay; what becomes of others, tests of the second device show."""
+    before = torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
+    try:
+        _private._configure_allocator("max_split_size_mb:512")
+        use_expandable_segments(Mock())
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    finally:
+        _private._configure_allocator(before)
+    assert settings["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512"
+    assert settings["max_split_size"] == 512 << 20

@@ -1,6 +1,7 @@
 """A GPU whose memory is the host's: what would need CUDA runs here, too, on torch's own code for CUDA.
 
 - `runtime.cpp` is loaded before CUDA's own runtime: memory, streams, events, copies, and a detector of races;
+- `management.cpp` is loaded beside it, in place of the library that tells about the devices of a machine;
 - `kernels.cpp` has the CPU's kernels, over the memory of the device, instead of CUDA's;
 - `build.py` compiles both, with two headers in `include` that CUDA's compiler would bring;
 - `device.py` has a process use them;

@@ -1,4 +1,4 @@
-"""Compiles the device: two libraries, in a folder of the caller's."""
+"""Compiles the device: three libraries, in a folder of the caller's."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ def why_not() -> str | None:
     return None
 
 
-def build(folder: Path) -> tuple[Path, Path]:
+def build(folder: Path) -> tuple[list[Path], Path]:
     """Compile it, which takes about half a minute.
 
     Returns:
-        The library to load before torch, and the one with the kernels, for `torch.ops.load_library`.
+        The libraries to load before torch, and the one with the kernels, for `torch.ops.load_library`.
     """
-    runtime, kernels = folder / "runtime.so", folder / "kernels.so"
+    runtime, management, kernels = folder / "runtime.so", folder / "management.so", folder / "kernels.so"
     assert _COMPILER is not None
     general = [_COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{SOURCES / 'include'}"]
     general += [f"-I{path}" for path in _cuda_headers()]
-    # torch opens the driver's library by its name, and finds the one that is there
+    # torch opens the driver's libraries by their names, and finds those that are there
     command_for_runtime = [*general, "-Wl,-soname,libcuda.so.1", SOURCES / "runtime.cpp", "-o", runtime, "-lpthread"]
+    command_for_management = [*general, "-Wl,-soname,libnvidia-ml.so.1", SOURCES / "management.cpp", "-o", management]
     torch_flags = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     libraries = [f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")]
     command_for_kernels = [*general, SOURCES / "kernels.cpp", "-o", kernels, *torch_flags, *libraries]
-    for command in (command_for_runtime, command_for_kernels):
+    for command in (command_for_runtime, command_for_management, command_for_kernels):
         subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True)
-    return runtime, kernels
+    return [runtime, management], kernels
 
 
 def _cuda_headers() -> list[Path]:

@@ -7,7 +7,9 @@
 // came out right this time. What the host does with memory that a copy is still to read or write shows in the numbers,
 // but for copies that a kernel has come after: these are done. (LaggingBackend in tests/pipeline/weights sees to those.)
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -426,6 +428,53 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, c
   return cudaSuccess;
 }
 
+// ------------------------------------------------------------- memory that is mapped into addresses (the driver's)
+
+// torch maps what it creates once, and releases it after that: the address gets its memory when it is mapped.
+EXPORT CUresult cuMemAddressReserve(CUdeviceptr* address, size_t size, size_t, CUdeviceptr, unsigned long long) {
+  void* memory = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  *address = reinterpret_cast<CUdeviceptr>(memory);
+  return memory == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
+  munmap(reinterpret_cast<void*>(address), size);
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size, const CUmemAllocationProp* properties,
+                            unsigned long long) {
+  static bool maps = number_from_environment("SECOND_DEVICE_MAPS", 1);
+  if (!maps) return CUDA_ERROR_NOT_SUPPORTED;
+  std::unique_lock lock(mutex);
+  int device = properties->location.id;
+  if (allocated[device] + size > total_memory()) return CUDA_ERROR_OUT_OF_MEMORY;
+  allocated[device] += size;
+  *handle = reinterpret_cast<uintptr_t>(new std::pair<int, size_t>(device, size));
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  std::unique_lock lock(mutex);
+  auto* created = reinterpret_cast<std::pair<int, size_t>*>(handle);
+  allocated[created->first] -= created->second;
+  delete created;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemMap(CUdeviceptr address, size_t size, size_t, CUmemGenericAllocationHandle handle,
+                         unsigned long long) {
+  std::unique_lock lock(mutex);
+  mprotect(reinterpret_cast<void*>(address), size, PROT_READ | PROT_WRITE);
+  regions[address] = {address + size, cudaMemoryTypeDevice, reinterpret_cast<std::pair<int, size_t>*>(handle)->first};
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+EXPORT CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
+  std::unique_lock lock(mutex);
+  wait_for(lock, all_given());
+  auto* memory = reinterpret_cast<void*>(address);
+  mmap(memory, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  regions.erase(address);
+  return CUDA_SUCCESS;
+}
+
 // ------------------------------------------------------------------------------------------------------- copies
 
 EXPORT cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t size, cudaMemcpyKind, cudaStream_t given) {
@@ -581,11 +630,16 @@ cudaError_t second_of_many(cudaStream_t stream, cudaStreamCaptureStatus* status)
 }
 EXPORT cudaError_t entry_point(const char*, void** function, unsigned int, unsigned long long, int* result)
     __asm__("cudaGetDriverEntryPointByVersion");
-cudaError_t entry_point(const char*, void** function, unsigned int, unsigned long long, int* result) {
-  static const auto nothing = [] { return 801; };  // CUDA_ERROR_NOT_SUPPORTED
-  *function = reinterpret_cast<void*>(+nothing);
+cudaError_t entry_point(const char* name, void** function, unsigned int, unsigned long long, int* result) {
+  static const auto nothing = [] { return CUDA_ERROR_NOT_SUPPORTED; };
+  *function = dlsym(RTLD_DEFAULT, name);
+  if (*function == nullptr) *function = reinterpret_cast<void*>(+nothing);
   if (result != nullptr) *result = 0;
   return cudaSuccess;
 }
-EXPORT int cuDevicePrimaryCtxGetState(int, unsigned int*, int* active) { return *active = 1, 0; }
-EXPORT int cuGetErrorString(int, const char** text) { return *text = "an error of the driver", 0; }
+EXPORT CUresult cuDeviceGet(CUdevice* device, int number) { return *device = number, CUDA_SUCCESS; }
+EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { return *value = 0, CUDA_SUCCESS; }
+EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned int*, int* active) { return *active = 1, CUDA_SUCCESS; }
+EXPORT CUresult cuGetErrorString(CUresult, const char** text) {
+  return *text = "an error of the driver", CUDA_SUCCESS;
+}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from sp_lightning.pipeline._private import use_expandable_segments
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.cores import ANYWHERE, HostCores
 from sp_lightning.pipeline.transfer.lanes import Origin, Ticket
@@ -83,6 +84,8 @@ class AcceleratorBackend(Backend):
             self._up = self._api.Stream()
             self._up_behind_work = [self._api.Stream() for _ in range(_STREAMS_BEHIND_WORK)]
             self._down = self._api.Stream()
+        if device.type == "cuda":
+            use_expandable_segments(self._up)
         self._upload_staging = _Staging(self, "superpipeline-staged-upload")
         self._download_staging = _Staging(self, "superpipeline-staged-download")
         self._host = Worker("superpipeline-host", self._begin_work)
