@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from sp_lightning.pipeline._private import without_compile
+from sp_lightning.pipeline._private import is_compiled, without_compile
 from sp_lightning.pipeline.division.tree import Atom, Tree
 from sp_lightning.pipeline.options import UnitPolicy
 
@@ -108,9 +108,17 @@ class _Descent:
             return False
         if id(module) in tree.whole:
             return True
+        if self._only_calls_blocks(module):
+            return False
         if is_block:
             return 4 * nbytes <= tree.total or not self._has_blocks(module)
         return nbytes * TYPICAL_UNIT_COUNT <= tree.total
+
+    def _only_calls_blocks(self, module: nn.Module) -> bool:
+        """Tell whether it does nothing but call blocks, each of which can then recompute its activations by itself."""
+        if type(module) is not nn.Sequential or is_compiled(module):
+            return False
+        return len(module) > 1 and all(map(self._tree.streamable_children, module))
 
     def _has_blocks(self, module: nn.Module) -> bool:
         """Tell whether it is a list, or has a list of blocks inside; a list of leaves (an MLP) inside is not one."""

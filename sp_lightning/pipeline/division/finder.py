@@ -3,7 +3,8 @@
 Units are found in any tree:
 
 1. children of lists (`ModuleList`, `Sequential`, `ModuleDict`) are blocks; a block that is too large is descended into,
-2. outside of lists, small modules stay whole and large ones are descended into, down to leaves (embeddings, heads),
+2. outside of lists, small modules stay whole and large ones are descended into, down to leaves (embeddings, heads);
+   a `Sequential` of blocks is always descended into: a stage of a CNN has few weights, but saves many activations,
 3. neighbors are joined while the sum stays below the size of a typical unit, which balances sizes (VGG, ResNet),
 4. what is left (small leaves, parameters that a module with units in it owns itself) is resident.
 

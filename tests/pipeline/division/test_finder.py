@@ -55,7 +55,7 @@ REAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "resnet50": (vision.resnet50, 11),
     "vgg16": (vision.vgg16, 5),
     "efficientnet": (vision.efficientnet_b0, 9),
-    "convnext": (vision.convnext_tiny, 17),
+    "convnext": (vision.convnext_tiny, 16),
     "unet": (lambda: UNet((64, 128, 256, 512)), 13),
 }
 
@@ -155,6 +155,44 @@ def test_small_convolutions_are_joined(name: str) -> None:
     single = [nbytes for unit, nbytes in zip(division.units, size(division), strict=True) if ".." not in unit.name]
     assert all(len(unit.members) > 1 and nbytes <= max(single) for unit, nbytes in joined)
     assert len(division.units) < sum(len(unit.members) for unit in division.units)
+
+
+def test_small_stages_are_divided_into_blocks() -> None:
+    """A stage has few weights, and saves many activations: each of its blocks can recompute on its own."""
+    _, division = real("resnet50")
+    first = [member.name for member in division.units[0].members]
+    assert first == [f"layer1.{block}" for block in range(3)] + [f"layer2.{block}" for block in range(4)]
+
+
+def small_stage(*layers: nn.Module) -> nn.Module:
+    """A model of large blocks behind a stage that is small."""
+    return nn.Sequential(nn.Sequential(*layers), *(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        [nn.Linear(8, 8), nn.Linear(8, 64)],
+        [Block(8), nn.ReLU(), Block(8)],
+        [Block(8)],
+    ],
+    ids=["leaves", "something between", "one block"],
+)
+def test_other_lists_that_are_small_stay_whole(stage: list[nn.Module]) -> None:
+    """What a layer between blocks saves would stay, and leaves would gain little."""
+    assert find_units(small_stage(*stage)).units[0].members[0].name == "0"
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile()
+    return module
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, compiled_in_place], ids=["wrapped", "in place"])
+def test_a_small_stage_that_is_compiled_stays_whole(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    """It is one graph."""
+    model = nn.Sequential(compiled(nn.Sequential(Block(8), Block(8))), *(nn.Linear(64, 64) for _ in range(8)))
+    assert find_units(model).units[0].members[0].module is model[0]
 
 
 @pytest.mark.parametrize(
