@@ -388,6 +388,43 @@ def test_a_later_step_chooses_activations_anew(where: str) -> None:
     assert plans.seen[-1].device_bytes <= 0.85 * 20 * 1024
 
 
+def not_kept(pipeline: Any) -> bool:
+    return "keep" not in pipeline._activations.auto.in_use.values() or pipeline._arranger._learned.fresh_starts > 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_the_first_step_that_keeps_activations_may_fail(where: str) -> None:
+    """Units lie where they lay before, and yet nothing is stepped in backward before it has worked once."""
+    memory = Device(where, not_kept)
+    strategy = SuperpipelineStrategy(units=Block, k=2, k_prime=1, memory_budget="20KiB")
+    assert same(reference(), streamed(memory, strategy=strategy))
+    assert memory.failures == 1
+
+
+class Unfreezing(Module):
+    """Gets another arrangement long after the first steps, when a weight begins to require gradients."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.blocks[1].requires_grad_(self.calls >= 13)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
+def test_the_first_step_of_a_later_arrangement_may_fail(where: str) -> None:
+    """It is as new as the first one."""
+    results = []
+    for memory, strategy in (
+        (Device("never", None), "auto"),
+        (Device(where, one_unit, step=13), SuperpipelineStrategy(units=Block)),
+    ):
+        torch.manual_seed(0)
+        Device.current = memory
+        results.append(fit(Unfreezing(), strategy, max_epochs=3))
+    assert same(*results)
+    assert memory.failures == 2
+
+
 class Looped(Module):
     """Calls one block several times, as ALBERT does."""
 

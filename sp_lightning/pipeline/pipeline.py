@@ -41,7 +41,7 @@ from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, sto
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.survey import Planner, Survey
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.transfer.devices import full_device, make_backend
 from sp_lightning.pipeline.transfer.trace import Recording
 from sp_lightning.pipeline.weights.units import Member
@@ -115,6 +115,7 @@ class Pipeline:
         keep_out_of_graphs()
         finish_before_compiling(self._backend)
         self._depth = 0
+        self._is_prepared = False  # for the step that begins next
         self._lasting = lasting = Lasting(
             module,
             self.device,
@@ -313,6 +314,12 @@ class Pipeline:
         return self._backend.runs_out or self.survey.budget is not None
 
     @property
+    def choices(self) -> tuple[int, int]:
+        """What decides about device memory, as counts: of arrangements, and of choices for activations since."""
+        auto = self._activations.auto
+        return self.stats.arrangements, 0 if auto is None else auto.changes
+
+    @property
     def survey(self) -> Survey:
         """A planner's view of the pipeline."""
         return self._arranger.survey
@@ -354,14 +361,36 @@ class Pipeline:
             )
         return nullcontext()
 
+    @contextmanager
+    def about_to_step(self) -> Iterator[None]:
+        """Open a scope in which the next step begins, and first lay out units and choose policies for it."""
+        if self._depth == 0 and not in_backward():
+            try:
+                self._prepare(look_for_new_parameters=True, goes_on=self._graphs.waiting())
+                self._is_prepared = True
+            except RuntimeError as error:
+                if not is_out_of_memory(error):  # else the step will raise it, too, to whoever can make room
+                    raise
+        try:
+            yield
+        finally:
+            self._is_prepared = False
+
+    def _prepare(self, look_for_new_parameters: bool, goes_on: bool) -> None:
+        if self._assembly.backward.running or any(member.running_calls for member in self.arrangement.members):
+            self.reset()  # a backward outside of any scope ended with an exception
+        self._arranger.before_step(look_for_new_parameters, goes_on)
+        if not goes_on:
+            self._activations.conclude_step()
+
     def _open(self, look_for_new_parameters: bool, goes_on: bool) -> None:
         if in_backward():
             self._assembly.backward.note()
             return
-        if self._assembly.backward.running or any(member.running_calls for member in self.arrangement.members):
-            self.reset()  # a backward outside of any scope ended with an exception
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
-        self._arranger.before_step(look_for_new_parameters, goes_on)
+        if not self._is_prepared:
+            self._prepare(look_for_new_parameters, goes_on)
+        self._is_prepared = False
         self.new_gradients.note_before(lambda: self._parameters_elsewhere().values())
         self.journal.note_elsewhere(self._parameters_elsewhere)
         if not goes_on:

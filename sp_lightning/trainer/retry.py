@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _IN_BETWEEN = ("optimizer_zero_grad", "on_before_zero_grad", "on_before_backward")  # the user's code before backward
-_WATCHED = 8  # micro-batches that may run again after a new arrangement; later ones only with larger inputs than before
+_WATCHED = 8  # micro-batches that may run again after a new choice; later ones only with larger inputs than before
 
 
 class StepRetry:
@@ -59,9 +59,9 @@ class StepRetry:
         self._pipeline = pipeline
         self._module = module
         self._lightning = lightning
-        self._arranged = 0
+        self._chosen = (0, 0)
         self._left = _WATCHED
-        self._proven = _Proven(0, 0)
+        self._proven = _Proven((0, 0), 0)
 
     def step(self, inputs: tuple[Any, ...], run: Callable[[], T]) -> T:
         """Run a validation, test or prediction step.
@@ -73,16 +73,16 @@ class StepRetry:
         Raises:
             torch.OutOfMemoryError: If it does not fit, and nothing is left to give up or it cannot run again.
         """
-        attempt = self._begin(inputs, run)
-        if attempt is None:
-            return run()
-        output = self._until_it_works(attempt, run)
-        self._note_success(attempt)
+        self._forget_attempt()
+        with self._pipeline.about_to_step():
+            attempt = self._begin(inputs, run)
+            output = run() if attempt is None else self._until_it_works(attempt, run)
+        if attempt is not None:
+            self._note_success(attempt)
         return output
 
     def _begin(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Attempt | None:
         """Note the state that a step may change; None if the step will not run again."""
-        self._forget_attempt()
         if not (self._enabled and self._pipeline.may_run_out):
             return None
         size = sum(map(tensor_bytes, tensors_in(inputs)))
@@ -116,20 +116,20 @@ class StepRetry:
         self._pipeline.new_gradients.end()
 
     def _is_watched(self, size: int) -> bool:
-        if self._arranged != self._pipeline.stats.arrangements:
-            self._arranged, self._left = self._pipeline.stats.arrangements, _WATCHED
+        if self._chosen != self._pipeline.choices:
+            self._chosen, self._left = self._pipeline.choices, _WATCHED
         self._left -= 1
         return self._left >= 0 or not self._is_proven(size)
 
     def _is_proven(self, size: int) -> bool:
-        """Tell whether a step with inputs of at least this many bytes has worked in the current arrangement."""
-        return self._proven.arrangement == self._pipeline.stats.arrangements and size <= self._proven.size
+        """Tell whether a step with inputs of at least this many bytes has worked with what is chosen."""
+        return self._proven.choices == self._pipeline.choices and size <= self._proven.size
 
     def _note_success(self, attempt: Attempt) -> None:
         self._forget_attempt()
-        arrangement, proven = self._pipeline.stats.arrangements, self._proven
-        before = proven.size if proven.arrangement == arrangement else 0
-        self._proven = _Proven(arrangement, max(attempt.size, before))
+        choices, proven = self._pipeline.choices, self._proven
+        before = proven.size if proven.choices == choices else 0
+        self._proven = _Proven(choices, max(attempt.size, before))
 
     def _make_room(self, failure: _Failure) -> str:
         """Give something up and free cached memory, outside of any `except`: a traceback would hold activations.
@@ -160,10 +160,12 @@ class TrainingRetry(StepRetry):
     def step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Run a training step; arguments and errors are those of an evaluation step."""
         self._attempt = None
-        attempt = self._begin(inputs, run)
+        self._forget_attempt()
+        with self._pipeline.about_to_step():
+            attempt = self._begin(inputs, run)
+            output = run() if attempt is None else self._until_it_works(attempt, run)
         if attempt is None:
-            return run()
-        output = self._until_it_works(attempt, run)
+            return output
         self._pipeline.journal.conclude()
         if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
             self._note_success(attempt)
@@ -179,7 +181,7 @@ class TrainingRetry(StepRetry):
 
     @property
     def is_probing(self) -> bool:
-        """Whether the step under way is the first one in this arrangement, or has larger inputs than all before."""
+        """Whether the step under way is the first one with what is chosen, or has larger inputs than all before."""
         return self._attempt is not None and not self._is_proven(self._attempt.size)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
@@ -236,9 +238,9 @@ class TrainingRetry(StepRetry):
 
 
 class _Proven(NamedTuple):
-    """The number of an arrangement, and the largest input size with which a step has worked in it."""
+    """What was chosen (`Pipeline.choices`), and the largest input size with which a step has worked with that."""
 
-    arrangement: int
+    choices: tuple[int, int]
     size: int
 
 

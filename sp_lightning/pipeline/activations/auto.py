@@ -39,6 +39,7 @@ class AutoPolicy:
         warns: Whether to warn if nothing fits. A planner can still make room, and warns by itself.
 
     Attributes:
+        changes: Times that other policies were chosen.
         turn_bytes: The most bytes that were taken at the turn, after the last unit's forward: by a loss, say.
         outside_bytes: The most bytes that were saved outside of units elsewhere: by a norm between them, say.
         reserve_bytes: Bytes that must stay free besides, for gradients of activations; 0 where the device tells what
@@ -74,23 +75,27 @@ class AutoPolicy:
         self._warns = warns
         self._choice_is_outdated = False
         self._workspace = Workspace(backend, meter)
+        self.changes = 0
         self.turn_bytes = 0
         self.outside_bytes = 0
         self.reserve_bytes = 0
 
-    def begin_step(self) -> None:
-        """Begin a step; choose anew if the last one has measured anything, or if the room has changed."""
+    def conclude_step(self) -> None:
+        """Choose anew if the last step has measured anything, or if the room has changed."""
         self._workspace.end()
         if self._measuring and not self._pass:  # no backward came, so half of the step was not seen
             self.measure_again()
         if (self._measuring or self._choice_is_outdated) and self._units:
             self._choose()
         self._choice_is_outdated = False
+        self._measuring.clear()
+
+    def begin_step(self) -> None:
+        """Begin a step, for which the one before was concluded."""
         self._step += 1
         self._pass = 0
         self._saved_at_turn = self._reached = None
         self._in_use = {}
-        self._measuring.clear()
 
     def prescribe(self, policies: Mapping[str, Policy] | None) -> None:
         """Use these policies for all members that were measured, until something is measured again.
@@ -100,7 +105,7 @@ class AutoPolicy:
         """
         self._choice_is_outdated = policies is None
         if policies is not None:
-            self._chosen = {name: policies.get(name, "keep") for name in self._units}
+            self._adopt({name: policies.get(name, "keep") for name in self._units})
 
     @property
     def input_bytes(self) -> int:
@@ -218,7 +223,7 @@ class AutoPolicy:
         limit = self._budget()
         apart = self.outside_bytes + self.reserve_bytes
         chosen = choose_ways([*ways.values()], limit - apart, self.turn_bytes)
-        self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
+        self._adopt({name: way.policy for name, way in zip(ways, chosen, strict=True)})
         needed = peak(chosen, self.turn_bytes) + apart
         is_measured = all(unit.is_measured for unit in self._units.values())
         if needed > limit and is_measured and self._warns:
@@ -228,6 +233,10 @@ class AutoPolicy:
                 f"room for {readable_bytes(max(0, limit))}. Use smaller batches, or a larger `memory_budget`.",
                 stacklevel=2,
             )
+
+    def _adopt(self, policies: dict[str, Policy]) -> None:
+        self.changes += policies != self._chosen
+        self._chosen = policies
 
     def _take_times(self) -> None:
         for unit, step, begin, end in self._second_forwards:

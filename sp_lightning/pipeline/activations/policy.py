@@ -78,8 +78,13 @@ class Activations:
         self.chooses, self.auto, self._policy = False, None, "recompute"
         return True
 
+    def conclude_step(self) -> None:
+        """Draw conclusions from the last step, while no graph waits for its backward."""
+        if self.auto is not None:
+            self.auto.conclude_step()
+
     def begin_step(self) -> None:
-        """Prepare for a step that builds a new graph, while no other graph waits for its backward."""
+        """Begin a step that builds a new graph; the one before was concluded."""
         self.calls.clear()
         if self.auto is not None:
             self.auto.begin_step()

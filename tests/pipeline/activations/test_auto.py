@@ -42,12 +42,14 @@ def measure(chooser: AutoPolicy, steps: int = 2, size: int = 8, seconds: float =
     units = [member(name) for name in "abc"]
     call = Footprint(held=10, saved=100, large=100, working=110, repeatable=True)._replace(**changes)
     for _ in range(steps):
+        chooser.conclude_step()
         chooser.begin_step()
         for unit in units:
             if chooser.policy(unit, size) == "recompute":
                 chooser.note(unit, size, call)
                 chooser.note_second_forward(unit, 0.0, seconds)
         chooser.end_backward()
+    chooser.conclude_step()
     chooser.begin_step()
     return {unit.name: chooser.policy(unit, size) for unit in units}
 
@@ -62,6 +64,7 @@ def test_a_step_without_a_backward_is_not_measured(monkeypatch: pytest.MonkeyPat
     chooser, unit = policy(10**6, FAST, monkeypatch), member("a")
     measure(chooser, steps=1)
     chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
+    chooser.conclude_step()
     chooser.begin_step()
     assert {chooser.policy(member(name), 8) for name in "abc"} == {"recompute"}
 
@@ -100,6 +103,7 @@ def test_memory_outside_of_units_is_taken_off(monkeypatch: pytest.MonkeyPatch) -
     chooser = policy(500, SLOW, monkeypatch)
     units = [member(name) for name in "abc"]
     for _ in range(2):
+        chooser.conclude_step()
         chooser.begin_step()
         for unit in units:
             chooser.policy(unit, 8)
@@ -107,6 +111,7 @@ def test_memory_outside_of_units_is_taken_off(monkeypatch: pytest.MonkeyPatch) -
             chooser.note_second_forward(unit, 0.0, 1.0)
         chooser._meter._recent_peak = 130 + 100  # 130 is what recomputing three units takes
         chooser.end_backward()
+    chooser.conclude_step()
     chooser.begin_step()
     assert sorted(chooser.policy(unit, 8) for unit in units) == ["keep", "keep", "recompute"]
 
@@ -116,6 +121,7 @@ def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute(monke
     chooser = policy(500, SLOW, monkeypatch)
     units = [member(name) for name in "abc"]
     for _ in range(2):
+        chooser.conclude_step()
         chooser.begin_step()
         chooser._meter.begin_step()
         for number, unit in enumerate(units):
@@ -130,6 +136,7 @@ def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute(monke
         for unit in units:
             chooser.note_second_forward(unit, 0.0, 1.0)
         chooser.end_backward()
+    chooser.conclude_step()
     chooser.begin_step()
     assert (chooser.turn_bytes, chooser.outside_bytes) == (90, 0)
     chosen = [chooser.policy(unit, 8) for unit in units]
@@ -148,6 +155,7 @@ def test_a_smaller_loss_does_not_shrink_the_turns_memory(monkeypatch: pytest.Mon
     chooser = policy(10**6, FAST, monkeypatch)
     unit = member("a")
     for loss in (90, 40):
+        chooser.conclude_step()
         chooser.begin_step()
         chooser._meter.begin_step()
         chooser.policy(unit, 8)
@@ -156,6 +164,7 @@ def test_a_smaller_loss_does_not_shrink_the_turns_memory(monkeypatch: pytest.Mon
         chooser._meter._recent_peak = loss
         chooser.begin_backward()
         chooser.end_backward()
+    chooser.conclude_step()
     chooser.begin_step()
     assert chooser.turn_bytes == 90
 
@@ -165,6 +174,7 @@ def test_activations_of_several_backward_passes_do_not_add_up(monkeypatch: pytes
     chooser = policy(10**6, SLOW, monkeypatch)
     unit = member("a")
     for _ in range(2):
+        chooser.conclude_step()
         chooser.begin_step()
         for calls in (1, 3, 2):
             for _ in range(calls):
@@ -174,6 +184,7 @@ def test_activations_of_several_backward_passes_do_not_add_up(monkeypatch: pytes
             chooser.begin_backward()
             chooser.note_second_forward(unit, 0.0, 1.0)
             chooser.end_backward()
+    chooser.conclude_step()
     chooser.begin_step()
     (way, *_) = chooser.ways()["a"]
     assert (way.held, way.working) == (330, 110)
@@ -218,6 +229,7 @@ def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> 
         meter._recent_peak = max(meter._recent_peak, meter.bytes)
 
     for number in range(2):
+        chooser.conclude_step()
         chooser.begin_step()
         meter.begin_step()
         backend.allocate_more(1000 * (number == 0))  # weights, and what the first step makes for good
@@ -238,6 +250,7 @@ def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> 
             hold(-110)
         chooser.end_backward()
         take(5000)  # between steps, by a validation
+    chooser.conclude_step()
     chooser.begin_step()
     assert (chooser.turn_bytes, chooser.outside_bytes, chooser.reserve_bytes) == (250, 0, 0)
     assert [of[0].working for of in chooser.ways().values()] == [119, 140, 119]
@@ -245,6 +258,7 @@ def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> 
 
     chooser._budget = lambda: 479
     chooser.prescribe(None)
+    chooser.conclude_step()
     chooser.begin_step()
     assert [chooser.policy(unit, 8) for unit in units].count("keep") == 1  # 130 and 250: two are 480
 
