@@ -402,6 +402,23 @@ def test_the_first_step_that_keeps_activations_may_fail(where: str) -> None:
     assert memory.failures == 1
 
 
+class Stepped(Callback):
+    """After each batch: how many units were stepped in backward."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.strategy.pipeline.stats.steps_in_backward)
+
+
+def test_what_worked_is_stepped_in_backward() -> None:
+    """Also in the second step, which is recorded: it recomputes as the first one did, whatever is chosen by then."""
+    stepped, strategy = Stepped(), SuperpipelineStrategy(units=Block, memory_budget="20KiB")
+    streamed(Device("never", None), strategy=strategy, callbacks=[stepped])
+    assert stepped.seen == [0, 6, 6, 6, 12, 18], "the third keeps activations, the fourth has another window"
+
+
 class Unfreezing(Module):
     """Gets another arrangement long after the first steps, when a weight begins to require gradients."""
 

@@ -39,7 +39,7 @@ class AutoPolicy:
         warns: Whether to warn if nothing fits. A planner can still make room, and warns by itself.
 
     Attributes:
-        changes: Times that other policies were chosen.
+        changes: Times that members were given other policies than before; they recompute before any is chosen.
         turn_bytes: The most bytes that were taken at the turn, after the last unit's forward: by a loss, say.
         outside_bytes: The most bytes that were saved outside of units elsewhere: by a norm between them, say.
         reserve_bytes: Bytes that must stay free besides, for gradients of activations; 0 where the device tells what
@@ -65,6 +65,7 @@ class AutoPolicy:
         self._step = self._pass = 0
         self._units: dict[str, Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
+        self._other_than_recompute: Mapping[str, Policy] = {}  # chosen for those that need not be measured again
         self._in_use: dict[str, Policy] = {}  # in this step
         self._measuring: set[str] = set()  # in this step
         self._saved_at_turn: int | None = None  # in this step
@@ -235,8 +236,10 @@ class AutoPolicy:
             )
 
     def _adopt(self, policies: dict[str, Policy]) -> None:
-        self.changes += policies != self._chosen
         self._chosen = policies
+        other = {n: policy for n, policy in policies.items() if policy != "recompute" and self._units[n].is_measured}
+        self.changes += other != self._other_than_recompute
+        self._other_than_recompute = other
 
     def _take_times(self) -> None:
         for unit, step, begin, end in self._second_forwards:
