@@ -243,7 +243,7 @@ def _ways(seen: Seen, weights: int, forward: float, backward: float, given: Assu
     ways = (
         Way("keep", everything, everything, 0.0),
         Way("recompute", seen.inputs, everything, forward),
-        Way("offload", everything - seen.large, everything, offloading, leaving=seen.large),
+        Way("offload", everything - seen.large, everything, offloading, leaving=seen.large, under_way=seen.large),
     )
     return tuple(way for way in ways if given.activations in ("auto", way.policy))
 

@@ -238,7 +238,8 @@ def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
     for policy in [policy for policy in policies if any(policy in by_policy for by_policy in measured)]:
         chosen = [by_policy.get(policy, by_policy["keep"]) for by_policy in measured]
         seconds, leaving = sum(way.seconds for way in chosen), sum(way.leaving for way in chosen)
-        together.append(Way(policy, sum(way.held for way in chosen), peak(chosen), seconds, leaving))
+        held, under_way = sum(way.held for way in chosen), chosen[-1].under_way
+        together.append(Way(policy, held, peak(chosen), seconds, leaving, under_way))
     return tuple(together)
 
 

@@ -15,7 +15,7 @@ from sp_lightning.planning import Choice, Machine, UnitWork, Workload, choose, p
 from sp_lightning.planning.cost import device_bytes
 
 MIB = 1 << 20
-WAYS = (Way("keep", 60, 60, 0.0), Way("recompute", 10, 60, 0.5), Way("offload", 0, 60, 0.1, leaving=60))
+WAYS = (Way("keep", 60, 60, 0.0), Way("recompute", 10, 60, 0.5), Way("offload", 0, 60, 0.1, leaving=60, under_way=60))
 
 
 @st.composite

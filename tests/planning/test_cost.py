@@ -119,7 +119,7 @@ def test_no_choice_is_faster_than_the_busiest_lane() -> None:
 
 def test_recomputing_takes_compute_time_and_offloading_takes_copies() -> None:
     keep, recompute = Way("keep", 400, 400, 0.0), Way("recompute", 100, 400, 1.0)
-    offload = Way("offload", 0, 400, 0.0, leaving=400)
+    offload = Way("offload", 0, 400, 0.0, leaving=400, under_way=400)
     unit = UnitWork("", 64, 0, 0, 1.0, 2.0, ways=(keep, recompute, offload))
     workload = Workload((unit,) * 8, stepping=None, outside_bytes=7)
     machine = Machine(100.0, 100.0, 1.0)

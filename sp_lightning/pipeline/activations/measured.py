@@ -55,7 +55,9 @@ class Measured:
             ways.append(Way("recompute", took.held, working, forward))
         if link is not None and took.large:
             seconds = link.offload_seconds(took.large, self.weights, forward, _BACKWARD_PER_FORWARD * forward)
-            ways.append(Way("offload", everything - took.large, working, seconds, leaving=took.large))
+            ways.append(
+                Way("offload", everything - took.large, working, seconds, leaving=took.large, under_way=took.large)
+            )
         return ways
 
     @property

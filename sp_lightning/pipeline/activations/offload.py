@@ -6,7 +6,8 @@ among it is copied to the host once, however many views of it were saved (q, k a
 memory is held until the next unit is left. Then computing waits for the copy, so whoever gets that memory next writes
 to it after the copy has read it. Backward fetches the activations of the unit before the one that it reaches, and
 autograd frees them node by node, like everything that it saves. The last units before backward keep theirs, because
-they are needed at once. So about two units' activations are on the device at any time, in forward and in backward.
+they are needed at once. So about two units' activations are on the device at any time, in forward and in backward; or
+two members', if several modules make a unit: a unit's size is about weights, and its members may save a lot.
 
     forward of unit   3              4              5              the turn
       3's activations are saved      leave          are on the host
@@ -45,21 +46,21 @@ UNITS_THAT_STAY = 2  # units before the turn whose activations stay: as many as 
 
 
 class Bundle:
-    """Activations that were saved in consecutive calls of one unit.
+    """Activations that were saved in one call of a unit's member.
 
     Attributes:
         unit: The unit.
         leaves: Whether they are to be offloaded. A bundle that stays exists all the same, to tell what backward
             needs next.
-        members: The members of the unit that were called.
+        number: The number of the unit's call: that of the bundle before, if it is of another member of the unit.
         before: The bundle that was completed before this one; backward needs it next.
-        around: Bundles of the calls that enclose these.
+        around: Bundles of the calls that enclose this one.
     """
 
-    def __init__(self, member: Member, leaves: bool, around: Iterable[Bundle]) -> None:
+    def __init__(self, member: Member, leaves: bool, number: int, around: Iterable[Bundle]) -> None:
         self.unit: Unit | None = member.unit
         self.leaves = leaves
-        self.members = {member}
+        self.number = number
         self.before: Bundle | None = None
         self.around = tuple(around)
         self._activations: dict[int, ref[Activation]] = {}
@@ -106,6 +107,8 @@ class Offloader:
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
         self._open: list[Bundle | None] = []
         self._last_bundle: Bundle | None = None
+        self._number = 0  # of the call of a unit,
+        self._called: set[Member] = set()  # and the members that it has called
         self._staying: deque[Bundle] = deque()
         self._leaving: list[_Leaving] = []
         self._fetched: list[ref[Activation]] = []
@@ -136,10 +139,11 @@ class Offloader:
 
     def _bundle_for(self, member: Member, leaves: bool) -> Bundle:
         last = self._last_bundle
-        if last is not None and (last.unit, last.leaves) == (member.unit, leaves) and member not in last.members:
-            last.members.add(member)
-            return last
-        return Bundle(member, leaves, [bundle for bundle in self._open if bundle is not None])
+        if last is None or last.unit is not member.unit or member in self._called:
+            self._number += 1
+            self._called.clear()
+        self._called.add(member)
+        return Bundle(member, leaves, self._number, [bundle for bundle in self._open if bundle is not None])
 
     def leave(self, ahead: Callable[[], int]) -> None:
         """End the call that was entered last, and send what need not stay until backward.
@@ -158,7 +162,7 @@ class Offloader:
             if bundle.leaves and bundle not in self._staying:
                 self._staying.append(bundle)
             may_stay = max(0, UNITS_THAT_STAY - ahead())
-            while len(self._staying) > may_stay:
+            while len({bundle.number for bundle in self._staying}) > may_stay:
                 self._send(self._staying.popleft())
 
     def _send(self, bundle: Bundle) -> None:

@@ -28,7 +28,8 @@ class Way:
         held: Bytes on the device from its forward to its backward.
         working: Bytes on the device while it computes.
         seconds: The time that it costs.
-        leaving: Bytes that are on their way to the host while the next unit computes, and back in backward.
+        leaving: Bytes that go to the host, and come back in backward.
+        under_way: Bytes of these that are still on the device while the next unit computes, or are there again.
     """
 
     policy: Policy
@@ -36,6 +37,7 @@ class Way:
     working: int
     seconds: float
     leaving: int = 0
+    under_way: int = 0
 
 
 class _State(NamedTuple):
@@ -43,7 +45,7 @@ class _State(NamedTuple):
 
     held: int
     seconds: float
-    leaving: int
+    under_way: int
     way: Way | None
     before: _State | None
 
@@ -55,12 +57,12 @@ def peak(ways: Sequence[Way], turn: int = 0) -> int:
         ways: One for each unit, in the order of the forward.
         turn: Bytes that are taken after the last unit.
     """
-    held = most = leaving = 0
+    held = most = under_way = 0
     for way in ways:
-        most = max(most, held + leaving + way.working)
+        most = max(most, held + under_way + way.working)
         held += way.held
-        leaving = way.leaving
-    return max(most, held + leaving + turn)
+        under_way = way.under_way
+    return max(most, held + under_way + turn)
 
 
 def choose_ways(units: Sequence[Sequence[Way]], budget: int, turn: int = 0) -> list[Way]:
@@ -78,7 +80,7 @@ def _choose(units: Sequence[Sequence[Way]], budget: int) -> list[Way]:
     chosen = _cheapest(units, budget)
     if chosen is not None:
         return chosen
-    too_little, enough = budget, sum(max(way.held + way.leaving + way.working for way in ways) for ways in units)
+    too_little, enough = budget, sum(max(way.held + way.under_way + way.working for way in ways) for ways in units)
     while enough - too_little > 1:
         middle = (too_little + enough) // 2
         if _cheapest(units, middle) is None:
@@ -94,10 +96,10 @@ def _cheapest(units: Sequence[Sequence[Way]], budget: int) -> list[Way] | None:
     states = [_State(0, 0.0, 0, None, None)]
     for ways in units:
         reached = [
-            _State(state.held + way.held, state.seconds + way.seconds, way.leaving, way, state)
+            _State(state.held + way.held, state.seconds + way.seconds, way.under_way, way, state)
             for state in states
             for way in ways
-            if state.held + state.leaving + way.working <= budget
+            if state.held + state.under_way + way.working <= budget
         ]
         states = _undominated(reached)
         if not states:
@@ -113,11 +115,11 @@ def _cheapest(units: Sequence[Sequence[Way]], budget: int) -> list[Way] | None:
 def _undominated(states: list[_State]) -> list[_State]:
     """Leave out each state that another one is at least as good as in every respect."""
     kept: list[_State] = []
-    least: dict[int, float] = {}  # seconds, by what is leaving, among those that hold no more
+    least: dict[int, float] = {}  # seconds, by what is under way, among those that hold no more
     for state in sorted(states, key=lambda state: state[:3]):
-        if all(state.seconds < seconds for leaving, seconds in least.items() if leaving <= state.leaving):
+        if all(state.seconds < seconds for under_way, seconds in least.items() if under_way <= state.under_way):
             kept.append(state)
-            least[state.leaving] = state.seconds
+            least[state.under_way] = state.seconds
     if len(kept) > _MOST_STATES:
         last = len(kept) - 1
         kept = [kept[number * last // (_MOST_STATES - 1)] for number in range(_MOST_STATES)]

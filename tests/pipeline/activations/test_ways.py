@@ -21,7 +21,16 @@ def ways_of_a_unit(draw: st.DrawFn) -> list[Way]:
     if draw(st.booleans()):
         ways.append(Way("recompute", held, held + saved, float(draw(sizes))))
     if draw(st.booleans()):
-        ways.append(Way("offload", draw(st.integers(0, held)), held + saved, float(draw(sizes)), leaving=saved))
+        ways.append(
+            Way(
+                "offload",
+                draw(st.integers(0, held)),
+                held + saved,
+                float(draw(sizes)),
+                saved,
+                draw(st.integers(0, saved)),
+            )
+        )
     return ways
 
 
@@ -31,7 +40,7 @@ models = st.lists(ways_of_a_unit(), max_size=5)
 def peak_by_hand(ways: list[Way]) -> int:
     before = [Way("keep", 0, 0, 0.0), *ways]
     held = [sum(way.held for way in ways[:i]) for i in range(len(ways))]
-    return max((held[i] + before[i].leaving + way.working for i, way in enumerate(ways)), default=0)
+    return max((held[i] + before[i].under_way + way.working for i, way in enumerate(ways)), default=0)
 
 
 @given(models, sizes.map(lambda size: 5 * size))
