@@ -365,6 +365,7 @@ class Pipeline:
     def about_to_step(self) -> Iterator[None]:
         """Open a scope in which the next step begins, and first lay out units and choose policies for it."""
         if self._depth == 0 and not in_backward():
+            self._recover()
             try:
                 self._prepare(look_for_new_parameters=True, goes_on=self._graphs.waiting())
                 self._is_prepared = True
@@ -376,9 +377,11 @@ class Pipeline:
         finally:
             self._is_prepared = False
 
-    def _prepare(self, look_for_new_parameters: bool, goes_on: bool) -> None:
+    def _recover(self) -> None:
         if self._assembly.backward.running or any(member.running_calls for member in self.arrangement.members):
             self.reset()  # a backward outside of any scope ended with an exception
+
+    def _prepare(self, look_for_new_parameters: bool, goes_on: bool) -> None:
         self._arranger.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
             self._activations.conclude_step()
@@ -387,6 +390,7 @@ class Pipeline:
         if in_backward():
             self._assembly.backward.note()
             return
+        self._recover()
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
         if not self._is_prepared:
             self._prepare(look_for_new_parameters, goes_on)
