@@ -89,6 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     # Child processes have to find the same modules.
     os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # superpipeline asks torch's allocator for that, and every system is to have it.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     names = [workload.name for name in arguments.sets for workload in SETS[name]] + arguments.workloads
     settings = Settings(
         [WORKLOADS[name] for name in dict.fromkeys(names)],

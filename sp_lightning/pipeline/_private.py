@@ -355,8 +355,10 @@ def use_expandable_segments(unused: torch.cuda.Stream) -> None:
 
 
 def _configure_allocator(settings: str) -> None:
-    newer, older = "_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings"
-    getattr(torch._C, newer if hasattr(torch._C, newer) else older)(settings)
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # not in torch 2.6
+        torch._C._accelerator_setAllocatorSettings(settings)
+    else:
+        torch.cuda.memory._set_allocator_settings(settings)
 
 
 def hide_from_dynamo(modules: Iterable[str]) -> None:
