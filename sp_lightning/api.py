@@ -48,7 +48,8 @@ def superpipeline(
         resident: Names of modules or parameters to keep on the device at all times.
         activations: What to do with the tensors that a unit saves for backward. `"keep"` leaves them on the device,
             `"recompute"` keeps only the unit's inputs and runs its forward again in backward, `"offload"` moves them to
-            host memory until backward. `"auto"` measures two steps, then chooses for each unit so that everything fits.
+            host memory until backward, `"recompute_offload"` keeps nothing but the inputs, in host memory. `"auto"`
+            measures two steps, then chooses for each unit so that everything fits.
         overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. `"auto"` does so where
             the result is that of a plain step; `True` makes anything else an error.
         resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where

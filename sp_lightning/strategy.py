@@ -74,7 +74,8 @@ class SuperpipelineMixin(ProcessesMixin):
         resident: Names of modules or parameters to keep on the device at all times.
         activations: What to do with the tensors that a unit saves for backward. "keep" leaves them on the device,
             "recompute" keeps only the unit's inputs and runs its forward again in backward, "offload" moves them to
-            host memory until backward. "auto" measures two steps, then chooses for each unit so that everything fits.
+            host memory until backward, "recompute_offload" keeps nothing but the inputs, in host memory. "auto"
+            measures two steps, then chooses for each unit so that everything fits.
         overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. "auto" does so where
             the result is that of a plain step; True makes anything else an error.
         resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
@@ -118,7 +119,7 @@ class SuperpipelineMixin(ProcessesMixin):
         memory_budget: int | float | str | None = None,
         units: str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None,
         resident: Sequence[str] = (),
-        activations: Literal["keep", "recompute", "offload", "auto"] = "auto",
+        activations: Literal["keep", "recompute", "offload", "recompute_offload", "auto"] = "auto",
         overlap_optimizer: bool | Literal["auto"] = "auto",
         resident_optimizer: bool = False,
         pin_memory: bool | Literal["auto"] = "auto",

@@ -1,4 +1,4 @@
-"""`activations="offload"`: the numbers of plain training, a third of the device memory, and what travels is counted."""
+"""`activations="offload"` and `"recompute_offload"`: plain training's numbers, a part of its memory, counted copies."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.pool import HostPool
+from sp_lightning.pipeline.activations.ways import Policy
+from sp_lightning.pipeline.options import ActivationPolicy
 
 from .helpers import (
     LiveBytes,
@@ -46,6 +48,13 @@ ENTRIES = [
     "checkpoint-inside-reentrant", "two-losses", "two-graphs", "gan", "inplace-residual-on-view", "inplace-on-input",
     "weight-on-ctx-and-inplace-view", "structured-outputs", "maml", "nested-lists", "spectral-norm-parametrization",
     "multihead-attention", "embedding-max-norm", "complex-and-float64", "module-hooks",
+]  # fmt: skip
+
+# what is special about these are their inputs: shared, changed in place, no tensors, several calls, other graphs
+INPUTS = [
+    "gpt2-tied", "t5", "mixtral", "lstm", "gpt2-checkpoint-plain", "swin", "resnet50", "unet", "llava", "siamese",
+    "input-gradient-penalty", "stochastic-depth", "checkpoint-inside-reentrant", "two-graphs", "gan",
+    "inplace-on-input", "structured-outputs", "maml", "multihead-attention", "complex-and-float64", "module-hooks",
 ]  # fmt: skip
 
 
@@ -86,8 +95,8 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostPool]]
     assert all(pool.held == 0 for pool in pools)
 
 
-def offloading(k: int, **options: Any) -> PipelineOptions:
-    return PipelineOptions(k=k, k_prime=1, activations="offload", debug=True, **options)
+def offloading(k: int, activations: ActivationPolicy = "offload") -> PipelineOptions:
+    return PipelineOptions(k=k, k_prime=1, activations=activations, debug=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- exactness
@@ -99,16 +108,30 @@ def test_zoo_is_exact(name: str, k: int) -> None:
     assert_exact(CASES[name], offloading(k), Plan.of(CASES[name], steps=2))
 
 
+@pytest.mark.parametrize(("name", "k"), [(name, 1 + index % 3) for index, name in enumerate(INPUTS)])
+def test_recomputing_from_the_host_is_exact(name: str, k: int) -> None:
+    assert_exact(CASES[name], offloading(k, "recompute_offload"), Plan.of(CASES[name], steps=2))
+
+
 @pytest.mark.parametrize(("name", "cast_cache"), [("gpt2-tied", False), ("vgg", True), ("lstm", True)])
 def test_zoo_is_exact_under_autocast(name: str, cast_cache: bool) -> None:
     plan = Plan.of(CASES[name], steps=2, autocast=True, cast_cache=cast_cache)
     assert_exact(CASES[name], offloading(2), plan)
 
 
-@pytest.mark.parametrize(("name", "precision"), [("gpt2-tied", "32-true"), ("vit", "bf16-mixed")])
-def test_zoo_is_exact_under_lightning(name: str, precision: str, nothing_is_left: list[HostPool]) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision", "activations"),
+    [
+        ("gpt2-tied", "32-true", "offload"),
+        ("vit", "bf16-mixed", "offload"),
+        ("gpt2-tied", "bf16-mixed", "recompute_offload"),
+    ],
+)
+def test_zoo_is_exact_under_lightning(
+    name: str, precision: str, activations: Policy, nothing_is_left: list[HostPool]
+) -> None:
     """The Trainer with our strategy against the Trainer with its own."""
-    strategy = SuperpipelineStrategy(k=2, k_prime=1, activations="offload", debug=True)
+    strategy = SuperpipelineStrategy(k=2, k_prime=1, activations=activations, debug=True)
     assert_same_trace(lightning_reference(name, precision), lightning_run(CASES[name], strategy, precision))
     assert any(pool._most_in_use for pool in nothing_is_left), "nothing was offloaded"
 
@@ -160,6 +183,92 @@ def test_peak_memory_of_a_transformer() -> None:
     assert min(kept) >= sum(saved_by_each_block()), "the measurement misses something"
     assert max(offloaded) <= 0.25 * min(kept)
     assert offloaded_alive <= 0.25 * kept_alive
+
+
+@pytest.mark.usefixtures("usual_sizes")
+def test_peak_memory_when_inputs_wait_on_the_host() -> None:
+    """What one block computes with, and the input of another, however many blocks there are."""
+    recomputed, recomputed_alive = peaks("recompute")
+    both, both_alive = peaks("recompute_offload")
+    one_input = tokens().nbytes
+    assert [before - now for before, now in zip(recomputed, both, strict=True)] == [(BLOCKS - 2) * one_input] * 3
+    assert recomputed_alive - both_alive == (BLOCKS - 4) * one_input, "two are on their way to the host"
+
+
+@pytest.mark.usefixtures("usual_sizes")
+def test_inputs_travel_once_each_way() -> None:
+    """Those of all units but the last two; none is late, and the host waits for none."""
+    with attached(transformer(), units=None, k=2, activations="recompute_offload") as pipe:
+        for _ in range(3):
+            pipe.stats.clear()
+            pipe.module(tokens()).square().mean().backward()
+            assert pipe.stats.offloaded_bytes == pipe.stats.fetched_bytes == (BLOCKS - 2) * tokens().nbytes
+            assert (pipe.stats.recomputed, pipe.stats.activation_misses) == (BLOCKS, 0)
+            assert pipe.stats.host_syncs <= 1
+
+
+def three_steps(run: Run) -> None:
+    for step in range(3):
+        run.normal_step(f"step {step}", None, seed=step)
+
+
+class AddsLater(nn.Module):
+    """Adds to the inputs of blocks once they have left: plain training allows it, as nobody saved them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Tripled() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = []
+        for block in self.blocks:
+            inputs.append(x)
+            x = block(x)
+            if len(inputs) > 4:
+                with torch.no_grad():
+                    inputs[-5].add_(1)
+        return x
+
+
+class Tripled(Block):
+    """What it saves is not its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(3 * x)
+
+
+def test_inputs_that_change_once_they_have_left_are_those_of_the_first_forward() -> None:
+    assert_same_story(three_steps, AddsLater, activations="recompute_offload", units="Tripled")
+
+
+def test_inputs_that_change_before_they_have_left_are_an_error() -> None:
+    """The copy may have been made before or after."""
+    with attached(chain(4), k=1, activations="recompute_offload") as pipe, pipe.step():
+        x = Run.rows(0)
+        last = {}
+        pipe.module.blocks[3].register_forward_pre_hook(lambda module, args: last.update(x=args[0]))
+        loss = pipe.module(x).square().mean()
+        with torch.no_grad():
+            last["x"].add_(1)
+        with pytest.raises(RuntimeError, match=r"an input or a weight of 'blocks.3' has been modified"):
+            loss.backward()
+
+
+class AddsToItsInput(Block):
+    """Cannot run a second time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:`activations='recompute_offload'`. 'blocks.1' changes its input in place")
+def test_a_unit_that_cannot_run_again_keeps_what_it_saves() -> None:
+    def build() -> nn.Module:
+        return Chain([Tripled(), AddsToItsInput(), *(Tripled() for _ in range(4))])
+
+    assert_same_story(three_steps, build, activations="recompute_offload")
 
 
 def saved_by_each_block() -> list[int]:

@@ -165,7 +165,7 @@ def run_with_and_without_failures(build: Callable[[], Module], where: str) -> tu
 
 
 def recomputed(pipeline: Any) -> bool:
-    return bool(pipeline._activations._policy == "recompute")
+    return bool(pipeline._activations._policy == "recompute_offload")
 
 
 @pytest.mark.parametrize("fits", [one_unit, recomputed])

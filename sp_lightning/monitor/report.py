@@ -20,6 +20,7 @@ _ACTIVATIONS = {
     "keep": "stay on the device",
     "recompute": "computed again in backward",
     "offload": "wait on the host for backward",
+    "recompute_offload": "computed again in backward, from inputs that wait on the host",
     "auto": "for each unit what is cheapest, so that all of it fits",
 }
 

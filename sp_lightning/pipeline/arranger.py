@@ -131,7 +131,10 @@ class Arranger:
             return f"the window that was planned, with `k={self.arrangement.k}`, gives way to the usual one"
         is_auto = self._options.activations == "auto"
         if torch.is_grad_enabled() and is_auto and self._activations.recompute_from_now_on():
-            return "units compute their activations a second time in backward from now on"
+            return (
+                "units compute their activations a second time in backward from now on, from inputs that wait on the "
+                "host"
+            )
         if (
             self._options.k == "auto"
             and self.arrangement.k > self.arrangement.k_prime
@@ -262,7 +265,7 @@ class Arranger:
         self._is_arranged = True
         self._activations.auto = self._auto_policy()  # other units: measured anew
         lasting.stats.arrangements += 1
-        if not arrangement.units and self._options.activations in ("recompute", "offload"):
+        if not arrangement.units and self._options.activations not in ("keep", "auto"):
             warnings.warn(
                 f"`activations={self._options.activations!r}` has no effect any more: every weight is used outside of "
                 "its module's forward (say, by a penalty over all), so all stay on the device and no unit is left.",

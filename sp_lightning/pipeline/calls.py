@@ -173,6 +173,7 @@ class Calls:
             self._inside.append(member.groups)
             if self._activations.may_offload and member.is_streamed:
                 self._offloader.enter(member, self._activations.offloads)
+                self._activations.pack_inputs()
             return number
 
     def _begin(self, member: Member) -> None:

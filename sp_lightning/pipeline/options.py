@@ -12,7 +12,7 @@ from sp_lightning.pipeline.sizes import parse_bytes
 
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
 
-ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "auto"]
+ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload", "auto"]
 
 
 @dataclass(frozen=True)

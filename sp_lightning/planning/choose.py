@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from sp_lightning.pipeline.activations.ways import Way, choose_ways, peak
+from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, choose_ways, peak
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.planning.cost import (
     Choice,
@@ -32,6 +32,7 @@ _SPLITS = 6  # splits of the budget between activations and weights to try
 _TIE = 1.02  # times within this factor of each other count as the same
 _NO_PREFETCH_PENALTY = 1.04  # for windows that fetch nothing ahead: they hide no deviation from the plan
 _K_PRIMES = (1, 2, 4)
+_LEFT_OUT: tuple[tuple[Policy, ...], ...] = ((), ("offload", "recompute_offload"), RECOMPUTING)
 _EVERY_K = 12  # up to here every k is tried, above it only steps of a sixth
 
 
@@ -202,8 +203,10 @@ def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
     most -= workload.outside_bytes
     turn = workload.turn_bytes
     seen: set[tuple[Way, ...]] = set()
-    for left_out in ("", "offload", "recompute"):
-        units = tuple(tuple(way for way in unit.ways if way.policy != left_out) or unit.ways for unit in workload.units)
+    for left_out in _LEFT_OUT:
+        units = tuple(
+            tuple(way for way in unit.ways if way.policy not in left_out) or unit.ways for unit in workload.units
+        )
         least = _least_peak(units, turn)
         enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units], turn))
         for number in range(_SPLITS if enough > least else 1):

@@ -82,7 +82,7 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
 def least_seconds(workload: Workload, machine: Machine, ways: Sequence[Way]) -> float:
     """Return a lower bound for a step's time with these ways and any window: the work of the busiest lane."""
     everything = (*workload.units, workload.resident)
-    second = sum(way.seconds for way in ways if way.policy == "recompute")
+    second = sum(way.repeating for way in ways)
     compute = sum(unit.forward_seconds + workload.trains * unit.backward_seconds for unit in workload.units)
     between = workload.rest_seconds + workload.trains * (workload.turn_seconds + second)
     to_device = sum(unit.weight_bytes for unit in everything if unit.parameters) if workload.stepping else 0

@@ -32,12 +32,14 @@ class Seen:
         inputs: Bytes of its inputs: recomputing has to keep them.
         saved: Bytes that autograd saved besides.
         large: The part of both that is in tensors large enough to be offloaded.
+        large_inputs: The part of it that is inputs.
     """
 
     flops: int = 0
     inputs: int = 0
     saved: int = 0
     large: int = 0
+    large_inputs: int = 0
 
 
 @dataclass
@@ -152,7 +154,9 @@ class _Watch:
                 self._now = self.seen.units[unit_of[module]]
                 self.seen.calls.append(unit_of[module])
                 tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                before = self._now.large
                 self._now.inputs += sum(map(self._note, tensors))
+                self._now.large_inputs += self._now.large - before
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             self._depth -= 1

@@ -15,13 +15,22 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from sp_lightning.pipeline import Kind, Recording, Span, Survey
-from sp_lightning.pipeline.activations.ways import Policy, Way, peak
+from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, peak
 from sp_lightning.pipeline.gradients.landing import gradient_bytes
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.device_layout import sent_bytes
+from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.weights.sections import count_sections
 from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.planning.workload import NOTHING_SAVED, Machine, Stepping, UnitWork, Workload, calls_in_order
+from sp_lightning.planning.workload import Machine, Stepping, UnitWork, Workload, calls_in_order
+
+_INSTEAD: dict[Policy, Policy] = {
+    "keep": "keep",
+    "recompute": "keep",
+    "offload": "keep",
+    "recompute_offload": "recompute",
+}
+"""All policies, and what a member of the unit does instead if one is not open to it."""
 
 _MIN_SIZE_RATIO = 2  # largest to smallest copy, for a copy's constant cost to be told from its bandwidth
 
@@ -223,24 +232,36 @@ def _trainable(unit: Unit) -> int:
     return sum(weight.master.numel() for weight in unit.weights if weight.master.requires_grad)
 
 
-def _explicit(policy: str, leaving: int) -> Way:
+def _explicit(policy: ActivationPolicy, leaving: int) -> Way:
     """Return the way of a unit's activations where the user chose the policy; only its copies are known."""
-    if policy == "offload":
-        return Way("offload", 0, 0, 0.0, leaving)
-    return Way("recompute", 0, 0, 0.0) if policy == "recompute" else NOTHING_SAVED
+    return Way("keep" if policy == "auto" else policy, held=0, working=0, seconds=0.0, leaving=leaving)
 
 
 def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
-    """Return the ways of a unit's activations: one policy for all members, "keep" for those that cannot follow it."""
+    """Return the ways of a unit's activations: one policy for all members, as far as they can follow it."""
     measured = [{way.policy: way for way in ways[member.name]} for member in unit.members if member.name in ways]
-    policies: tuple[Policy, ...] = ("keep", "recompute", "offload")
     together = []
-    for policy in [policy for policy in policies if any(policy in by_policy for by_policy in measured)]:
-        chosen = [by_policy.get(policy, by_policy["keep"]) for by_policy in measured]
-        seconds, leaving = sum(way.seconds for way in chosen), sum(way.leaving for way in chosen)
-        held, under_way = sum(way.held for way in chosen), chosen[-1].under_way
-        together.append(Way(policy, held, peak(chosen), seconds, leaving, under_way))
+    for policy in [policy for policy in _INSTEAD if any(policy in by_policy for by_policy in measured)]:
+        chosen = [_followed(policy, by_policy) for by_policy in measured]
+        together.append(
+            Way(
+                policy,
+                held=sum(way.held for way in chosen),
+                working=peak(chosen),
+                seconds=sum(way.seconds for way in chosen),
+                leaving=sum(way.leaving for way in chosen),
+                under_way=chosen[-1].under_way,
+                repeating=sum(way.repeating for way in chosen),
+            )
+        )
     return tuple(together)
+
+
+def _followed(policy: Policy, open_to_it: Mapping[Policy, Way]) -> Way:
+    """Return the way of a member whose unit has this policy."""
+    while policy not in open_to_it:
+        policy = _INSTEAD[policy]
+    return open_to_it[policy]
 
 
 def _second_forwards(unit: Unit, ways: Mapping[str, Sequence[Way]], policies: Mapping[str, Policy]) -> float:
@@ -248,7 +269,7 @@ def _second_forwards(unit: Unit, ways: Mapping[str, Sequence[Way]], policies: Ma
     return sum(
         way.seconds
         for member in unit.members
-        if policies.get(member.name) == "recompute"
+        if policies.get(member.name) in RECOMPUTING
         for way in ways.get(member.name, ())
         if way.policy == "recompute"
     )

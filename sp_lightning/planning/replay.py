@@ -188,8 +188,7 @@ class Replay:
             if call and self._offloaded[call - 1]:
                 fetched[call - 1] = self._receive(self._offloaded[call - 1])
             self.compute = max(self.compute, fetched.get(call, 0.0))
-            seconds = work.backward_seconds + (way.seconds if way.policy == "recompute" else 0.0)
-            self._compute(seconds / self._times[unit])
+            self._compute((work.backward_seconds + way.repeating) / self._times[unit])
             if work.gradient_bytes and call == self._first_call[unit]:  # autograd has summed up all calls' gradients
                 group.landed = group.landed.then(self._ship(work.gradient_bytes, work.sections))
                 group.missing -= 1

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.pipeline.activations.ways import RECOMPUTING
 from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
 from sp_lightning.planning import planner
 from sp_lightning.planning.choose import choose
@@ -110,7 +111,11 @@ def told_speeds(machine: Machine, patch: pytest.MonkeyPatch) -> Iterator[None]:
                 unit,
                 forward_seconds=1e-3,
                 backward_seconds=2e-3,
-                ways=tuple(replace(way, seconds=1e-3 * (way.policy == "recompute")) for way in unit.ways),
+                ways=tuple(
+                    replace(way, seconds=seconds, repeating=seconds)
+                    for way in unit.ways
+                    for seconds in [1e-3 * (way.policy in RECOMPUTING)]
+                ),
             )
             for unit in workload.units
         ]
@@ -179,7 +184,7 @@ def test_batches_of_different_lengths(accelerator: str, device: torch.device) ->
 
 def test_the_last_resort_fits(accelerator: str, device: torch.device) -> None:
     """With a little more than the least that a step takes, it runs; with less, what is missing is said."""
-    _, least = fit(SuperpipelineStrategy(k=1, activations="recompute"), accelerator, device, steps=3)
+    _, least = fit(SuperpipelineStrategy(k=1, activations="recompute_offload"), accelerator, device, steps=3)
     with room(device, least + LITTLE):
         _, peak = fit(SuperpipelineStrategy(), accelerator, device)
     assert peak <= least + LITTLE

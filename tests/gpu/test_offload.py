@@ -12,22 +12,27 @@ from .parts import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, train
 pytestmark = pytest.mark.gpu
 
 
+POLICIES = ["offload", "recompute_offload"]
+
+
+@pytest.mark.parametrize("activations", POLICIES)
 @pytest.mark.parametrize("pin", [True, False])
 @pytest.mark.parametrize("k", [1, 3])
-def test_activations_come_back_as_they_left(k: int, pin: bool, cuda: torch.device) -> None:
+def test_activations_come_back_as_they_left(k: int, pin: bool, activations: str, cuda: torch.device) -> None:
     """With a device that lags far behind the host, memory is used again only when the copies are done with it."""
     quick_losses, quick_weights = train(big_chain(), cuda, k=BLOCKS)
     slow = big_chain(cycles=5_000_000)
-    slow_losses, slow_weights = train(slow, cuda, k=k, pin_memory=pin, activations="offload")
+    slow_losses, slow_weights = train(slow, cuda, k=k, pin_memory=pin, activations=activations)
     assert all(map(torch.equal, quick_losses, slow_losses))
     assert all(map(torch.equal, quick_weights, slow_weights))
 
 
-def test_no_host_synchronization_in_a_step(cuda: torch.device) -> None:
+@pytest.mark.parametrize("activations", POLICIES)
+def test_no_host_synchronization_in_a_step(activations: str, cuda: torch.device) -> None:
     """CUDA itself reports any call that makes the host wait."""
     model = big_chain()
     x = torch.randn(ROWS, WIDTH, device=cuda)
-    with on_device(model, cuda, activations="offload") as pipe:
+    with on_device(model, cuda, activations=activations) as pipe:
         optimizer = SGD(model.parameters(), lr=0.1)
         for step in range(4):
             torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
@@ -42,11 +47,13 @@ def test_no_host_synchronization_in_a_step(cuda: torch.device) -> None:
 
 
 def test_peak_memory(device: torch.device) -> None:
-    """Of what is kept otherwise, a third at most; weights and gradients on their way are the same in both."""
+    """Of what is kept otherwise, a third at most; weights and gradients on their way are the same in all."""
     api = torch.get_device_module(device)
 
+    rows = (32 if IN_USE else 128) * ROWS
+
     def peak(activations: str) -> int:
-        x = torch.randn((32 if IN_USE else 128) * ROWS, WIDTH, device=device)
+        x = torch.randn(rows, WIDTH, device=device)
         with on_device(big_chain(), device, k=2, activations=activations) as pipe:
             micro_step(pipe, x[:ROWS])  # buffers that stay are made
             api.synchronize()
@@ -56,3 +63,5 @@ def test_peak_memory(device: torch.device) -> None:
             return api.max_memory_allocated() - before
 
     assert peak("offload") <= 0.35 * peak("keep")
+    inputs = BLOCKS * 4 * rows * WIDTH
+    assert peak("recompute_offload") <= peak("recompute") - 0.6 * inputs

@@ -48,7 +48,7 @@ RIGHT: list[tuple[str, Any]] = [
     *[("memory_budget", value) for value in (None, 1, 1.0, 0.25, "12GB", " 1.5 gib ", "7", "100 B")],
     *[("units", value) for value in (None, "Block", nn.Linear, [nn.Linear, "Block"], lambda name, module: True)],
     *[("resident", value) for value in ((), [], ["head", "norm.weight"])],
-    *[("activations", value) for value in ("keep", "recompute", "offload", "auto")],
+    *[("activations", value) for value in ("keep", "recompute", "offload", "recompute_offload", "auto")],
     *[("pin_memory", value) for value in ("auto", True, False)],
     *[("host_threads", value) for value in ("auto", 1, 64)],
     *[("compile", value) for value in (True, False)],

@@ -15,7 +15,11 @@ from sp_lightning.planning import Choice, Machine, UnitWork, Workload, choose, p
 from sp_lightning.planning.cost import device_bytes
 
 MIB = 1 << 20
-WAYS = (Way("keep", 60, 60, 0.0), Way("recompute", 10, 60, 0.5), Way("offload", 0, 60, 0.1, leaving=60, under_way=60))
+WAYS = (
+    Way("keep", 60, 60, 0.0),
+    Way("recompute", 10, 60, 0.5, repeating=0.5),
+    Way("offload", 0, 60, 0.1, leaving=60, under_way=60),
+)
 
 
 @st.composite
@@ -122,7 +126,7 @@ def test_too_small_a_budget_raises_with_the_least_that_is_needed() -> None:
 
 def test_a_model_of_eighty_blocks_is_planned_in_seconds() -> None:
     """A 70B shape on 24 GiB, with all that can be chosen."""
-    saved = (Way("keep", 1500 * MIB, 1000 * MIB, 0.0), Way("recompute", 128 * MIB, 1000 * MIB, 0.1))
+    saved = (Way("keep", 1500 * MIB, 1000 * MIB, 0.0), Way("recompute", 128 * MIB, 1000 * MIB, 0.1, repeating=0.1))
     block = UnitWork("", 1700 * MIB, 1700 * MIB, 855_000_000, 0.12, 0.24, ways=saved)
     ends = UnitWork("", 2000 * MIB, 2000 * MIB, 10**9, 0.01, 0.02)
     workload = Workload((ends, *[block] * 80, ends))

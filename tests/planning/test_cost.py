@@ -117,8 +117,20 @@ def test_no_choice_is_faster_than_the_busiest_lane() -> None:
             assert predict(workload, blocks.machine, choice).seconds >= least
 
 
+def test_recomputing_from_the_host_takes_compute_time_and_copies_of_inputs() -> None:
+    keep, both = Way("keep", 400, 400, 0.0), Way("recompute_offload", 0, 400, 1.1, 100, 100, repeating=1.0)
+    workload = Workload((UnitWork("", 64, 0, 0, 1.0, 2.0, ways=(keep, both)),) * 8, stepping=None)
+    machine = Machine(100.0, 100.0, 1.0)
+    predicted = predict(workload, machine, Choice(8, ways=(both,) * 8))
+    assert predicted.seconds == pytest.approx(8 * 4.0), "inputs come and go while the device computes"
+    assert predicted.device_bytes == 8 * 64 + 100 + 400
+    assert [predicted.lanes[lane] for lane in (Lane.TO_HOST, Lane.TO_DEVICE)] == pytest.approx([6.0, 6.0])
+    assert predicted.host_bytes == 8 * 100
+    assert least_seconds(workload, machine, (both,) * 8) == pytest.approx(8 * 4.0)
+
+
 def test_recomputing_takes_compute_time_and_offloading_takes_copies() -> None:
-    keep, recompute = Way("keep", 400, 400, 0.0), Way("recompute", 100, 400, 1.0)
+    keep, recompute = Way("keep", 400, 400, 0.0), Way("recompute", 100, 400, 1.0, repeating=1.0)
     offload = Way("offload", 0, 400, 0.0, leaving=400, under_way=400)
     unit = UnitWork("", 64, 0, 0, 1.0, 2.0, ways=(keep, recompute, offload))
     workload = Workload((unit,) * 8, stepping=None, outside_bytes=7)

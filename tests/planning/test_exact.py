@@ -98,8 +98,9 @@ def assert_equal(plain: Sequence[torch.Tensor], streamed: Sequence[torch.Tensor]
         {"shrinks": True},
         {"activations": "recompute"},
         {"activations": "offload"},
+        {"activations": "recompute_offload"},
     ],
-    ids=["plain", "accumulation", "clipping", "bf16 autocast", "other memory", "recompute", "offload"],
+    ids=["plain", "accumulation", "clipping", "bf16 autocast", "other memory", "recompute", "offload", "both"],
 )
 def test_a_window_that_changes_at_every_step(windows: Any, optimizer: str, training: dict[str, Any]) -> None:
     planner = Fixed(*windows)

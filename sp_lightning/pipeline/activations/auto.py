@@ -17,7 +17,7 @@ from sp_lightning.pipeline.activations.measured import Measured
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.recompute import Footprint
-from sp_lightning.pipeline.activations.ways import Policy, Way, choose_ways, peak
+from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, choose_ways, peak
 from sp_lightning.pipeline.activations.workspace import Workspace
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.sizes import readable_bytes
@@ -106,7 +106,11 @@ class AutoPolicy:
         """
         self._choice_is_outdated = policies is None
         if policies is not None:
-            self._adopt({name: policies.get(name, "keep") for name in self._units})
+            self._adopt({name: self._followed(name, policies.get(name, "keep")) for name in self._units})
+
+    def _followed(self, name: str, policy: Policy) -> Policy:
+        """Return the policy of a member whose unit has this one; what cannot run again need not be watched for it."""
+        return "keep" if policy in RECOMPUTING and not self._units[name].footprint.repeatable else policy
 
     @property
     def input_bytes(self) -> int:

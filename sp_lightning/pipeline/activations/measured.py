@@ -51,13 +51,17 @@ class Measured:
         everything, working = took.held + took.saved, took.working + self.workspace
         forward = min(self.seconds.values(), default=0.0)
         ways = [Way("keep", everything, working, 0.0)]
-        if may_recompute and took.repeatable:
-            ways.append(Way("recompute", took.held, working, forward))
-        if link is not None and took.large:
-            seconds = link.offload_seconds(took.large, self.weights, forward, _BACKWARD_PER_FORWARD * forward)
-            ways.append(
-                Way("offload", everything - took.large, working, seconds, leaving=took.large, under_way=took.large)
-            )
+        may_recompute = may_recompute and took.repeatable
+        backward = _BACKWARD_PER_FORWARD * forward
+        if may_recompute:
+            ways.append(Way("recompute", took.held, working, forward, repeating=forward))
+        if link is not None and (size := took.large):
+            seconds = link.offload_seconds(size, self.weights, forward, backward)
+            ways.append(Way("offload", everything - size, working, seconds, leaving=size, under_way=size))
+        if link is not None and may_recompute and (size := took.large_inputs):
+            seconds = forward + link.offload_seconds(size, self.weights, forward, forward + backward)
+            held = took.held - size
+            ways.append(Way("recompute_offload", held, working, seconds, size, under_way=size, repeating=forward))
         return ways
 
     @property

@@ -1,7 +1,8 @@
 """The one place that decides, for each call of a unit, what happens to the tensors that autograd saves.
 
-They are kept, or dropped and recomputed (recompute.py), or offloaded to the host (offload.py). `"auto"` chooses one of
-the three for each unit (auto.py). The numbers are the same whatever is chosen.
+They are kept, or dropped and recomputed (recompute.py), or offloaded to the host (offload.py), or recomputed from
+inputs that were offloaded. `"auto"` chooses one of these for each unit (auto.py). The numbers are the same whatever is
+chosen.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.activations.ways import Policy
+from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy
 from sp_lightning.pipeline.modules.tensors import tensor_bytes, tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.stats import Stats
@@ -67,6 +68,7 @@ class Activations:
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._is_in_call = False
+        self._to_pack: UnitCall | None = None
         self._recorded: Counter[str] = Counter()  # calls of a member, by its name
         self._trusts_versions: dict[str, bool] = {}  # the same (see effects.py)
         self._warned: set[str] = set()
@@ -75,7 +77,7 @@ class Activations:
         """Stop choosing and recompute, for the least memory; return False if there was no choice to give up."""
         if not self.chooses:
             return False
-        self.chooses, self.auto, self._policy = False, None, "recompute"
+        self.chooses, self.auto, self._policy = False, None, "recompute_offload"
         return True
 
     def conclude_step(self) -> None:
@@ -95,7 +97,7 @@ class Activations:
         Within a unit's call, the outermost call decides. Within a user's checkpoint, the checkpoint's hooks are on top.
         """
         return (
-            (self.auto is not None or self._policy == "recompute")
+            (self.auto is not None or self._policy in RECOMPUTING)
             and member.is_streamed
             and not self._is_in_call
             and torch.is_grad_enabled()
@@ -111,8 +113,14 @@ class Activations:
 
     @property
     def offloads(self) -> bool:
-        """Whether the activations of the current call are offloaded."""
-        return self._policy == "offload"
+        """Whether activations of the current call, all or its inputs, are offloaded."""
+        return self._policy in ("offload", "recompute_offload")
+
+    def pack_inputs(self) -> None:
+        """Pack the inputs of the current call, which has been entered, if they are offloaded and it recomputes."""
+        if self._to_pack is not None:
+            self._to_pack.pack_inputs()
+            self._to_pack = None
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit under the policy that was chosen for it."""
@@ -122,15 +130,14 @@ class Activations:
             if self.auto is None:
                 return self._recompute(member, args, kwargs)[0]
             size = sum(map(tensor_bytes, tensors_in((args, kwargs))))
-            policy = self.auto.policy(member, size)
-            if policy == "recompute":
+            self._policy = self.auto.policy(member, size)
+            if self._policy in RECOMPUTING:
                 output, call = self._recompute(member, args, kwargs)
                 self.auto.note(member, size, call.footprint)
                 return output
-            self._policy = policy
             return member.module(*args, **kwargs)
         finally:
-            self._is_in_call = False
+            self._is_in_call, self._to_pack = False, None
             if self.auto is not None:
                 self._policy = "keep"
                 self.auto.end_call(member)
@@ -141,9 +148,20 @@ class Activations:
         looks = self._recorded[member.name].bit_count() == 1  # in the first call, the second, the fourth, ...
         trusts_versions = None if looks else self._trusts_versions.get(member.name)
         effects = SideEffects(member.module, units=self.units, trusts_versions=trusts_versions)
+        packs_later = self.offloads and may_repeat
         call = UnitCall(
-            member, self._saved, self._device, args, kwargs, self._repeating, effects, self._checks, may_repeat
+            member,
+            self._saved,
+            self._device,
+            args,
+            kwargs,
+            self._repeating,
+            effects,
+            self._checks,
+            may_repeat,
+            packs_later,
         )
+        self._to_pack = call if packs_later else None
         with saved_tensors_hooks(call.pack, call.unpack):
             output = member.module(*args, **kwargs)
         obstacle = call.conclude(output)
@@ -153,8 +171,8 @@ class Activations:
         if obstacle is not None and self.auto is None and member.name not in self._warned:
             self._warned.add(member.name)
             warnings.warn(
-                f"`activations='recompute'`: {member.name!r} {obstacle}, so its forward cannot run a second time. What "
-                "it saves for backward stays on the device.",
+                f"`activations={self._policy!r}`: {member.name!r} {obstacle}, so its forward cannot run a second time. "
+                "What it saves for backward stays on the device.",
                 stacklevel=2,
             )
         return output, call

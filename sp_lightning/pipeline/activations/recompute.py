@@ -16,13 +16,18 @@ Backward asks for the first tensor that was dropped. The unit is called again, t
 checkpoint would call it: with the same inputs, RNG states, autocast settings and attributes. The tensors that the
 second forward saves take the place of the dropped ones, in the same order, and the forward ends as soon as none is
 missing. The graph of the second forward is thrown away; gradients flow through the first.
+
+[Note: inputs on the host]
+What a call holds are its inputs, and with many units or long sequences these are most of what is left. They can be
+offloaded like anything else that is saved (offload.py): packed once the call has been entered, for they belong to what
+its unit sends when it is left, and fetched for the second forward one unit ahead.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -34,8 +39,9 @@ from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline._private import scope_that_ends_before_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.activations.effects import SideEffects
+from sp_lightning.pipeline.activations.memory import Offloaded
 from sp_lightning.pipeline.activations.offload import MIN_OFFLOAD_BYTES
-from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
+from sp_lightning.pipeline.activations.saved import Kept, Packed, SavedTensors
 from sp_lightning.pipeline.activations.stand_ins import StandIns, take_attributes
 from sp_lightning.pipeline.activations.surroundings import Surroundings
 from sp_lightning.pipeline.modules.functions import watch_functions
@@ -59,6 +65,7 @@ class Footprint(NamedTuple):
         large: How much of `held` and `saved` is in pieces that are worth a copy to the host.
         working: The most that a single call took.
         repeatable: Whether the forwards can run again, and doing so saves memory.
+        large_inputs: How much of `held` is in pieces that are worth a copy to the host.
     """
 
     held: int
@@ -66,6 +73,7 @@ class Footprint(NamedTuple):
     large: int
     working: int
     repeatable: bool
+    large_inputs: int = 0
 
     def combined_with(self, other: Footprint) -> Footprint:
         """Return the footprint of these calls and others together, between the same forward and backward."""
@@ -75,6 +83,7 @@ class Footprint(NamedTuple):
             self.large + other.large,
             max(self.working, other.working),
             self.repeatable and other.repeatable,
+            self.large_inputs + other.large_inputs,
         )
 
 
@@ -111,6 +120,7 @@ class UnitCall:
         effects: Records the side effects of the forward.
         checks: Whether to compare checksums of what the two forwards save.
         may_repeat: Whether the forward may run again; if not, nothing is dropped.
+        packs_later: Whether `pack_inputs` is called once the call has been entered, so that inputs can be offloaded.
 
     Attributes:
         member: The member that is called.
@@ -128,6 +138,7 @@ class UnitCall:
         effects: SideEffects,
         checks: bool,
         may_repeat: bool,
+        packs_later: bool = False,
     ) -> None:
         self.member = member
         self._may_repeat = may_repeat
@@ -142,7 +153,8 @@ class UnitCall:
         self._effects = effects
         self._inputs = _Inputs(saved, args, kwargs, StandIns(self._effects.found))
         self._effects.include(self._inputs.objects)
-        self._held = self._meter.bytes - self._bytes_before
+        if not packs_later:
+            self.pack_inputs()
         self._surroundings = Surroundings(device)
         with without_torch_function():
             self._weights = [(twin, twin.changes()) for twin in {entry.weight.twin for entry in member.entries}]
@@ -152,6 +164,11 @@ class UnitCall:
         self._samples = [(parameter, _sample(parameter)) for parameter in member.on_device if looks]
 
     # ------------------------------------------------------------------------------------------------ first forward
+
+    def pack_inputs(self) -> None:
+        """Have the inputs held for the second forward, on the device or on the host."""
+        self._inputs.pack()
+        self._held = self._meter.bytes - self._bytes_before
 
     def pack(self, tensor: Tensor) -> Kept:
         """Hold a tensor until the call is over."""
@@ -180,6 +197,7 @@ class UnitCall:
             if self._checks:
                 self._sums = {index: _checksum(kept.get(), self._saved.twins) for index, kept in self._alive()}
             self.drop()
+            self._inputs.release()
             return None
         del self._inputs, self._surroundings, self._effects
         return obstacle if is_worth_it and is_possible else None
@@ -212,11 +230,9 @@ class UnitCall:
             kept.drop()
 
     def _measure_footprint(self, tensors: list[Tensor], repeatable: bool) -> Footprint:
-        dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage
-        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
-        saved = max(0, self._meter.bytes - self._bytes_before - self._held)
-        large = sum(nbytes for nbytes in sizes.values() if nbytes >= MIN_OFFLOAD_BYTES)
-        return Footprint(self._held, saved, min(large, self._held + saved), self._held + saved, repeatable)
+        held, saved = self._held, max(0, self._meter.bytes - self._bytes_before - self._held)
+        large, large_inputs = min(_large(tensors), held + saved), min(_large(self._inputs.tensors), held)
+        return Footprint(held, saved, large, held + saved, repeatable, large_inputs)
 
     def _weights_are_changed(self) -> bool:
         with without_torch_function():
@@ -327,11 +343,12 @@ class _Inputs:
     """
 
     def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any], stand_ins: StandIns) -> None:
+        self._saved = saved
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         tensors = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
         others = {id(leaf): leaf for leaf in leaves if not isinstance(leaf, Tensor)}
-        self._distinct = [_Input(tensor, saved, stand_ins) for tensor in tensors.values()]
+        self._distinct = [_Input(tensor, stand_ins) for tensor in tensors.values()]
         self.objects = stand_ins.of(others.values())
         held = dict(zip([*tensors, *others], [*self._distinct, *self.objects], strict=True))
         self.objects += [tensor.attributes for tensor in self._distinct if tensor.attributes]
@@ -339,8 +356,8 @@ class _Inputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, without weights."""
-        return [leaf.tensor for leaf in self._leaves if isinstance(leaf, _Input)]
+        """The tensors among the arguments, without weights, until they are released."""
+        return [held.tensor for held in self._distinct if held.tensor is not None]
 
     @property
     def outlive_the_call(self) -> bool:
@@ -350,11 +367,22 @@ class _Inputs:
     @property
     def are_changed(self) -> bool:
         """Whether a tensor among the arguments was changed in place since the call."""
-        return any(isinstance(leaf, _Input) and leaf.is_changed for leaf in self._leaves)
+        return any(held.is_changed for held in self._distinct)
+
+    def pack(self) -> None:
+        """Pack the tensors, from which they are unpacked to be rebuilt."""
+        for held in self._distinct:
+            assert held.tensor is not None
+            held.packed = self._saved.pack(held.tensor)
+
+    def release(self) -> None:
+        """Leave the tensors to what they were packed into."""
+        for held in self._distinct:
+            held.tensor = None
 
     def rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for another call."""
-        tensors = {id(held): held.rebuild() for held in self._distinct}
+        tensors = {id(held): held.rebuild_from(self._saved.unpack(held.packed)) for held in self._distinct}
         leaves = [tensors.get(id(leaf), leaf) for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
@@ -365,23 +393,37 @@ class _Input:
 
     So it forms no cycle with the node that an in-place change gives it, and hooks that the forward registers on it do
     not fire a second time.
+
+    Attributes:
+        tensor: The tensor; None once it was released.
+        packed: What it was packed into.
+        attributes: What users have set as attributes of it.
     """
 
-    def __init__(self, tensor: Tensor, saved: SavedTensors, stand_ins: StandIns) -> None:
-        self.tensor = tensor.detach()
+    packed: Packed
+
+    def __init__(self, tensor: Tensor, stand_ins: StandIns) -> None:
+        self.tensor: Tensor | None = tensor.detach()
         (self.attributes,) = stand_ins.of([vars(tensor)]) if vars(tensor) else ({},)
         self._requires_grad = tensor.requires_grad
-        self._saved = saved
-        self._packed = saved.pack(self.tensor)
 
     @property
     def is_changed(self) -> bool:
-        return isinstance(self._packed, Kept) and self._packed.is_changed
+        if isinstance(self.packed, Offloaded):
+            return self.packed.view.changed_in_place
+        return isinstance(self.packed, Kept) and self.packed.is_changed
 
-    def rebuild(self) -> Tensor:
-        tensor = self._saved.unpack(self._packed).detach().requires_grad_(self._requires_grad)
+    def rebuild_from(self, unpacked: Tensor) -> Tensor:
+        tensor = unpacked.detach().requires_grad_(self._requires_grad)
         take_attributes(tensor, self.attributes)
         return tensor
+
+
+def _large(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the memory under these tensors that is in pieces which are worth a copy to the host."""
+    dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage
+    sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
+    return sum(nbytes for nbytes in sizes.values() if nbytes >= MIN_OFFLOAD_BYTES)
 
 
 def _sample(parameter: nn.Parameter) -> Tensor:

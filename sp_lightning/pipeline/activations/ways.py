@@ -1,11 +1,12 @@
 """`activations="auto"`: for each unit the cheapest way to have its activations in backward, so that all of them fit.
 
 [Note: the peak]
-From its forward to its backward a unit holds something: all that it saved, or its inputs alone. While it computes, in
-forward and in backward, it takes more. Meanwhile the units before it hold theirs, and those after it hold nothing yet,
-or nothing any more. What the unit before it saved may still be leaving for the host, or be coming back already. So the
-peak is the largest, over all units, of what the units before one hold, what of the last of them is under way, and what
-that one needs to compute; or, at the turn from forward to backward, what all units hold and what is taken after them.
+From its forward to its backward a unit holds something: all that it saved, or its inputs alone, or next to nothing if
+these wait on the host. While it computes, in forward and in backward, it takes more. Meanwhile the units before it hold
+theirs, and those after it hold nothing yet, or nothing any more. What the unit before it saved may still be leaving for
+the host, or be coming back already. So the peak is the largest, over all units, of what the units before one hold, what
+of the last of them is under way, and what that one needs to compute; or, at the turn from forward to backward, what all
+units hold and what is taken after them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-Policy: TypeAlias = Literal["keep", "recompute", "offload"]
+Policy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload"]
+"""What becomes of a unit's activations; the last one recomputes them from inputs that wait on the host."""
+
+RECOMPUTING: tuple[Policy, ...] = ("recompute", "recompute_offload")
 
 _MOST_STATES = 256  # far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
 
@@ -30,6 +34,7 @@ class Way:
         seconds: The time that it costs.
         leaving: Bytes that go to the host, and come back in backward.
         under_way: Bytes of these that are still on the device while the next unit computes, or are there again.
+        repeating: The part of the time in which its forward runs again.
     """
 
     policy: Policy
@@ -38,6 +43,7 @@ class Way:
     seconds: float
     leaving: int = 0
     under_way: int = 0
+    repeating: float = 0.0
 
 
 class _State(NamedTuple):

@@ -281,24 +281,41 @@ def test_the_probe_of_the_link_fits_free_memory(monkeypatch: pytest.MonkeyPatch)
 def test_costs() -> None:
     """Copies that computing hides cost a little, what sticks out costs all of its time."""
     unit = Measured("block", weights=10)
-    unit.add((0, 0), 8, Footprint(0, 100, 100, 100, True))
+    unit.add((0, 0), 8, Footprint(40, 60, 100, 100, True, large_inputs=30))
     unit.seconds[0] = 3.0
     ways = {way.policy: way for way in unit.ways(Link(up=100.0, down=100.0), True)}
     assert (ways["keep"].seconds, ways["keep"].held) == (0, 100)
-    assert (ways["recompute"].seconds, ways["recompute"].held) == (3.0, 0)
+    assert (ways["recompute"].seconds, ways["recompute"].repeating, ways["recompute"].held) == (3.0, 3.0, 40)
     assert ways["offload"].seconds == pytest.approx(0.2)  # a tenth of one second down, of one second up
     ways = {way.policy: way for way in unit.ways(Link(up=10.0, down=20.0), True)}
     assert ways["offload"].seconds == pytest.approx((5 - 3) + (11 - 6) + 0.1 * 15)
-    assert "offload" not in {way.policy for way in unit.ways(None, True)}
-    assert "recompute" not in {way.policy for way in unit.ways(None, False)}
+    both = ways["recompute_offload"]
+    assert (both.held, both.leaving, both.under_way, both.repeating) == (10, 30, 30, 3.0)
+    assert both.seconds == pytest.approx(3.0 + 0.1 * (30 / 10 + 30 / 20)), "the second forward hides copies as well"
+    assert [way.policy for way in unit.ways(None, True)] == ["keep", "recompute"]
+    assert [way.policy for way in unit.ways(Link(10.0, 20.0), False)] == ["keep", "offload"]
+
+
+def test_inputs_that_are_not_worth_a_copy_stay() -> None:
+    unit = Measured("block", weights=10)
+    unit.add((0, 0), 8, Footprint(40, 60, 60, 100, True, large_inputs=0))
+    assert [way.policy for way in unit.ways(Link(10.0, 20.0), True)] == ["keep", "recompute", "offload"]
+
+
+def test_what_cannot_run_again_is_kept_where_its_unit_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It need not be watched for that, and its inputs need not leave."""
+    chooser = policy(10**6, FAST, monkeypatch)
+    measure(chooser, repeatable=False)
+    chooser.prescribe(dict.fromkeys("abc", "recompute_offload"))
+    assert {chooser.policy(member(name), 8) for name in "abc"} == {"keep"}
 
 
 def test_calls_of_one_step_add_up() -> None:
     unit = Measured("block", weights=0)
-    unit.add(0, 8, Footprint(1, 10, 4, 11, True))
-    unit.add(0, 9, Footprint(2, 20, 8, 22, True))
+    unit.add(0, 8, Footprint(1, 10, 4, 11, True, large_inputs=1))
+    unit.add(0, 9, Footprint(2, 20, 8, 22, True, large_inputs=2))
     unit.add(1, 3, Footprint(1, 1, 1, 2, True))
-    assert unit.footprint == Footprint(3, 30, 12, 22, True)
+    assert unit.footprint == Footprint(3, 30, 12, 22, True, large_inputs=3)
     assert unit.size == 9
 
 
