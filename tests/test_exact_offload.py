@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,12 +16,13 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import SGD
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline import PipelineOptions
+from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.options import ActivationPolicy
+from sp_lightning.planning import AutoPlanner
 
 from .helpers import (
     LiveBytes,
@@ -205,6 +208,30 @@ def test_inputs_travel_once_each_way() -> None:
             assert pipe.stats.offloaded_bytes == pipe.stats.fetched_bytes == (BLOCKS - 2) * tokens().nbytes
             assert (pipe.stats.recomputed, pipe.stats.activation_misses) == (BLOCKS, 0)
             assert pipe.stats.host_syncs <= 1
+
+
+@pytest.mark.usefixtures("usual_sizes")
+@pytest.mark.parametrize("planner", [None, AutoPlanner])
+def test_auto_has_inputs_wait_where_nothing_else_fits(planner: type[AutoPlanner] | None) -> None:
+    """With room for four inputs less than recomputing takes, four wait, and no more."""
+    (recomputed, *_), _ = peaks("recompute")
+    with attached(transformer(), units=None, k=2, activations="recompute") as pipe:
+        pipe.module(tokens()).square().mean().backward()
+        summary = pipe.summary()
+    reserve = recomputed - (BLOCKS - 1) * tokens().nbytes  # for gradients, as much as a block saves
+    weights = summary.device_bytes + summary.gradient_bytes
+    budget = weights + reserve + recomputed - 4 * tokens().nbytes
+    options = PipelineOptions(k=2, k_prime=1, activations="auto", memory_budget=budget)
+    pipe = Pipeline(transformer(), "cpu", options=options, planner=planner and planner())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            pipe.stats.clear()
+            pipe.module(tokens()).square().mean().backward()
+    chosen = Counter(pipe._activations.auto.in_use.values())
+    pipe.detach()
+    assert chosen["recompute_offload"] == 4
+    assert pipe.stats.activation_peak_bytes == recomputed - 4 * tokens().nbytes
 
 
 def three_steps(run: Run) -> None:

@@ -285,7 +285,7 @@ def _advice(pipeline: Pipeline) -> str:
             f"{weights} for weights, {readable_bytes(summary.gradient_bytes)} for gradients on their way, at least "
             f"{readable_bytes(activations)} for activations, and what operations take in between"
         )
-        choices = f"`SuperpipelineStrategy(activations='recompute')`, {choices}"
+        choices = f"`SuperpipelineStrategy(activations='recompute_offload')`, {choices}"
     return (
         f"Nothing is left that superpipeline could give up. With `k={summary.k}` a step needs {takes}. Use smaller "
         f"batches, or less memory for each: {choices}."

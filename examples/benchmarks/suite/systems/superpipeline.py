@@ -64,10 +64,11 @@ class SuperpipelineRecompute(Superpipeline):
 
 
 class SuperpipelineLeast(SuperpipelineRecompute):
-    """The same with one unit on the device at a time, which takes the least device memory possible."""
+    """One unit on the device at a time, and inputs on the host: the least device memory possible."""
 
     name = "superpipeline-least"
-    title = "superpipeline_recompute, k=1"
+    title = "superpipeline, recompute_offload, k=1"
+    activations = "recompute_offload"
 
     def __init__(self, window: Window | None = None) -> None:
         super().__init__(window or (1, 1))
