@@ -291,11 +291,21 @@ class AddsToItsInput(Block):
 
 
 @pytest.mark.filterwarnings("ignore:`activations='recompute_offload'`. 'blocks.1' changes its input in place")
-def test_a_unit_that_cannot_run_again_keeps_what_it_saves() -> None:
+def test_what_cannot_run_again_is_offloaded() -> None:
+    """From its second call on, and but for calls that look whether it still cannot."""
+
     def build() -> nn.Module:
         return Chain([Tripled(), AddsToItsInput(), *(Tripled() for _ in range(4))])
 
     assert_same_story(three_steps, build, activations="recompute_offload")
+    with attached(build(), k=1, activations="recompute_offload") as pipe:
+        left = []
+        for step in range(9):
+            pipe.stats.clear()
+            pipe.module(Run.rows(step)).square().mean().backward()
+            left.append(pipe.stats.offloaded_bytes)
+    looked, (usual,) = {left[call - 1] for call in (2, 4, 8)}, {left[call - 1] for call in (3, 5, 6, 7, 9)}
+    assert max(looked) < usual
 
 
 def saved_by_each_block() -> list[int]:

@@ -24,13 +24,13 @@ from sp_lightning.pipeline.weights.sections import count_sections
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.workload import Machine, Stepping, UnitWork, Workload, calls_in_order
 
-_INSTEAD: dict[Policy, Policy] = {
-    "keep": "keep",
-    "recompute": "keep",
-    "offload": "keep",
-    "recompute_offload": "recompute",
+_FOLLOWED: dict[Policy, tuple[Policy, ...]] = {
+    "keep": ("keep",),
+    "recompute": ("recompute", "keep"),
+    "offload": ("offload", "keep"),
+    "recompute_offload": ("recompute_offload", "recompute", "offload", "keep"),
 }
-"""All policies, and what a member of the unit does instead if one is not open to it."""
+"""For each policy of a unit, what its members do: the first of these that is open to them."""
 
 _MIN_SIZE_RATIO = 2  # largest to smallest copy, for a copy's constant cost to be told from its bandwidth
 
@@ -241,8 +241,8 @@ def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
     """Return the ways of a unit's activations: one policy for all members, as far as they can follow it."""
     measured = [{way.policy: way for way in ways[member.name]} for member in unit.members if member.name in ways]
     together = []
-    for policy in [policy for policy in _INSTEAD if any(policy in by_policy for by_policy in measured)]:
-        chosen = [_followed(policy, by_policy) for by_policy in measured]
+    for policy in [policy for policy in _FOLLOWED if any(policy in by_policy for by_policy in measured)]:
+        chosen = [next(by_policy[p] for p in _FOLLOWED[policy] if p in by_policy) for by_policy in measured]
         together.append(
             Way(
                 policy,
@@ -255,13 +255,6 @@ def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
             )
         )
     return tuple(together)
-
-
-def _followed(policy: Policy, open_to_it: Mapping[Policy, Way]) -> Way:
-    """Return the way of a member whose unit has this policy."""
-    while policy not in open_to_it:
-        policy = _INSTEAD[policy]
-    return open_to_it[policy]
 
 
 def _second_forwards(unit: Unit, ways: Mapping[str, Sequence[Way]], policies: Mapping[str, Policy]) -> float:

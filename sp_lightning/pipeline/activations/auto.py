@@ -109,8 +109,10 @@ class AutoPolicy:
             self._adopt({name: self._followed(name, policies.get(name, "keep")) for name in self._units})
 
     def _followed(self, name: str, policy: Policy) -> Policy:
-        """Return the policy of a member whose unit has this one; what cannot run again need not be watched for it."""
-        return "keep" if policy in RECOMPUTING and not self._units[name].footprint.repeatable else policy
+        """Return the policy of a member whose unit has this one."""
+        if policy not in RECOMPUTING or self._units[name].footprint.repeatable:
+            return policy
+        return "offload" if policy == "recompute_offload" else "keep"
 
     @property
     def input_bytes(self) -> int:

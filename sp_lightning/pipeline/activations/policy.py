@@ -69,6 +69,7 @@ class Activations:
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._is_in_call = False
         self._to_pack: UnitCall | None = None
+        self._held: set[str] = set()  # members whose last recorded call held what it had saved
         self._recorded: Counter[str] = Counter()  # calls of a member, by its name
         self._trusts_versions: dict[str, bool] = {}  # the same (see effects.py)
         self._warned: set[str] = set()
@@ -126,27 +127,39 @@ class Activations:
         """Call a unit under the policy that was chosen for it."""
         self.calls[member.name] += 1
         self._is_in_call = True
+        otherwise, size = self._policy, 0
         try:
             if self.auto is None:
-                return self._recompute(member, args, kwargs)[0]
-            size = sum(map(tensor_bytes, tensors_in((args, kwargs))))
-            self._policy = self.auto.policy(member, size)
-            if self._policy in RECOMPUTING:
-                output, call = self._recompute(member, args, kwargs)
-                self.auto.note(member, size, call.footprint)
-                return output
-            return member.module(*args, **kwargs)
-        finally:
-            self._is_in_call, self._to_pack = False, None
+                self._policy = self._as_far_as_possible(member)
+            else:
+                size = sum(map(tensor_bytes, tensors_in((args, kwargs))))
+                self._policy = self.auto.policy(member, size)
+            if self._policy not in RECOMPUTING:
+                return member.module(*args, **kwargs)
+            output, call = self._recompute(member, args, kwargs)
             if self.auto is not None:
-                self._policy = "keep"
+                self.auto.note(member, size, call.footprint)
+            return output
+        finally:
+            self._is_in_call, self._to_pack, self._policy = False, None, otherwise
+            if self.auto is not None:
                 self.auto.end_call(member)
+
+    def _as_far_as_possible(self, member: Member) -> Policy:
+        """Return the user's policy; if inputs are to be offloaded, calls that cannot run again offload everything."""
+        if self._policy != "recompute_offload" or member.name not in self._held or self._looks(member):
+            return self._policy
+        self._recorded[member.name] += 1
+        return "offload"
+
+    def _looks(self, member: Member) -> bool:
+        """Tell whether it is time to look again: in the first call, the second, the fourth, ..."""
+        return (self._recorded[member.name] + 1).bit_count() == 1
 
     def _recompute(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, UnitCall]:
         may_repeat = member.name not in self.never_again
+        trusts_versions = None if self._looks(member) else self._trusts_versions.get(member.name)
         self._recorded[member.name] += 1
-        looks = self._recorded[member.name].bit_count() == 1  # in the first call, the second, the fourth, ...
-        trusts_versions = None if looks else self._trusts_versions.get(member.name)
         effects = SideEffects(member.module, units=self.units, trusts_versions=trusts_versions)
         packs_later = self.offloads and may_repeat
         call = UnitCall(
@@ -168,6 +181,9 @@ class Activations:
         self._trusts_versions[member.name] = bool(effects.trusts_versions)
         if call.footprint.repeatable:
             self._dropped.add(call)
+            self._held.discard(member.name)
+        else:
+            self._held.add(member.name)
         if obstacle is not None and self.auto is None and member.name not in self._warned:
             self._warned.add(member.name)
             warnings.warn(

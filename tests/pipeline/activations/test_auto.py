@@ -302,12 +302,12 @@ def test_inputs_that_are_not_worth_a_copy_stay() -> None:
     assert [way.policy for way in unit.ways(Link(10.0, 20.0), True)] == ["keep", "recompute", "offload"]
 
 
-def test_what_cannot_run_again_is_kept_where_its_unit_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It need not be watched for that, and its inputs need not leave."""
+def test_what_cannot_run_again_follows_its_unit_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = policy(10**6, FAST, monkeypatch)
     measure(chooser, repeatable=False)
-    chooser.prescribe(dict.fromkeys("abc", "recompute_offload"))
-    assert {chooser.policy(member(name), 8) for name in "abc"} == {"keep"}
+    for prescribed, followed in [("recompute", "keep"), ("recompute_offload", "offload"), ("offload", "offload")]:
+        chooser.prescribe(dict.fromkeys("abc", prescribed))
+        assert {chooser.policy(member(name), 8) for name in "abc"} == {followed}
 
 
 def test_calls_of_one_step_add_up() -> None:
