@@ -5,6 +5,7 @@ The rules are in lowering.py; this module applies them to the calls of an arrang
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ class UnderAutocast:
         self._learned = lasting.learned
         self._graphs = lasting.graphs
         self._outside = outside
+        self._region = _Region(lasting.device)
         self._recomputed: set[Weight] = set()  # used by what runs again in backward, since backward last went on
 
     def needs_watching(self, member: Member) -> bool:
@@ -64,17 +66,20 @@ class UnderAutocast:
         return output
 
     def begin_call(self, member: Member) -> None:
-        """Begin a call; send a weight in its own dtype if one graph uses it twice.
+        """Begin a call; send a weight in its own dtype if one graph uses it twice, and autocast casts it twice.
 
-        Without its cache, autocast casts for each use, and gradients add up in fp32.
+        It does so in each `with torch.autocast(...)` of its own, and without its cache for each use. The gradients of
+        these casts add up in fp32.
         """
         if self._arrangement.autocast is None or not torch.is_grad_enabled():
             return
         for entry in member.entries:
             if not entry.weight.twin.group.users:
                 begin_call(entry.weight.twin)
-        if torch.is_autocast_cache_enabled():
+        has_cache = torch.is_autocast_cache_enabled()
+        if has_cache and in_backward():
             return
+        region = self._region.current() if has_cache else None
         outermost = {entry.weight for entry in member.entries if entry.parameters.get(entry.key) is entry.weight.master}
         if in_backward():
             # A reentrant checkpoint builds a graph of its own there, and its first forward has built none. For others
@@ -84,13 +89,44 @@ class UnderAutocast:
             self._recomputed |= outermost
             return
         for weight in outermost:
-            if weight.last_graph == self._graphs.current.number:
+            if weight.last_graph == self._graphs.current.number and (region is None or weight.last_region != region):
                 self._outside.keep_as_is(weight)
-            weight.last_graph = self._graphs.current.number
+            weight.last_graph, weight.last_region = self._graphs.current.number, region
 
     def end_recomputation(self) -> None:
         """Note that backward goes on with the nodes of what was recomputed: what runs again next is another graph."""
         self._recomputed.clear()
+
+
+class _Region:
+    """Tells one outermost `with torch.autocast(...)` from the next: at the end of each, autocast empties its cache.
+
+    A cast of a tensor of ours is put into that cache, and an object into the metadata of the cast's node: it is gone
+    when the cast is. Nothing is saved for backward, so no hooks of others see this.
+
+    Args:
+        device: The device whose tensors autocast casts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._factor = torch.zeros(1, 1, device=device)
+        self._summand = nn.Parameter(self._factor)
+        self._mark: weakref.ref[_Mark] | None = None
+        self._number = 0
+
+    def current(self) -> int:
+        """Return a number for the region that this is called in, which builds a graph and has a cache."""
+        if self._mark is None or self._mark() is None:
+            result: Any = torch.addmm(self._summand, self._factor, self._factor)
+            cast, mark = result.grad_fn.next_functions[0][0], _Mark()
+            cast.metadata[mark] = mark
+            self._mark = weakref.ref(mark)
+            self._number += 1
+        return self._number
+
+
+class _Mark:
+    """Lives as long as the node of a cast."""
 
 
 def without_autocast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:

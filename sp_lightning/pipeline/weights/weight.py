@@ -165,7 +165,8 @@ class Weight:
         compute_dtype: The dtype in which it is sent: the master's, or the one that autocast lowers it to.
         averaged: Whether its gradient is averaged over several processes.
         unit: The unit that it belongs to.
-        last_graph: The number of the graph that last used it, where that matters (autocast without its cache).
+        last_graph: The number of the graph that last used it under autocast.
+        last_region: The number of the `with torch.autocast(...)` in which it did; None without autocast's cache.
         replacements: How often values were moved back from other memory that the master was given.
         lowered_leaves: The leaf of an earlier twin, if it was lowered until something used it as it is.
         twin: Its current twin.
@@ -181,6 +182,7 @@ class Weight:
         self.compute_dtype = master.dtype
         self.averaged = False
         self.last_graph = -1
+        self.last_region: int | None = None
         self.replacements = 0
         self.lowered_leaves: list[nn.Parameter] = []
 

@@ -164,6 +164,33 @@ def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
         pipeline.detach()
 
 
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("regions", [1, 2])
+def test_units_called_twice_in_one_region_of_autocast_or_in_two(regions: int, policy: Policy) -> None:
+    """Each region casts weights anew, and gradients of two casts add up in fp32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)])
+    plain = copy.deepcopy(model)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, activations=policy, debug=True))
+    x = torch.randn(4, 16)
+    try:
+        for _ in range(3):
+            for runner in (plain, model):
+                with pipeline.step():
+                    with torch.autocast("cpu", torch.bfloat16):
+                        with torch.autocast("cpu", torch.bfloat16):  # its end is not one of a region
+                            first = runner(x)
+                        second = runner(first) if regions == 1 else None
+                    if second is None:
+                        with torch.autocast("cpu", torch.bfloat16):
+                            second = runner(first)
+                (first.float() - second.float()).square().mean().backward()
+            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        assert pipeline.summary().lowered == (12 if regions == 1 else 0)
+    finally:
+        pipeline.detach()
+
+
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("first", ["training", "evaluation"])
 def test_a_fast_path_that_wants_weights_as_they_are(cache: bool, first: str) -> None:
