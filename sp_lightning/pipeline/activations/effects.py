@@ -4,14 +4,14 @@ BatchNorm updates its running statistics, spectral_norm goes one power iteration
 user's hook appends to a list, a layer counts its calls. A forward that runs again in backward must begin with all of
 that as it was before the first run, and must not leave a second trace.
 
-What may change is found by looking: at the module's attributes and buffers, at what its hooks hold, at the objects
-among its inputs. All of these may lead to other modules: a hook that is a method of the model leads to everything but
-the other units, which are left out, since it would take too long to look at all units in each unit's call. For lists,
-dicts, sets and attributes a shallow copy shows what has changed; a module's own tensors are copied whole, since they
-change in place, unless they are very large. After the forward, copies of tensors that it has not changed are forgotten.
-All other contents are still remembered, as code between forward and backward may change what the forward has read: a
-temperature that is annealed, a cache that the model fills with what its blocks have computed. What no object leads to
-is not seen: global variables, files, iterators.
+What may change is found by looking: at the module's attributes and buffers, at attributes of its weights, at what its
+hooks hold, at the objects among its inputs. All of these may lead to other modules: a hook that is a method of the
+model leads to everything but the other units, which are left out, since it would take too long to look at all units in
+each unit's call. For lists, dicts, sets and attributes a shallow copy shows what has changed; a module's own tensors
+are copied whole, since they change in place, unless they are very large. After the forward, copies of tensors that it
+has not changed are forgotten. All other contents are still remembered, as code between forward and backward may change
+what the forward has read: a temperature that is annealed, a cache that the model fills with what its blocks have
+computed. What no object leads to is not seen: global variables, files, iterators.
 """
 
 from __future__ import annotations
@@ -56,6 +56,23 @@ class _Attributes:
         for name in self.read():
             del self._all[name]
         self._all.update(content)
+
+
+class _AttributesOfWeights(_Attributes):
+    """The attributes that users have set on a module's weights: those of a leaf are its master's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        weights = [vars(weight) for weight in module._parameters.values() if weight is not None]
+        self._all_of_each = [vars(of["master"]) if "master" in of else of for of in weights]
+
+    def read(self) -> dict[Any, Any]:
+        return {(number, name): value for number, of in enumerate(self._all_of_each) for name, value in of.items()}
+
+    def write(self, content: dict[Any, Any]) -> None:
+        for of in self._all_of_each:
+            of.clear()
+        for (number, name), value in content.items():
+            self._all_of_each[number][name] = value
 
 
 class _Held(NamedTuple):
@@ -244,6 +261,8 @@ class SideEffects:
             self._has_scripted_buffers |= any(True for _ in module.buffers(recurse=False))
             return
         self._look_into(_Attributes(module), own=True)
+        if module._parameters:
+            self._look_into(_AttributesOfWeights(module), own=True)
         if module._modules:
             self._before.append((module._modules, dict(module._modules)))  # each of them is looked at by itself
         if module._buffers:

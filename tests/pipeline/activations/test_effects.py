@@ -184,6 +184,31 @@ def test_a_container_that_was_replaced() -> None:
     assert module.part.thing.rows == []
 
 
+class CountsOnItsWeight(nn.Linear):
+    """Keeps what it counts where its weight is: in attributes that the first forward sets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        weight.calls = getattr(weight, "calls", 0) + 1
+        if not hasattr(weight, "average"):
+            weight.average = torch.zeros(2)
+        weight.average.mul_(0.9).add_(x.detach().mean(0))
+        return super().forward(x - weight.average.clone()) * weight.calls
+
+
+def test_attributes_of_weights() -> None:
+    module, x = CountsOnItsWeight(2, 2), torch.randn(4, 2)
+    for calls in (1, 2, 3):
+        effects = SideEffects(module)
+        output = module(x)
+        assert effects.conclude() is None
+        average = module.weight.average.clone()
+        with effects.undone():
+            assert torch.equal(module(x), output)
+        assert module.weight.calls == calls
+        assert torch.equal(module.weight.average, average)
+
+
 def test_objects_stay_the_same_objects() -> None:
     """Who else holds a list or a tensor holds the one that the module holds."""
     rows, tensor = [1], torch.ones(2)
