@@ -59,10 +59,10 @@ class _Attributes:
 
 
 class _AttributesOfWeights(_Attributes):
-    """The attributes that users have set on a module's weights: those of a leaf are its master's."""
+    """The attributes that users have set on the weights of modules: those of a leaf are its master's."""
 
-    def __init__(self, module: nn.Module) -> None:
-        weights = [vars(weight) for weight in module._parameters.values() if weight is not None]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        weights = [vars(weight) for module in modules for weight in module._parameters.values() if weight is not None]
         self._all_of_each = [vars(of["master"]) if "master" in of else of for of in weights]
 
     def read(self) -> dict[Any, Any]:
@@ -134,6 +134,7 @@ class SideEffects:
         self._seen.update(map(id, own))  # first, as the model that one of them leads to leads to all of them
         for inner in own:
             self._look_at_module(inner)
+        self._look_into(_AttributesOfWeights(own), own=True)
         for inner, _ in self._modes:  # which grows by the modules that hooks lead to
             for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # a forward may register more, once
                 self._look_into(hooks, own=False)
@@ -261,8 +262,6 @@ class SideEffects:
             self._has_scripted_buffers |= any(True for _ in module.buffers(recurse=False))
             return
         self._look_into(_Attributes(module), own=True)
-        if module._parameters:
-            self._look_into(_AttributesOfWeights(module), own=True)
         if module._modules:
             self._before.append((module._modules, dict(module._modules)))  # each of them is looked at by itself
         if module._buffers:
@@ -284,6 +283,7 @@ class SideEffects:
             self._hold(value, own)
         elif isinstance(value, nn.Module):  # which is not below this one: a hook's, or the model
             self._look_at_module(value)
+            self._look_into(_AttributesOfWeights([value]), own=True)
             for child in value._modules.values():
                 if id(child) not in self._units:
                     self._look_at(child, own)
