@@ -14,12 +14,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable, forward_ad
@@ -241,6 +242,16 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 def sees_torch_functions() -> bool:
     """Tell whether this thread is outside of `without_torch_function`, and so not in the engine's own code."""
     return bool(torch._C._is_torch_function_enabled())
+
+
+def outside_of_transforms() -> AbstractContextManager[Any]:
+    """Let the engine make ordinary tensors within `torch.func.jvp` and `vmap`, where all new ones have wrappers.
+
+    They would wrap its buffers, too, whose memory cannot be copied then.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import in_backward, storage_key
+from sp_lightning.pipeline._private import in_backward, saved_tensor_hooks_allowed, storage_key
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY, Bundle
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
@@ -103,6 +103,8 @@ class Calls:
         """
         if member.unit is None:
             return self._run_around_units(member, forward, args, kwargs)
+        if member.is_streamed and torch.is_grad_enabled() and not saved_tensor_hooks_allowed():
+            return self._run_in_transform(member, forward, args, kwargs)
         if self._activations.manages(member):
             self._finish_optimizer(member)  # later, their end would look like a write by the forward
             return self._activations.run(member, args, kwargs)  # calls the module, which comes here once more
@@ -133,6 +135,30 @@ class Calls:
         if member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
             return run_uncompiled(forward, *args, **kwargs)
         return forward(*args, **kwargs)
+
+    def _run_in_transform(
+        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call of which no saved-tensor hooks can see what it saves: its weights stay (see transforms.py)."""
+        with self._at_work:
+            self._outside.keep_on_device(member)
+            swap_in(member, self._returns.follow_requires_grad)
+            member.running_calls += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            with self._at_work:
+                member.running_calls = max(0, member.running_calls - 1)  # an exception inside leads to a reset
+                if not member.running_calls:
+                    swap_out(member)
+            self._outside.note_use({entry.weight for entry in member.entries})
+
+    def keep_on_device(self) -> None:
+        """Keep the weights of all running calls on the device: what is saved now cannot be seen."""
+        with self._at_work:
+            for member in self._arrangement.streamed_members:
+                if member.running_calls and torch.is_grad_enabled():
+                    self._outside.keep_on_device(member)
 
     def abandon(self) -> None:
         """Clean up after an exception has ended all calls."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from sp_lightning.pipeline._private import in_backward, without_torch_function
+from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
@@ -22,6 +22,7 @@ from sp_lightning.pipeline.modules.hooks import hold_while_needed
 from sp_lightning.pipeline.modules.lowered import guard_lowered
 from sp_lightning.pipeline.modules.resting import wake
 from sp_lightning.pipeline.optimizer.in_backward import InBackward
+from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -101,8 +102,18 @@ class OutsideUse:
 
     def unblock(self, member: Member) -> None:
         """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
-        for group in [group for group in member.groups if self._window.is_blocked(group)]:
-            for weight in {id(entry.weight): entry.weight for entry in member.entries}.values():
+        self._keep_on_device(member, [group for group in member.groups if self._window.is_blocked(group)])
+
+    def keep_on_device(self, member: Member) -> None:
+        """Make a member's weights resident, and bring them: what is saved now does not tell when it is needed."""
+        self._keep_on_device(member, [group for group in member.groups if not group.resident])
+        for group in member.groups:
+            self._window.bring(group)
+
+    def _keep_on_device(self, member: Member, groups: Iterable[Group]) -> None:
+        weights = dict.fromkeys(entry.weight for entry in member.entries)
+        for group in groups:
+            for weight in weights:
                 if weight.twin.group is group:
                     self.make_resident(weight)
                     self._learned.touched_outside.append(weight)
@@ -112,7 +123,7 @@ class OutsideUse:
         if not torch.is_grad_enabled() or in_backward():
             return
         graph = self._graphs.watch_current()
-        with without_torch_function():
+        with self._at_work:
             for weight in weights:
                 if weight.twin.parameter.requires_grad:
                     hold_while_needed(weight.twin.parameter, graph, self._reach_leaf)

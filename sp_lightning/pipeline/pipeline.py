@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward, is_tracing, without_torch_function
+from sp_lightning.pipeline.activations.transforms import stop_watching_transforms, watch_transforms
 from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck
@@ -138,6 +139,7 @@ class Pipeline:
             raise
         listen_to_optimizers(self.optimizers)
         watch_functions(self)
+        watch_transforms(self)
         _attached.add(self)
         atexit.register(self._end_threads, os.getpid())
 
@@ -214,6 +216,7 @@ class Pipeline:
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
         stop_watching_functions(self)
+        stop_watching_transforms(self)
         self._assembly.uninstall()
         self.arrangement.give_up()
         for steps in self._lasting.known_optimizers.values():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import (
+    SavedTensorHooks,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_allowed,
@@ -123,7 +124,10 @@ class SavedTensors:
 
     Attributes:
         twins: Twins by the identity of their memory.
+        before_transform: Called before the hooks step aside (see transforms.py).
     """
+
+    before_transform: Callable[[], None]
 
     def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
@@ -139,26 +143,29 @@ class SavedTensors:
             ahead: Push them even while grad mode is off. A validation step may switch it on, and then not only calls of
                 units save weights: a double backward does, too.
         """
-        if not torch.is_grad_enabled() and not (ahead and saved_tensor_hooks_allowed()):
+        if not (torch.is_grad_enabled() or ahead) or not saved_tensor_hooks_allowed():
             return False
-        if not saved_tensor_hooks_allowed():
-            raise RuntimeError(
-                "superpipeline cannot stream under torch.func.grad, vjp, jacrev and hessian, which do not allow "
-                "saved-tensor hooks. Use torch.autograd for these gradients."
-            )
         outer = top_saved_tensor_hooks()
         pack: Callable[[Tensor], Any] = self.pack
         if outer is not None:
-            on_top = getattr(outer[0], "__self__", None)
-            if on_top is self or (isinstance(on_top, _Chained) and on_top.saved is self):
+            if SavedTensors.of(outer) is self:
                 return False
             pack = _Chained(self, *outer).pack
         push_saved_tensor_hooks((pack, self.unpack))
         self._pushed += 1
         return True
 
+    @staticmethod
+    def of(hooks: SavedTensorHooks) -> SavedTensors | None:
+        """Return the object that has pushed these hooks; None if they are not the engine's."""
+        pusher = getattr(hooks[0], "__self__", None)
+        pusher = pusher.saved if isinstance(pusher, _Chained) else pusher
+        return pusher if isinstance(pusher, SavedTensors) else None
+
     def are_alone(self) -> bool:
-        """Tell whether no other hooks, a user's or a checkpoint's, decide what is saved now."""
+        """Tell whether no others decide what is saved now: hooks of a user or a checkpoint, a transform."""
+        if not saved_tensor_hooks_allowed():
+            return False
         outer = top_saved_tensor_hooks()
         return outer is None or getattr(outer[0], "__self__", None) is self
 

@@ -6,7 +6,7 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sp_lightning.pipeline._private import without_torch_function
+from sp_lightning.pipeline._private import outside_of_transforms, without_torch_function
 
 
 class EngineAtWork:
@@ -17,17 +17,18 @@ class EngineAtWork:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._unguarded: list[AbstractContextManager[Any]] = []
+        self._scopes: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        unguarded = without_torch_function()
-        unguarded.__enter__()
-        self._unguarded.append(unguarded)
+        for scope in (without_torch_function(), outside_of_transforms()):
+            scope.__enter__()
+            self._scopes.append(scope)
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._unguarded.pop().__exit__(*exc_info)
+        for _ in range(2):
+            self._scopes.pop().__exit__(*exc_info)
         self._lock.release()
 
     def __bool__(self) -> bool:
-        return bool(self._unguarded)
+        return bool(self._scopes)

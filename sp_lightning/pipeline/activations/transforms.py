@@ -1,0 +1,53 @@
+"""Transforms of `torch.func` that differentiate (`grad`, `vjp`, `jacrev`, `hessian`) allow no saved-tensor hooks.
+
+Torch refuses to begin one while there are any. A step has those of the engine around all that a model does, also where
+a loss differentiates a function that has no weights. So the engine's hooks step aside for as long as a transform runs.
+Weights that are used in one stay on the device (see calls.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.autograd import graph
+
+from sp_lightning.pipeline._private import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from sp_lightning.pipeline.activations.saved import SavedTensors
+
+_users: set[object] = set()
+_disable: Any = graph.disable_saved_tensors_hooks
+
+
+def watch_transforms(user: object) -> None:
+    """Have the engine's hooks step aside for transforms.
+
+    Args:
+        user: The object that asks for it, until it calls `stop_watching_transforms`.
+    """
+    if not _users:
+        graph.disable_saved_tensors_hooks = _disable_but_ours  # which transforms call
+    _users.add(user)
+
+
+def stop_watching_transforms(user: object) -> None:
+    """Undo `watch_transforms`."""
+    _users.discard(user)
+    if not _users:
+        graph.disable_saved_tensors_hooks = _disable
+
+
+@contextmanager
+def _disable_but_ours(error_message: str) -> Iterator[None]:
+    aside = []
+    while (hooks := top_saved_tensor_hooks()) is not None and (saved := SavedTensors.of(hooks)) is not None:
+        saved.before_transform()
+        pop_saved_tensor_hooks()
+        aside.append(hooks)
+    try:
+        with _disable(error_message):
+            yield
+    finally:
+        for hooks in reversed(aside):
+            push_saved_tensor_hooks(hooks)
