@@ -63,7 +63,8 @@ ZOO = [
     "two-losses", "two-graphs", "gan", "structured-outputs", "returns-own-parameter-nested",
     "inplace-residual-on-view", "weight-on-ctx", "functional-call", "maml", "scripted", "spectral-norm-old",
     "spectral-norm-parametrization", "weight-norm-old", "module-hooks", "parameter-hooks", "layer-mixture",
-    "embedding-max-norm",
+    "embedding-max-norm", "jvp", "vmap", "derivative-of-no-weights", "derivative-in-a-unit", "vjp-of-a-unit",
+    "gradients-per-row",
 ]  # fmt: skip
 
 

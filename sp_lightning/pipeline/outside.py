@@ -122,11 +122,13 @@ class OutsideUse:
         """Note the use of weights outside of unit calls: a graph that needs them waits for its backward, too."""
         if not torch.is_grad_enabled() or in_backward():
             return
-        graph = self._graphs.watch_current()
         with self._at_work:
-            for weight in weights:
-                if weight.twin.parameter.requires_grad:
-                    hold_while_needed(weight.twin.parameter, graph, self._reach_leaf)
+            leaves = [leaf for weight in weights if (leaf := weight.twin.parameter).requires_grad]
+            if not leaves or leaves[0].view_as(leaves[0]).grad_fn is None:  # a transform within inference mode
+                return
+            graph = self._graphs.watch_current()
+            for leaf in leaves:
+                hold_while_needed(leaf, graph, self._reach_leaf)
 
     def _reach_leaf(self, graph: Graph) -> None:
         """Note that backward has reached a weight that a graph used outside of unit calls, or another graph did."""

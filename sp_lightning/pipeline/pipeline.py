@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import in_backward, is_tracing, without_torch_function
+from sp_lightning.pipeline._private import in_backward, is_tracing, outside_of_transforms, without_torch_function
 from sp_lightning.pipeline.activations.transforms import stop_watching_transforms, watch_transforms
 from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
@@ -336,7 +336,8 @@ class Pipeline:
     @contextmanager
     def _scope(self, look_for_new_parameters: bool = False, goes_on: bool = False) -> Iterator[None]:
         if self._depth == 0:
-            self._open(look_for_new_parameters, goes_on)
+            with outside_of_transforms():
+                self._open(look_for_new_parameters, goes_on)
         self._depth += 1
         pushed = self._saved.push(ahead=True)
         try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
@@ -40,6 +40,7 @@ from sp_lightning.pipeline._private import (
     is_compiled,
     is_tracing,
     is_undecomposed,
+    outside_of_transforms,
     pop_saved_tensor_hooks,
     post_accumulate_hooks,
     push_saved_tensor_hooks,
@@ -107,6 +108,29 @@ def test_a_pair_is_pushed_and_popped() -> None:
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
     assert top_saved_tensor_hooks() is None
+
+
+def test_new_tensors_are_ordinary_outside_of_transforms() -> None:
+    """Within one, they are wrapped, and their memory is out of reach; gradients of them are recorded as before."""
+    leaf = torch.ones(2, requires_grad=True)
+
+    def look(x: Tensor) -> Tensor:
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            torch.empty(2).untyped_storage().data_ptr()
+        with outside_of_transforms():
+            assert torch.empty(2).untyped_storage().data_ptr() != 0
+            assert (leaf * 2).grad_fn is not None
+        return x * 2
+
+    for transform in (lambda: jvp(look, (leaf,), (leaf,)), lambda: vjp(look, leaf), lambda: grad(vjp_of(look))(leaf)):
+        transform()
+    with outside_of_transforms():
+        look_outside = torch.empty(2)
+    assert look_outside.untyped_storage().data_ptr() != 0
+
+
+def vjp_of(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: vjp(function, x)[0].sum()
 
 
 def test_torch_func_forbids_hooks() -> None:

@@ -178,6 +178,10 @@ class UnitCall:
         self._kept.append(weakref.ref(kept))
         return kept
 
+    def before_transform(self) -> None:
+        """Prepare for a transform, of which `pack` does not see what it saves: this call will not run again."""
+        self._may_repeat = False
+
     def conclude(self, output: Any) -> str | None:
         """Drop what the forward, which is over, has saved, if that can be recomputed and is worth it.
 

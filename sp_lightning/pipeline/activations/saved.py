@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import (
-    SavedTensorHooks,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_allowed,
@@ -124,10 +123,10 @@ class SavedTensors:
 
     Attributes:
         twins: Twins by the identity of their memory.
-        before_transform: Called before the hooks step aside (see transforms.py).
+        on_transform: Called before the hooks step aside for a transform.
     """
 
-    before_transform: Callable[[], None]
+    on_transform: Callable[[], None]
 
     def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
@@ -148,19 +147,13 @@ class SavedTensors:
         outer = top_saved_tensor_hooks()
         pack: Callable[[Tensor], Any] = self.pack
         if outer is not None:
-            if SavedTensors.of(outer) is self:
+            on_top = getattr(outer[0], "__self__", None)
+            if on_top is self or (isinstance(on_top, _Chained) and on_top.saved is self):
                 return False
             pack = _Chained(self, *outer).pack
         push_saved_tensor_hooks((pack, self.unpack))
         self._pushed += 1
         return True
-
-    @staticmethod
-    def of(hooks: SavedTensorHooks) -> SavedTensors | None:
-        """Return the object that has pushed these hooks; None if they are not the engine's."""
-        pusher = getattr(hooks[0], "__self__", None)
-        pusher = pusher.saved if isinstance(pusher, _Chained) else pusher
-        return pusher if isinstance(pusher, SavedTensors) else None
 
     def are_alone(self) -> bool:
         """Tell whether no others decide what is saved now: hooks of a user or a checkpoint, a transform."""
@@ -174,6 +167,10 @@ class SavedTensors:
         if self._pushed:
             self._pushed -= 1
             pop_saved_tensor_hooks()
+
+    def before_transform(self) -> None:
+        """Prepare for a transform, for which the hooks step aside (see transforms.py)."""
+        self.on_transform()
 
     def abandon(self) -> None:
         """Undo every `push` that an interrupted step has left behind."""
@@ -235,6 +232,9 @@ class _Chained:
         self._outer_pack = outer_pack
         self._outer_unpack = outer_unpack
         self._is_checkpoint = getattr(outer_pack, "__module__", "") == "torch.utils.checkpoint"
+
+    def before_transform(self) -> None:
+        self.saved.before_transform()
 
     def pack(self, tensor: Tensor) -> _Handle | _Delegated:
         handle = None if self._is_checkpoint else self.saved.handle(tensor)

@@ -9,15 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch.autograd import graph
 
-from sp_lightning.pipeline._private import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
-from sp_lightning.pipeline.activations.saved import SavedTensors
+from sp_lightning.pipeline._private import (
+    SavedTensorHooks,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    top_saved_tensor_hooks,
+)
 
 _users: set[object] = set()
 _disable: Any = graph.disable_saved_tensors_hooks
+
+
+@runtime_checkable
+class StepsAside(Protocol):
+    """What saved-tensor hooks of the engine are methods of."""
+
+    def before_transform(self) -> None:
+        """Prepare for a transform: what is saved in it will not be seen."""
 
 
 def watch_transforms(user: object) -> None:
@@ -41,8 +53,8 @@ def stop_watching_transforms(user: object) -> None:
 @contextmanager
 def _disable_but_ours(error_message: str) -> Iterator[None]:
     aside = []
-    while (hooks := top_saved_tensor_hooks()) is not None and (saved := SavedTensors.of(hooks)) is not None:
-        saved.before_transform()
+    while (hooks := top_saved_tensor_hooks()) is not None and isinstance(ours := _owner(hooks), StepsAside):
+        ours.before_transform()
         pop_saved_tensor_hooks()
         aside.append(hooks)
     try:
@@ -51,3 +63,7 @@ def _disable_but_ours(error_message: str) -> Iterator[None]:
     finally:
         for hooks in reversed(aside):
             push_saved_tensor_hooks(hooks)
+
+
+def _owner(hooks: SavedTensorHooks) -> object:
+    return getattr(hooks[0], "__self__", None)

@@ -215,12 +215,13 @@ def test_a_graph_of_an_earlier_arrangement_raises(scene: Scene) -> None:
         y.sum().backward()
 
 
-def test_reverse_mode_torch_func_is_refused(scene: Scene) -> None:
-    """It forbids saved-tensor hooks: the message says so, and what to use."""
+def test_no_hooks_are_pushed_where_a_transform_forbids_them(scene: Scene) -> None:
+    """Its weights stay on the device instead (see calls.py)."""
 
     def forward(x: Tensor) -> Tensor:
-        scene.saved.push()
+        assert not scene.saved.push()
+        assert not scene.saved.push(ahead=True)
+        assert not scene.saved.are_alone()
         return x.sum()
 
-    with pytest.raises(RuntimeError, match=r"torch.func.grad.*torch.autograd"):
-        grad(forward)(torch.ones(2))
+    assert torch.equal(grad(forward)(torch.ones(2)), torch.ones(2))
