@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 from torch.nn.utils import parametrizations
 
 from .blocks import WIDTH, Block, Chain, Stashing, chain, rows
@@ -235,7 +235,7 @@ class Derived(Chain):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return y + vmap(hessian(lambda row: row.sin().sum()))(y[:2]).sum()
+        return y + vmap(jacrev(grad(lambda row: row.sin().sum())))(y[:2]).sum()
 
 
 class DerivingBlock(Block):
