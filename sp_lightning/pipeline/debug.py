@@ -25,7 +25,7 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         arrangement: Returns the current arrangement.
         is_paused: Tells whether the engine itself or an optimizer is at work, which may do both.
-        device_type: The type of device whose autocast must keep working under this mode.
+        device_type: The type of the device, whose autocast must keep working under this mode.
     """
 
     supports_higher_order_operators = True  # `flex_attention` is one operation here
@@ -62,5 +62,5 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by_memory = self._arrangement().weights_by_memory
         masters = [by_memory[key] for key in map(storage_key, operands) if key in by_memory]
         others = [operand for operand in operands if storage_key(operand) not in by_memory and operand.dim() > 0]
-        if masters and others:
+        if masters and any(other.device.type == self._device_type for other in others):  # or copies on a GPU's host
             raise AssertionError(f"{func} mixes the master of {masters[0].name!r}, on the host, with a device tensor.")

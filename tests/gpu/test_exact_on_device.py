@@ -105,6 +105,17 @@ def test_writes_to_weights_in_forward_reach_the_masters(autocast: bool, device: 
     pipe.detach()
 
 
+def test_copies_on_the_host_may_be_compared_with_masters_under_debug(device: torch.device) -> None:
+    """As Reptile does; on an emulated device, such a copy cannot be told from a tensor on the device."""
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    pipe = Pipeline(model, device, options=PipelineOptions(k=2, units=nn.Linear, debug=True))
+    with pipe.step():
+        copies = {name: values.clone() for name, values in model.state_dict().items()}
+        moved = [(values - copies[name]).abs().max() for name, values in model.state_dict().items()]
+    assert not any(moved)
+    pipe.detach()
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", ["gpt2-tied", "vit"])
 def test_lightning_on_the_device(name: str, precision: str, accelerator: str) -> None:
