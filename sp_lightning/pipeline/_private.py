@@ -244,14 +244,17 @@ def sees_torch_functions() -> bool:
     return bool(torch._C._is_torch_function_enabled())
 
 
+def in_transform() -> bool:
+    """Tell whether a transform of `torch.func` is under way: `jvp` and `vmap` forbid no hooks, but wrap tensors."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def outside_of_transforms() -> AbstractContextManager[Any]:
     """Let the engine make ordinary tensors within `torch.func.jvp` and `vmap`, where all new ones have wrappers.
 
     They would wrap its buffers, too, whose memory cannot be copied then.
     """
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    return temporarily_clear_interpreter_stack()
+    return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -106,6 +106,7 @@ class OutsideUse:
 
     def keep_on_device(self, member: Member) -> None:
         """Make a member's weights resident, and bring them: what is saved now does not tell when it is needed."""
+        self._arrangement.unused_in_step = False
         self._keep_on_device(member, [group for group in member.groups if not group.resident])
         for group in member.groups:
             self._window.bring(group)

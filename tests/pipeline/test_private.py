@@ -37,6 +37,7 @@ from sp_lightning.pipeline._private import (
     has_foreign_step_hooks,
     hide_from_dynamo,
     in_backward,
+    in_transform,
     is_compiled,
     is_tracing,
     is_undecomposed,
@@ -117,7 +118,9 @@ def test_new_tensors_are_ordinary_outside_of_transforms() -> None:
     def look(x: Tensor) -> Tensor:
         with pytest.raises((RuntimeError, NotImplementedError)):
             torch.empty(2).untyped_storage().data_ptr()
+        assert in_transform()
         with outside_of_transforms():
+            assert not in_transform()
             assert torch.empty(2).untyped_storage().data_ptr() != 0
             assert (leaf * 2).grad_fn is not None
         return x * 2

@@ -215,6 +215,17 @@ def maml(model: nn.Module, batch: Batch) -> list[Tensor]:
     return [inner, outer]
 
 
+class Shifted(Block):
+    """Has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
 class AlongATangent(Chain):
     """The directional derivative of the whole model, as MeanFlow and consistency models need it."""
 
@@ -524,8 +535,8 @@ CASES = [
     Case("sometimes-forward", lambda: SometimesForward(Block() for _ in range(4)), rows, autocast=True),
     Case("functional-call", lambda: Functional(Block() for _ in range(4)), rows),
     Case("maml", lambda: chain(3), rows, backward=maml, streams=False),
-    Case("jvp", lambda: AlongATangent(Block() for _ in range(4)), rows, autocast=True, lightning=True),
-    Case("vmap", lambda: EachRow(Block() for _ in range(4)), rows, autocast=True),
+    Case("jvp", lambda: AlongATangent(Shifted() for _ in range(4)), rows, autocast=True, lightning=True),
+    Case("vmap", lambda: EachRow(Shifted() for _ in range(4)), rows, autocast=True),
     Case("derivative-of-no-weights", lambda: Derived(Block() for _ in range(4)), rows, autocast=True, lightning=True),
     Case("derivative-in-a-unit", lambda: Chain(DerivingBlock() for _ in range(4)), rows, streams=False),
     Case("vjp-of-a-unit", lambda: PulledBack(Block() for _ in range(4)), rows),

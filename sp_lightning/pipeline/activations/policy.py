@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.pipeline._private import in_backward
+from sp_lightning.pipeline._private import in_backward, in_transform
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
@@ -103,6 +103,7 @@ class Activations:
             and not self._is_in_call
             and torch.is_grad_enabled()
             and not in_backward()
+            and not in_transform()  # what it gives a unit does not outlive it, so no unit could run again
             and self._saved.are_alone()
             and _has_its_own_weights(member)
         )

@@ -156,9 +156,7 @@ class SavedTensors:
         return True
 
     def are_alone(self) -> bool:
-        """Tell whether no others decide what is saved now: hooks of a user or a checkpoint, a transform."""
-        if not saved_tensor_hooks_allowed():
-            return False
+        """Tell whether no other hooks, a user's or a checkpoint's, decide what is saved now."""
         outer = top_saved_tensor_hooks()
         return outer is None or getattr(outer[0], "__self__", None) is self
 
