@@ -291,8 +291,8 @@ EXPORT void second_device_begin_kernel(cudaStream_t stream) {
   std::unique_lock lock(mutex);
   stream = resolve(stream);
   merge(stream->clock, host);
-  auto clock = stream->clock;
-  changed.wait(lock, [&] { return !has_copies(clock); });
+  // the clock may go on meanwhile: another thread frees what this kernel's outputs get, and it is filled with NaN later
+  changed.wait(lock, [&] { return !has_copies(stream->clock); });
 }
 
 EXPORT void second_device_end_kernel(cudaStream_t stream, const char* name, const uintptr_t* begins,
