@@ -17,17 +17,18 @@ class EngineAtWork:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._scopes: list[AbstractContextManager[Any]] = []
+        self._scopes: list[tuple[AbstractContextManager[Any], ...]] = []
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        for scope in (without_torch_function(), outside_of_transforms()):
+        scopes = (without_torch_function(), outside_of_transforms())
+        for scope in scopes:
             scope.__enter__()
-            self._scopes.append(scope)
+        self._scopes.append(scopes)
 
     def __exit__(self, *exc_info: Any) -> None:
-        for _ in range(2):
-            self._scopes.pop().__exit__(*exc_info)
+        for scope in reversed(self._scopes.pop()):
+            scope.__exit__(*exc_info)
         self._lock.release()
 
     def __bool__(self) -> bool:
