@@ -109,15 +109,15 @@ class _Region:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._factor = torch.zeros(1, 1, device=device)
-        self._summand = nn.Parameter(self._factor)
+        self._device = device
         self._mark: weakref.ref[_Mark] | None = None
         self._number = 0
 
     def current(self) -> int:
         """Return a number for the region that this is called in, which builds a graph and has a cache."""
         if self._mark is None or self._mark() is None:
-            result: Any = torch.addmm(self._summand, self._factor, self._factor)
+            factor = torch.zeros(1, 1, device=self._device)
+            result: Any = torch.addmm(nn.Parameter(factor), factor, factor)
             cast, mark = result.grad_fn.next_functions[0][0], _Mark()
             cast.metadata[mark] = mark
             self._mark = weakref.ref(mark)
