@@ -235,6 +235,22 @@ def test_auto_has_inputs_wait_where_nothing_else_fits(planner: type[AutoPlanner]
     assert pipe.stats.activation_peak_bytes == recomputed - 4 * tokens().nbytes
 
 
+@pytest.mark.usefixtures("usual_sizes")
+def test_what_is_said_to_leave_leaves() -> None:
+    """All of it, but statistics of norms, and the batch: it is the first unit's input, and its user holds it."""
+    batch = torch.randn(2048, 64)
+    with attached(Chain(Block(64, 128) for _ in range(6)), k=2, activations="auto", memory_budget="1GiB") as pipe:
+        for _ in range(3):
+            pipe.module(batch).square().mean().backward()
+        auto = pipe._activations.auto
+        said = [{way.policy: way.leaving for way in ways} for ways in auto.ways().values()]
+        pipe.stats.clear()
+        auto.prescribe(dict.fromkeys(auto.ways(), "offload"))
+        pipe.module(batch).square().mean().backward()
+    assert pipe.stats.offloaded_bytes == sum(leaving.get("offload", 0) for leaving in said) + batch.nbytes
+    assert ["recompute_offload" in leaving for leaving in said] == [False, True, True, True, False, False]
+
+
 def three_steps(run: Run) -> None:
     for step in range(3):
         run.normal_step(f"step {step}", None, seed=step)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from torch import nn
+
+from sp_lightning.pipeline.activations.ways import peak as activation_peak
 
 from ..zoo.blocks import Block, Chain
 from .parts import BLOCKS, ROWS, WIDTH, big_chain, micro_step, on_device, train
@@ -80,6 +84,27 @@ def test_auto_keeps_within_the_budget(device: torch.device) -> None:
     room = kept // 2
     taken, _ = peak(device, 5, model, activations="auto", memory_budget=4 * weights + room)
     assert taken <= 4 * weights + room
+
+
+def test_what_is_predicted_is_enough(device: torch.device) -> None:
+    """Whatever is done with each unit's activations."""
+    api, random = torch.get_device_module(device), Random(0)
+    x = torch.randn(16 * ROWS, WIDTH, device=device)
+    model = Chain(Wide(WIDTH, WIDTH) for _ in range(BLOCKS))
+    with on_device(model, device, activations="auto", memory_budget=1 << 34) as pipe:
+        for _ in range(3):
+            micro_step(pipe, x)
+        auto = pipe._activations.auto
+        for _ in range(8):
+            chosen = {name: random.choice(ways) for name, ways in auto.ways().items()}
+            auto.prescribe({name: way.policy for name, way in chosen.items()})
+            api.synchronize()
+            before = api.memory_allocated() - x.nbytes  # which the first unit holds
+            api.reset_peak_memory_stats()
+            micro_step(pipe, x)
+            taken = api.max_memory_allocated() - before
+            predicted = activation_peak([*chosen.values()], auto.turn_bytes) + auto.outside_bytes + auto.reserve_bytes
+            assert taken <= predicted, [way.policy for way in chosen.values()]
 
 
 def test_auto_keeps_everything_that_fits(device: torch.device) -> None:

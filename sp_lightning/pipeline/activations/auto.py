@@ -8,9 +8,11 @@ A call with larger inputs than any that was measured recomputes as well, and is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.measured import Measured
@@ -134,19 +136,30 @@ class AutoPolicy:
         self._take_times()
         link = self._link_for_offloading()
         staying = list(dict.fromkeys(measured.unit for measured in self._units.values()))[-UNITS_THAT_STAY:]
+        first = next(iter(self._units), None)  # is given the batch, which whoever runs the step holds
         return {
-            name: measured.ways(None if measured.unit in staying else link, name not in self._never_again)
+            name: measured.ways(
+                None if measured.unit in staying else link,
+                may_recompute=name not in self._never_again,
+                inputs_stay=name == first,
+            )
             for name, measured in self._units.items()
         }
 
-    def policy(self, member: Member, size: int) -> Policy:
-        """Return the policy for a call whose inputs have this many bytes, and note whether the call is measured."""
+    def policy(self, member: Member, size: int, inputs: Iterable[Tensor]) -> Policy:
+        """Return the policy for a call, and note whether the call is measured.
+
+        Args:
+            member: The member that is called.
+            size: The bytes of its inputs.
+            inputs: The tensors among them.
+        """
         unit = self._units.get(member.name)
         if unit is None or size > unit.size or not unit.is_measured:
             if not self._measuring:
                 self._is_first_step = not self._units
                 if not self._is_first_step:  # the first one also allocates memory that stays
-                    self._workspace.begin()
+                    self._workspace.begin(inputs)
             self._measuring.add(member.name)
         policy = "recompute" if member.name in self._measuring else self._chosen[member.name]
         self._in_use[member.name] = policy

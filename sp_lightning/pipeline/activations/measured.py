@@ -45,9 +45,17 @@ class Measured:
         """Whether it was measured in enough steps."""
         return len({step for step, _ in self.passes}) >= _STEPS_TO_MEASURE
 
-    def ways(self, link: Link | None, may_recompute: bool) -> list[Way]:
-        """Return the ways that are open to it; offloading only if there is a link."""
+    def ways(self, link: Link | None, may_recompute: bool, inputs_stay: bool = False) -> list[Way]:
+        """Return the ways that are open to it; offloading only if there is a link.
+
+        Args:
+            link: The speed of copies; None if nothing can be offloaded.
+            may_recompute: Whether its forwards may run again.
+            inputs_stay: Whether its inputs stay on the device whatever is done, because others hold them.
+        """
         took = self.footprint
+        if inputs_stay:
+            took = took._replace(large=max(0, took.large - took.large_inputs), large_inputs=0)
         everything, working = took.held + took.saved, took.working + self.workspace
         forward = min(self.seconds.values(), default=0.0)
         ways = [Way("keep", everything, working, 0.0)]

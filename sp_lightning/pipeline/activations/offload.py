@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakValueDictionary, ref
 
@@ -168,8 +169,9 @@ class Offloader:
     def _send(self, bundle: Bundle) -> None:
         """Start copying a bundle's activations to the host."""
         here = [a for a in bundle.alive() if a.stage is Stage.DEVICE and a.is_worth_a_copy()]
-        negligible = _smallest(here, sum(activation.held for activation in here) // _NEGLIGIBLE)
-        for activation in [activation for activation in here if activation not in negligible]:
+        by_size = sorted(here, key=lambda activation: activation.held)
+        staying = set(by_size[: negligible([activation.held for activation in by_size])])
+        for activation in [activation for activation in here if activation not in staying]:
             activation.host = self._pool.take(activation.nbytes)
             source = activation.source()
             activation.ticket = self._backend.download(activation.host.bytes, source)
@@ -325,12 +327,11 @@ class Offloader:
             self._pool.close()
 
 
-def _smallest(activations: Iterable[Activation], nbytes: int) -> set[Activation]:
-    """Return the smallest activations that together hold no more than `nbytes`."""
-    found = set()
-    for activation in sorted(activations, key=lambda activation: activation.held):
-        nbytes -= activation.held
-        if nbytes < 0:
-            break
-        found.add(activation)
-    return found
+def negligible(sizes: Sequence[int]) -> int:
+    """Return how many of the smallest pieces of memory stay.
+
+    Args:
+        sizes: The bytes of all pieces, in ascending order.
+    """
+    most = sum(sizes) // _NEGLIGIBLE
+    return sum(up_to_here <= most for up_to_here in accumulate(sizes))

@@ -133,8 +133,9 @@ class Activations:
             if self.auto is None:
                 self._policy = self._as_far_as_possible(member)
             else:
-                size = sum(map(tensor_bytes, tensors_in((args, kwargs))))
-                self._policy = self.auto.policy(member, size)
+                inputs = tensors_in((args, kwargs))
+                size = sum(map(tensor_bytes, inputs))
+                self._policy = self.auto.policy(member, size, inputs)
             if self._policy not in RECOMPUTING:
                 return member.module(*args, **kwargs)
             output, call = self._recompute(member, args, kwargs)

@@ -40,7 +40,7 @@ from torch.utils import _pytree as pytree
 from sp_lightning.pipeline._private import scope_that_ends_before_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.memory import Offloaded
-from sp_lightning.pipeline.activations.offload import MIN_OFFLOAD_BYTES
+from sp_lightning.pipeline.activations.offload import MIN_OFFLOAD_BYTES, negligible
 from sp_lightning.pipeline.activations.saved import Kept, Packed, SavedTensors
 from sp_lightning.pipeline.activations.stand_ins import StandIns, take_attributes
 from sp_lightning.pipeline.activations.surroundings import Surroundings
@@ -426,8 +426,9 @@ class _Input:
 def _large(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the memory under these tensors that is in pieces which are worth a copy to the host."""
     dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage
-    sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
-    return sum(nbytes for nbytes in sizes.values() if nbytes >= MIN_OFFLOAD_BYTES)
+    by_memory = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
+    sizes = sorted(nbytes for nbytes in by_memory.values() if nbytes >= MIN_OFFLOAD_BYTES)
+    return sum(sizes[negligible(sizes) :])
 
 
 def _sample(parameter: nn.Parameter) -> Tensor:

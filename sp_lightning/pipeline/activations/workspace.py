@@ -9,6 +9,10 @@ work. So a step is looked at in stretches: each is a unit's forward or backward,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import Tensor
+
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.transfer.backend import Backend
 
@@ -35,11 +39,18 @@ class Workspace:
         """Whether a step is being measured."""
         return self._baseline is not None
 
-    def begin(self) -> None:
-        """Start measuring."""
+    def begin(self, inputs: Iterable[Tensor]) -> None:
+        """Start measuring before a unit's call.
+
+        Args:
+            inputs: What the unit is given. It is allocated, and counts as held as soon as the call has begun.
+        """
         in_use = self._backend.reset_peak_memory()
+        keys = [self._meter.add(tensor) for tensor in inputs]
         self._baseline = None if in_use is None else in_use - self._meter.bytes
         self.is_known = in_use is not None
+        for key in keys:
+            self._meter.remove(key)
 
     def end_stretch(self) -> int:
         """End a stretch, and begin another; return the workspace that it took, or 0 while nothing is measured."""

@@ -45,13 +45,13 @@ def measure(chooser: AutoPolicy, steps: int = 2, size: int = 8, seconds: float =
         chooser.conclude_step()
         chooser.begin_step()
         for unit in units:
-            if chooser.policy(unit, size) == "recompute":
+            if chooser.policy(unit, size, []) == "recompute":
                 chooser.note(unit, size, call)
                 chooser.note_second_forward(unit, 0.0, seconds)
         chooser.end_backward()
     chooser.conclude_step()
     chooser.begin_step()
-    return {unit.name: chooser.policy(unit, size) for unit in units}
+    return {unit.name: chooser.policy(unit, size, []) for unit in units}
 
 
 def test_two_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_step_without_a_backward_is_not_measured(monkeypatch: pytest.MonkeyPat
     chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
     chooser.conclude_step()
     chooser.begin_step()
-    assert {chooser.policy(member(name), 8) for name in "abc"} == {"recompute"}
+    assert {chooser.policy(member(name), 8, []) for name in "abc"} == {"recompute"}
 
 
 def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +106,14 @@ def test_memory_outside_of_units_is_taken_off(monkeypatch: pytest.MonkeyPatch) -
         chooser.conclude_step()
         chooser.begin_step()
         for unit in units:
-            chooser.policy(unit, 8)
+            chooser.policy(unit, 8, [])
             chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
             chooser.note_second_forward(unit, 0.0, 1.0)
         chooser._meter._recent_peak = 130 + 100  # 130 is what recomputing three units takes
         chooser.end_backward()
     chooser.conclude_step()
     chooser.begin_step()
-    assert sorted(chooser.policy(unit, 8) for unit in units) == ["keep", "keep", "recompute"]
+    assert sorted(chooser.policy(unit, 8, []) for unit in units) == ["keep", "keep", "recompute"]
 
 
 def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute(monke
         chooser.begin_step()
         chooser._meter.begin_step()
         for number, unit in enumerate(units):
-            chooser.policy(unit, 8)
+            chooser.policy(unit, 8, [])
             chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
             chooser._meter._recent_peak = 10 * number + 110
             chooser._meter._stats.activation_bytes = 10 * number + 10
@@ -139,7 +139,7 @@ def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute(monke
     chooser.conclude_step()
     chooser.begin_step()
     assert (chooser.turn_bytes, chooser.outside_bytes) == (90, 0)
-    chosen = [chooser.policy(unit, 8) for unit in units]
+    chosen = [chooser.policy(unit, 8, []) for unit in units]
     assert sorted(chosen) == ["keep", "keep", "recompute"]  # 10 + 110 + 110 and 90, and 110 for gradients
 
 
@@ -148,7 +148,7 @@ def test_inputs_as_large_as_the_first_ones_are_looked_at_again(monkeypatch: pyte
     chooser = policy(10**6, FAST, monkeypatch)
     measure(chooser, steps=1, size=80, held=90)
     assert set(measure(chooser, steps=1, size=8).values()) == {"keep"}
-    assert {chooser.policy(member(name), 80) for name in "abc"} == {"recompute"}
+    assert {chooser.policy(member(name), 80, []) for name in "abc"} == {"recompute"}
 
 
 def test_a_smaller_loss_does_not_shrink_the_turns_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_a_smaller_loss_does_not_shrink_the_turns_memory(monkeypatch: pytest.Mon
         chooser.conclude_step()
         chooser.begin_step()
         chooser._meter.begin_step()
-        chooser.policy(unit, 8)
+        chooser.policy(unit, 8, [])
         chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
         chooser.end_call(unit)
         chooser._meter._recent_peak = loss
@@ -178,7 +178,7 @@ def test_activations_of_several_backward_passes_do_not_add_up(monkeypatch: pytes
         chooser.begin_step()
         for calls in (1, 3, 2):
             for _ in range(calls):
-                chooser.policy(unit, 8)
+                chooser.policy(unit, 8, [])
                 chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
                 chooser.end_call(unit)
             chooser.begin_backward()
@@ -188,7 +188,7 @@ def test_activations_of_several_backward_passes_do_not_add_up(monkeypatch: pytes
     chooser.begin_step()
     (way, *_) = chooser.ways()["a"]
     assert (way.held, way.working) == (330, 110)
-    assert chooser.policy(unit, 8) == "keep"
+    assert chooser.policy(unit, 8, []) == "keep"
 
 
 class TellsMemory(RecordingBackend):
@@ -234,7 +234,7 @@ def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> 
         meter.begin_step()
         backend.allocate_more(1000 * (number == 0))  # weights, and what the first step makes for good
         for unit in units:
-            chooser.policy(unit, 8)
+            chooser.policy(unit, 8, [])
             chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
             hold(110)
             take(7)
@@ -254,13 +254,13 @@ def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> 
     chooser.begin_step()
     assert (chooser.turn_bytes, chooser.outside_bytes, chooser.reserve_bytes) == (250, 0, 0)
     assert [of[0].working for of in chooser.ways().values()] == [119, 140, 119]
-    assert sorted(chooser.policy(unit, 8) for unit in units) == ["keep"] * 3  # 330 and 250
+    assert sorted(chooser.policy(unit, 8, []) for unit in units) == ["keep"] * 3  # 330 and 250
 
     chooser._budget = lambda: 479
     chooser.prescribe(None)
     chooser.conclude_step()
     chooser.begin_step()
-    assert [chooser.policy(unit, 8) for unit in units].count("keep") == 1  # 130 and 250: two are 480
+    assert [chooser.policy(unit, 8, []) for unit in units].count("keep") == 1  # 130 and 250: two are 480
 
 
 def test_the_probe_of_the_link_fits_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +307,7 @@ def test_what_cannot_run_again_follows_its_unit_in_another_way(monkeypatch: pyte
     measure(chooser, repeatable=False)
     for prescribed, followed in [("recompute", "keep"), ("recompute_offload", "offload"), ("offload", "offload")]:
         chooser.prescribe(dict.fromkeys("abc", prescribed))
-        assert {chooser.policy(member(name), 8) for name in "abc"} == {followed}
+        assert {chooser.policy(member(name), 8, []) for name in "abc"} == {followed}
 
 
 def test_calls_of_one_step_add_up() -> None:
