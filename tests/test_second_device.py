@@ -31,21 +31,55 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python in a process of its own."""
+def run(
+    environment: dict[str, str], *arguments: str, patience: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, for so many seconds at most."""
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=patience
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_what_needs_an_accelerator(environment: dict[str, str]) -> None:
     """On torch's own code for CUDA: streams and events, page-locked memory, an allocator that runs out."""
-    ended = run(environment, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu")
+    # a thread ends and names a test that hangs: a signal would not be heard by one that waits within CUDA
+    command = ("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--timeout-method=thread", "tests/gpu")
+    ended = run(environment, "-m", *command)
     assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-2_000:]
     passed = re.search(r"(\d+) passed", ended.stdout)
     assert passed is not None
     assert int(passed[1]) > 150
+
+
+FREEING = """
+import threading
+import torch
+import tests
+
+values = torch.zeros(1 << 16, device="cuda")
+ended = False
+
+def free():
+    while not ended:
+        torch.empty(64, device="cuda")
+
+other = threading.Thread(target=free)
+other.start()
+for _ in range(500):
+    values.cpu()
+ended = True
+other.join()
+"""
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_stream_waits_for_what_it_was_given_before(environment: dict[str, str]) -> None:
+    """Other threads give it more meanwhile, as they free memory."""
+    ended = run(environment, "-c", FREEING, patience=120)
+    assert ended.returncode == 0, ended.stderr[-2_000:]
 
 
 UNORDERED = """

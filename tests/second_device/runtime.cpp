@@ -221,7 +221,8 @@ uint64_t give(cudaStream_t stream, std::function<void()> run, const std::vector<
   return number;
 }
 
-void wait_for(std::unique_lock<std::mutex>& lock, const Clock& clock) {
+// With a clock of its own: a stream's may go on meanwhile, by kernels of other threads, for which nobody wakes it.
+void wait_for(std::unique_lock<std::mutex>& lock, const Clock clock) {
   for (size_t index = 0; index < clock.size(); ++index) {
     if (streams[index]->done < clock[index]) streams[index]->wakes.notify_one();
   }
@@ -522,8 +523,7 @@ EXPORT cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { return *priority = 0, cudaSuccess; }
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t given) {
   std::unique_lock lock(mutex);
-  auto clock = resolve(given)->clock;
-  wait_for(lock, clock);
+  wait_for(lock, resolve(given)->clock);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t given) {
