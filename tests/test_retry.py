@@ -537,7 +537,7 @@ def test_out_of_memory_raises_at_the_smallest_window() -> None:
         pytest.warns(UserWarning, match="memory did not suffice"),
         pytest.raises(
             torch.OutOfMemoryError,
-            match=r"CUDA out of memory.*\n.*With `k=1` a step needs [\d.]+ KiB for weights.*recompute",
+            match=r"CUDA out of memory.*\n.*`k=1` a step needs [\d.]+ KiB for .*each: smaller `units`, for a large",
         ),
     ):
         streamed(memory)
@@ -547,7 +547,8 @@ def test_out_of_memory_raises_at_the_smallest_window() -> None:
 def test_choices_of_the_user_are_kept() -> None:
     memory = Device("forward", one_unit)
     strategy = SuperpipelineStrategy(units=Block, k=3, activations="keep")
-    with pytest.raises(torch.OutOfMemoryError, match="smaller batches"):
+    offered = r"each: `SuperpipelineStrategy\(activations='recompute_offload'\)`, `k=1`, smaller `units`"
+    with pytest.raises(torch.OutOfMemoryError, match=offered):
         streamed(memory, strategy=strategy)
     assert memory.failures == 1
 

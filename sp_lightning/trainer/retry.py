@@ -278,17 +278,19 @@ class _Joined(torch.autograd.Function):
 def _advice(pipeline: Pipeline) -> str:
     """Return a message that says what a step takes, as far as is known, and how to make it smaller."""
     summary, activations = pipeline.summary(), pipeline.stats.activation_peak_bytes
-    weights = readable_bytes(summary.device_bytes)
-    takes, choices = f"{weights} for weights, and what operations take", "`k=1`, smaller `units`"
+    takes = f"{readable_bytes(summary.device_bytes)} for weights"
+    choices = ["`k=1`", "smaller `units`"] if summary.k > 1 else ["smaller `units`"]
     if torch.is_grad_enabled():
-        takes = (
-            f"{weights} for weights, {readable_bytes(summary.gradient_bytes)} for gradients on their way, at least "
-            f"{readable_bytes(activations)} for activations, and what operations take in between"
+        takes += (
+            f", {readable_bytes(summary.gradient_bytes)} for gradients on their way, at least "
+            f"{readable_bytes(activations)} for activations"
         )
-        choices = f"`SuperpipelineStrategy(activations='recompute_offload')`, {choices}"
+        if pipeline.options.activations not in ("auto", "recompute_offload"):
+            choices.insert(0, "`SuperpipelineStrategy(activations='recompute_offload')`")
+        choices.append("for a large vocabulary `chunked_cross_entropy`")
     return (
-        f"Nothing is left that superpipeline could give up. With `k={summary.k}` a step needs {takes}. Use smaller "
-        f"batches, or less memory for each: {choices}."
+        f"Nothing is left that superpipeline could give up. With `k={summary.k}` a step needs {takes}, and what "
+        f"operations take in between. Use smaller batches, or less memory for each: {', '.join(choices)}."
     )
 
 
