@@ -208,16 +208,17 @@ class CallbackMixin(_Base):
         if self.timeline is not None and recording is None:
             self.lightning.warn(f"`timeline={str(self.timeline)!r}` was not written: no step was recorded.")
         if self.summary and recording is not None:
-            evidence = self._evidence(trainer, pipeline, recording, recorder.recomputed)
+            evidence = self._evidence(trainer, pipeline, recording, recorder)
             self.lightning.info("\n".join(diagnose(evidence)))
 
-    def _evidence(self, trainer: Trainer, pipeline: Pipeline, recording: Recording, recomputed: float) -> Evidence:
+    def _evidence(self, trainer: Trainer, pipeline: Pipeline, recording: Recording, recorder: Recorder) -> Evidence:
         peak, total = device_memory(pipeline)
         strategy = trainer.strategy
         assert isinstance(strategy, SuperpipelineMixin)
         return Evidence(
             numbers=break_down(recording),
-            recomputed=recomputed,
+            recomputed=recorder.recomputed,
+            retries=recorder.retries,
             summary=pipeline.summary(),
             options=pipeline.options,
             device_peak=peak,

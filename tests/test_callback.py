@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -499,6 +500,7 @@ def test_when_steps_are_recorded():
     class Pipe:
         def __init__(self):
             self.begun, self.step, self.stats = [], 0, Stats()
+            self.survey = SimpleNamespace(allocation_retries=5)
 
         @contextmanager
         def record(self):
@@ -506,6 +508,7 @@ def test_when_steps_are_recorded():
             recording = Recording()
             yield recording
             self.stats.recomputed += 7
+            self.survey.allocation_retries += 3
             recording.steps = [(0.0, 1.0)] * (self.step - self.begun[-1])
 
     def recorded(steps, interval, expected, run=101):
@@ -516,6 +519,7 @@ def test_when_steps_are_recorded():
             if (recording := recorder.step_begins()) is not None:
                 assert len(recording.steps) == steps
                 assert recorder.recomputed == 7 / (steps + 1)
+                assert recorder.retries == 3 / (steps + 1)
                 ends.append(pipe.step)
         pipe.step = run
         rest = recorder.finish()
@@ -535,6 +539,7 @@ def evidence(**changes) -> Evidence:
     return Evidence(
         numbers=break_down(make_recording(steps=3, **recording)),
         recomputed=changes.pop("recomputed", 0.0),
+        retries=changes.pop("retries", 0.0),
         summary=replace(SUMMARY, **changes.pop("summary", {})),
         options=options,
         device_peak=changes.pop("device_peak", 9 << 30),
@@ -559,6 +564,9 @@ def evidence(**changes) -> Evidence:
         ({"load": 5e-3, "summary": {"pinned": False}}, ["Host memory is not page-locked"]),
         ({"load": 5e-3, "summary": {"pinned": False, "device": "cpu"}}, []),
         ({"gradients": 7e-3, "summary": {"pinned": False}}, ["Host memory is not page-locked"]),
+        ({"retries": 0.5}, []),
+        ({"retries": 2.0}, ["The device's memory runs short 2 times in a step"]),
+        ({"retries": 2.0, "load": 5e-3, "device_peak": 4 << 30}, ["The device's memory runs short", "6.0 GiB"]),
         ({"step": 7e-3}, ["The optimizer's steps take 46.3 ms of the host's time in a step: a larger batch"]),
     ],
     ids=str,

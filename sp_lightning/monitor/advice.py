@@ -21,6 +21,7 @@ class Evidence:
     Attributes:
         numbers: Where the time of a recorded step went.
         recomputed: Number of units that computed their forward twice in a step.
+        retries: Number of times in a step that device memory ran short, and what torch had cached was freed.
         summary: The plan.
         options: The user's options.
         device_peak: Peak device memory.
@@ -30,6 +31,7 @@ class Evidence:
 
     numbers: Breakdown
     recomputed: float
+    retries: float
     summary: Summary
     options: PipelineOptions
     device_peak: int
@@ -56,7 +58,16 @@ def diagnose(evidence: Evidence) -> list[str]:
     lines = [f"A step takes {readable_seconds(numbers.seconds / numbers.steps)}. {headline(numbers)}"]
     sources = {Lane.COMPUTE: _computing, Lane.TO_DEVICE: _to_device, Lane.TO_HOST: _to_host, Lane.HOST: _host}
     lane = numbers.bottleneck
-    return lines + [f"  - {advice}" for advice in (_elsewhere if lane is None else sources[lane])(evidence)]
+    given = [*_memory(evidence), *(_elsewhere if lane is None else sources[lane])(evidence)]
+    return lines + [f"  - {advice}" for advice in given]
+
+
+def _memory(evidence: Evidence) -> Iterator[str]:
+    if evidence.retries >= 1:
+        yield (
+            f"The device's memory runs short {evidence.retries:.0f} times in a step: torch then waits for the device,"
+            " to free what it has cached. A smaller `memory_budget`, or smaller batches, leave it room."
+        )
 
 
 def _computing(evidence: Evidence) -> Iterator[str]:

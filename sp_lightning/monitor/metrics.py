@@ -23,11 +23,14 @@ class Counters:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._before = replace(pipeline.stats)
+        self._retries_before = pipeline.survey.allocation_retries
 
     def read(self) -> dict[str, float]:
         """Return what is logged whenever Lightning logs: means over the steps since the last call, and memory."""
         now, before = replace(self._pipeline.stats), self._before
         self._before = now
+        retries, retries_before = self._pipeline.survey.allocation_retries, self._retries_before
+        self._retries_before = retries
         steps = max(1, now.steps - before.steps)
         summary = self._pipeline.summary()
         values = {
@@ -41,6 +44,7 @@ class Counters:
             "loads": (now.loads - before.loads) / steps,
             "late_loads": (now.misses - before.misses) / steps,
             "heals": (now.heals - before.heals) / steps,
+            "allocation_retries": (retries - retries_before) / steps,
         }
         return {PREFIX + name: float(value) for name, value in values.items()}
 

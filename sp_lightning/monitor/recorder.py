@@ -26,11 +26,12 @@ class Recorder:
     Attributes:
         latest: The latest recording; None before the first.
         recomputed: Number of units that computed their forward twice in a step of the latest recording.
+        retries: Number of times that memory ran short in such a step, and what was cached was freed.
     """
 
     def __init__(self, pipeline: Pipeline, steps: int, interval: int, expected: float) -> None:
         self.latest: Recording | None = None
-        self.recomputed = 0.0
+        self.recomputed = self.retries = 0.0
         self._pipeline = pipeline
         self._steps = steps + 1
         self._interval = max(interval, _LEAST_INTERVAL, self._steps + 1)
@@ -39,7 +40,7 @@ class Recorder:
         self._left = 0
         self._scope = ExitStack()
         self._recording: Recording | None = None
-        self._recomputed_before = 0
+        self._recomputed_before = self._retries_before = 0
 
     def step_begins(self) -> Recording | None:
         """Note that a step is about to begin, and return the recording if the previous step was the last one in it.
@@ -53,6 +54,7 @@ class Recorder:
             self._recording = self._scope.enter_context(self._pipeline.record())
             self._left = self._steps
             self._recomputed_before = self._pipeline.stats.recomputed
+            self._retries_before = self._pipeline.survey.allocation_retries
         self._seen += 1
         return finished
 
@@ -68,6 +70,7 @@ class Recorder:
         if not recording.steps or (len(recording.steps) == 1 and self.latest is not None):
             return None
         self.recomputed = (self._pipeline.stats.recomputed - self._recomputed_before) / len(recording.steps)
+        self.retries = (self._pipeline.survey.allocation_retries - self._retries_before) / len(recording.steps)
         if len(recording.steps) > 1:
             recording.steps = recording.steps[1:]
         self.latest = recording

@@ -88,6 +88,11 @@ class Survey:
         return self._lasting.backend.usable_memory()
 
     @property
+    def allocation_retries(self) -> int:
+        """How often so far the device's allocator found no memory, freed all that it had cached, and tried again."""
+        return self._lasting.backend.allocation_retries()
+
+    @property
     def backward_passes(self) -> int:
         """Number of backward passes that have ended."""
         return self._lasting.activations.backward_passes

@@ -14,8 +14,11 @@ from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.monitor.metrics import PREFIX
 
 from ..lightning_modules import Notes
+from .test_memory_limits import room
 
 pytestmark = pytest.mark.gpu
+
+MOST = 300 << 20  # bytes
 
 
 class Net(L.LightningModule):
@@ -28,6 +31,21 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
+
+
+def fit(module, accelerator, logger, callback):
+    trainer = L.Trainer(
+        strategy=SuperpipelineStrategy(k=2),
+        accelerator=accelerator,
+        devices=1,
+        max_epochs=1,
+        logger=logger,
+        log_every_n_steps=4,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[callback],
+    )
+    trainer.fit(module, DataLoader(torch.randn(12 * 64, 512), batch_size=64))
 
 
 @pytest.fixture
@@ -46,18 +64,7 @@ def peaks(device, monkeypatch):
 
 def test_metrics_and_timeline_of_a_device(accelerator, device, peaks, tmp_path):
     notes = Notes()
-    trainer = L.Trainer(
-        strategy=SuperpipelineStrategy(k=2),
-        accelerator=accelerator,
-        devices=1,
-        max_epochs=1,
-        logger=notes,
-        log_every_n_steps=4,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[SuperpipelineCallback(tmp_path / "timeline.json")],
-    )
-    trainer.fit(Net(), DataLoader(torch.randn(12 * 64, 512), batch_size=64))
+    fit(Net(), accelerator, notes, SuperpipelineCallback(tmp_path / "timeline.json"))
     (timed,) = [values for _, values in notes.ours() if PREFIX + "step_seconds" in values]
     most = max([*peaks, torch.get_device_module(device).max_memory_allocated()])
     assert 0 < timed[PREFIX + "device_peak_bytes"] <= most
@@ -66,3 +73,26 @@ def test_metrics_and_timeline_of_a_device(accelerator, device, peaks, tmp_path):
     assert timed[PREFIX + "to_device_gb_per_s"] > 0
     events = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))["traceEvents"]
     assert {"forward", "backward", "load", "gradients"} <= {event["cat"] for event in events if event["ph"] == "X"}
+
+
+class Crowded(Net):
+    """Takes most of the memory twice in a step, for two streams, of which neither uses what the other has freed."""
+
+    def on_train_start(self):
+        self.api = torch.get_device_module(self.device)
+        self.other = self.api.Stream()
+
+    def training_step(self, batch, batch_idx):
+        for stream in (self.other, self.api.current_stream()):
+            with self.api.stream(stream):
+                torch.empty(MOST, dtype=torch.uint8, device=self.device)
+        return super().training_step(batch, batch_idx)
+
+
+def test_times_that_memory_ran_short_are_counted(accelerator, device, caplog):
+    notes = Notes()
+    with room(device, MOST * 3 // 2), caplog.at_level("INFO"):
+        fit(Crowded(), accelerator, notes, SuperpipelineCallback())
+    counted = [values[PREFIX + "allocation_retries"] for _, values in notes.ours()]
+    assert min(counted) >= 1
+    assert "memory runs short" in caplog.text

@@ -298,6 +298,12 @@ class AcceleratorBackend(Backend):
         return int(self._api.max_memory_allocated(self.device))
 
     @override
+    def allocation_retries(self) -> int:
+        if not hasattr(self._api, "memory_stats"):
+            return 0
+        return int(self._api.memory_stats(self.device).get("num_alloc_retries", 0))
+
+    @override
     def drain(self) -> None:
         self._download_staging.lane.drain()
         self._host.drain()

@@ -157,6 +157,10 @@ class Backend(Lanes):
         """Return the peak of allocated bytes since the last call of `reset_peak_memory`, or None if unknown."""
         return None
 
+    def allocation_retries(self) -> int:
+        """Return how often memory ran short so far, and whatever was cached was freed; 0 if nobody counts that."""
+        return 0
+
     def close(self) -> None:
         """Finish all work, and release what the backend holds."""
         self.drain()
