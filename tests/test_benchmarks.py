@@ -618,10 +618,12 @@ def test_a_peak_that_our_system_has_torch_count_anew_is_not_lost(monkeypatch):
     """A rival's, which reports none of its own, is what torch has counted."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 2})
     for facts, peak in [({}, 5), ({"counted_device_peak_bytes": 7}, 7), ({"counted_device_peak_bytes": 3}, 5)]:
         assert worker._device_memory(torch.device("cuda"), facts) == {
             "device_peak_bytes": peak,
             "device_reserved_bytes": 9,
+            "allocation_retries": 2,
         }
 
 

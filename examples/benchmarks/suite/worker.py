@@ -202,16 +202,19 @@ def _device(workload: Workload) -> torch.device:
 
 
 def _device_memory(device: torch.device, facts: Mapping[str, Any]) -> dict[str, int | None]:
-    """Return the peaks of allocated and reserved memory; None on a CPU, where torch counts neither.
+    """Return the peaks of allocated and reserved memory, and how often torch freed all that it had cached to go on.
+
+    All are None on a CPU, where torch counts none of them.
 
     Our own system has torch count anew in the steps that it measures, and reports the peak of allocated memory from
     before that; the peak of reserved memory is then that of the later steps.
     """
     if device.type != "cuda":
-        return {"device_peak_bytes": None, "device_reserved_bytes": None}
+        return {"device_peak_bytes": None, "device_reserved_bytes": None, "allocation_retries": None}
     return {
         "device_peak_bytes": max(torch.cuda.max_memory_allocated(device), facts.get("counted_device_peak_bytes", 0)),
         "device_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "allocation_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
     }
 
 
