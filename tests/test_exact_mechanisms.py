@@ -274,6 +274,24 @@ def test_autograd_grad_of_parameters(options: dict[str, bool], held: bool) -> No
     assert_same_story(story, partial(chain, 3))
 
 
+def test_hooks_on_weights_change_gradients_that_are_asked_for() -> None:
+    """``Tensor.register_hook``: autograd runs the hooks of a leaf that it differentiates with respect to."""
+
+    def story(run: Run) -> None:
+        weights = [run.model.blocks[0].up.weight, run.model.blocks[2].norm.bias]
+        for factor in (1.5, 0.3):
+            weights[0].register_hook(lambda gradient, factor=factor: gradient * factor)
+        weights[1].register_hook(lambda gradient: run.note("seen by a hook", gradient))
+        with run.step():
+            loss = run.model(run.rows(1)).square().mean()
+            gradients = torch.autograd.grad(loss, weights, create_graph=True)
+            (again,) = torch.autograd.grad(gradients[0].square().sum(), weights[1])
+        for index, gradient in enumerate([*gradients, again]):
+            run.note(f"gradient {index}", gradient)
+
+    assert_same_story(story, partial(chain, 3))
+
+
 def test_backward_for_some_inputs_only() -> None:
     """``backward(inputs=...)`` fills the gradients of these parameters and no others."""
 
@@ -310,6 +328,24 @@ def test_gradient_scaler_skips_a_step_with_infinities() -> None:
                 run.note(f"step {step} / {name}", parameter)
 
     assert_same_story(story, partial(chain, 4))
+
+
+def test_the_gradients_of_several_uses_add_up_before_they_are_added_to_others() -> None:
+    """A weight that was lowered gets another leaf when autocast casts it a second time: two gradients in one pass."""
+
+    def story(run: Run) -> None:
+        for step in range(3):
+            with run.step():
+                x = run.rows(step)
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                    if step == 0:  # much smaller than the others, or no sum would be rounded
+                        loss = run.model(x).square().mean() * 1e-4
+                    else:
+                        loss = (run.model(x).sin() + run.model(x.flip(0)).cos()).mean()
+                loss.backward()
+            note_gradients(run.trace, f"after {step + 1} micro-batches", dict(run.model.named_parameters()))
+
+    assert_same_story(story, partial(chain, 3))
 
 
 def test_gradients_that_the_user_keeps_are_not_overwritten() -> None:

@@ -292,7 +292,7 @@ def users_of_tensor(tensor: Tensor) -> int:
     return int(tensor._use_count())
 
 
-def tensor_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], Tensor | None]]:
+def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """Return the hooks of `Tensor.register_hook`: the graph holds the twin, so the master's are called by hand."""
     return list((parameter._backward_hooks or {}).values())
 

@@ -438,6 +438,25 @@ def test_findings_about_removed_weights_are_forgotten() -> None:
         assert len(learned.observed) == len(watched)
 
 
+def test_weights_used_outside_of_units_are_known_when_they_change_their_names() -> None:
+    """Removing a block renames those behind it; weights stay on the device, and no others do."""
+    model = layers(4)
+    with attached(model) as pipeline:
+
+        def resident() -> set[int]:
+            with pipeline.step():
+                (model(torch.ones(2, 8)).sum() + model[-1].bias.square().sum()).backward()
+            with pipeline.step():
+                model(torch.ones(2, 8)).sum().backward()
+            return {id(weight.master) for weight in pipeline.arrangement.resident.weights}
+
+        assert resident() == {id(model[-1].bias)}
+        del model[0]
+        assert resident() == {id(model[-1].bias)}
+        del model[-1]
+        assert resident() == {id(model[-1].bias)}
+
+
 def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:
     """Nobody would ever read it."""
     model = Probe(lambda model, x: x + model.scale)

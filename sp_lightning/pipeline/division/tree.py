@@ -32,6 +32,7 @@ class Tree:
         resident: Names of modules and parameters that stay on the device.
         split: Modules that are not called themselves; only their children are.
         whole: Modules that are not to be divided.
+        used_outside: Parameters that stay on the device, by identity.
         on_meta: Whether parameters may be on the meta device.
 
     Attributes:
@@ -53,13 +54,14 @@ class Tree:
         resident: Sequence[str],
         split: Collection[nn.Module] = (),
         whole: Collection[nn.Module] = (),
+        used_outside: Collection[int] = (),
         on_meta: bool = False,
     ) -> None:
         self.root = root
         self.weights: dict[int, Weight] = {}
         self.unmanaged: dict[str, nn.Parameter] = {}
         self.resident_modules: set[int] = set()
-        self.resident_weights: set[int] = set()
+        self.resident_weights: set[int] = set(used_outside)
         self._split = {id(module) for module in split}
         self.whole = {id(module) for module in whole}
         self._collect_weights(on_meta)

@@ -115,6 +115,7 @@ class GradientReturn:
         self._expected: dict[Unit, int] = {}
         self._arrived: dict[Weight, None] = {}
         self._sparse: dict[Weight, list[Tensor]] = {}
+        self._of_one_leaf: dict[Weight, tuple[Twin, Tensor]] = {}
         self._shipped: dict[Weight, None] = {}
         self._pieces = Pieces(units, backend)
         self._homes = Homes(backend, pin)
@@ -172,10 +173,28 @@ class GradientReturn:
                 "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
             )
         self._arrived[weight] = None
-        if gradient.layout is torch.strided:
-            self._gather(weight, gradient)
-        else:
+        if gradient.layout is not torch.strided:
             self._sparse.setdefault(weight, []).append(gradient)
+        elif weight.lowered_leaves:
+            self._await_other_leaf(twin, gradient)
+        else:
+            self._gather(weight, gradient)
+
+    def _await_other_leaf(self, twin: Twin, gradient: Tensor) -> None:
+        """Keep the gradient of one of a weight's leaves until the other's arrives.
+
+        In plain training there is one leaf, and autograd adds up the gradients of all uses before it adds their sum to
+        the gradient that is there.
+        """
+        weight = twin.weight
+        earlier_twin, earlier = self._of_one_leaf.pop(weight, (twin, None))
+        if earlier is None:
+            self._of_one_leaf[weight] = twin, gradient
+        elif earlier_twin is not twin:
+            self._gather(weight, earlier.to(weight.master.dtype) + gradient)
+        else:  # reentrant checkpoints accumulate several times in one backward
+            self._of_one_leaf[weight] = twin, gradient
+            self._gather(weight, earlier)
 
     def _gather(self, weight: Weight, gradient: Tensor) -> None:
         """Put a gradient with the others of its unit, and ship them when it is the last."""
@@ -357,6 +376,9 @@ class GradientReturn:
             takes_part: Whether to take part in averaging even if no gradient has arrived in this process. Otherwise it
                 takes part only if one has: `torch.autograd.grad` in some processes does not concern the others.
         """
+        while self._of_one_leaf:
+            weight, (_, gradient) = self._of_one_leaf.popitem()
+            self._gather(weight, gradient)
         self.ship_all_but([])
         averaging = self._averaging_now
         if averaging is not None and (takes_part or self._arrived or averaging.has_unmanaged()):
@@ -407,6 +429,7 @@ class GradientReturn:
         self._gathered.clear()
         self._arrived.clear()
         self._sparse.clear()
+        self._of_one_leaf.clear()
         self._shipped.clear()
         self._sums.forget()
         self._homes.release_outgrown()

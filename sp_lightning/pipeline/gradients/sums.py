@@ -6,7 +6,7 @@ those that are added to what the user has converted, are added when backward has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.trace import Kind
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.weight import Weight, run_hooks
 
 _CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
 
@@ -125,9 +125,9 @@ class Sums:
     def conclude(self, weight: Weight, sparse: Sequence[Tensor]) -> None:
         """Add what was held back, and what is sparse, when backward has ended; make the sum the weight's gradient."""
         for gradient in self._held_back.get(weight, ()):
-            self._add_now(weight, _run_hooks(self._hooks_of(weight), gradient))
+            self._add_now(weight, run_hooks(self._hooks_of(weight), gradient))
         for gradient in sparse:
-            self._add_sparse(weight, _run_hooks(tensor_hooks(weight.master), gradient))
+            self._add_sparse(weight, run_hooks(tensor_hooks(weight.master), gradient))
         if weight in self._totals and self._totals[weight] is not weight.master.grad:
             self._gradients.keep(weight, self._totals[weight])
 
@@ -195,14 +195,6 @@ def _is_other_kind(weight: Weight) -> bool:
     if gradient is None or gradient.layout is not torch.strided:
         return gradient is not None
     return (gradient.dtype, gradient.device, gradient.stride()) != (like.dtype, like.device, like.stride())
-
-
-def _run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
-    """Run hooks, and return what they make of a gradient."""
-    for hook in hooks:
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient
 
 
 def cast_and_add(total: Tensor, arrived: Tensor) -> None:

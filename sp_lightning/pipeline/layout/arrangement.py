@@ -88,8 +88,15 @@ class Arrangement:
         device_bytes = backend.total_memory()
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
         largest = largest_unit_bytes(self.budget or device_bytes)
-        resident = [*options.resident, *learned.resident]
-        division = find_units(module, options.units, resident, largest, learned.divided, learned.undivided)
+        division = find_units(
+            module,
+            options.units,
+            options.resident,
+            largest,
+            split=learned.divided,
+            whole=learned.undivided,
+            used_outside=learned.used_outside,
+        )
         if learned.order:
             division.put_in_order(learned.order)
         self.units = division.units

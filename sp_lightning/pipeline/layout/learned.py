@@ -18,7 +18,7 @@ class Learned:
     """Findings that a pipeline makes while it runs, for the next arrangement.
 
     Attributes:
-        resident: Names of weights that are used outside of their unit.
+        used_outside: Weights that are used outside of their unit, by the identity of their parameter.
         order: Names of units in the order in which the first step called them; None before that.
         called: Names of units called so far, in their order, until the first step is over.
         divided: Modules that are not called themselves; only their children are.
@@ -35,7 +35,7 @@ class Learned:
     """
 
     def __init__(self) -> None:
-        self.resident: list[str] = []
+        self.used_outside: set[int] = set()
         self.order: list[str] | None = None
         self.called: dict[str, None] = {}
         self.divided: list[nn.Module] = []
@@ -66,6 +66,7 @@ class Learned:
 
     def forget_all_but(self, alive: set[int]) -> None:
         """Forget all but these parameters and modules, given by identity: new objects may reuse the others' ids."""
+        self.used_outside &= alive
         self.lowered &= alive
         self.used_as_is &= alive
         self.trained &= alive
@@ -100,7 +101,7 @@ class Learned:
             if never_called:  # a mere container: its parent calls its children
                 self.divided += never_called
             else:
-                self.resident.append(weight.name)
+                self.used_outside.add(id(weight.master))
         self.touched_outside.clear()
         self.plan = None  # it was made for other units
         return True

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_lightning.pipeline._private import tensor_hooks
 from sp_lightning.pipeline.modules.operands import replace_instances
+from sp_lightning.pipeline.weights.weight import run_hooks
 
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
 Leaves = Callable[[Any], Sequence[Tensor]]
@@ -61,7 +63,10 @@ def _grad(
             **options,
         )
     )
-    gradients = [_sum([next(found) for _ in own], each.dtype) for each, own in zip(wanted, leaves, strict=True)]
+    gradients = [
+        _run_hooks_of(each, own, _sum([next(found) for _ in own], each.dtype))
+        for each, own in zip(wanted, leaves, strict=True)
+    ]
     if not one_each and not allow_unused and any(gradient is None for gradient in gradients):
         raise RuntimeError("One of the differentiated tensors was not used in the graph; see `allow_unused=True`.")
     return tuple(gradients)
@@ -71,3 +76,10 @@ def _sum(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
     """Add up the gradients of a weight's leaves, in the weight's dtype; None if none of them has one."""
     found = [part.to(dtype) for part in parts if part is not None]
     return functools.reduce(torch.add, found) if found else None
+
+
+def _run_hooks_of(tensor: Tensor, leaves: Sequence[Tensor], gradient: Tensor | None) -> Tensor | None:
+    """Run the user's hooks on a weight that is not in the graph itself; autograd runs those on what is."""
+    if gradient is None or any(leaf is tensor for leaf in leaves):
+        return gradient
+    return run_hooks(tensor_hooks(tensor), gradient)
