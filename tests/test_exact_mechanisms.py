@@ -274,6 +274,36 @@ def test_autograd_grad_of_parameters(options: dict[str, bool], held: bool) -> No
     assert_same_story(story, partial(chain, 3))
 
 
+def test_gradients_of_weights_that_no_graph_has() -> None:
+    """A unit that is not called does not follow what its weights require; autograd says what it says of others."""
+
+    def story(run: Run) -> None:
+        skipped, called = run.model.blocks[1].up.weight, run.model.blocks[0].up.weight
+        run.normal_step("before", None)
+        run.model.zero_grad()
+
+        def loss() -> Tensor:
+            return run.model.blocks[0](run.rows(1)).square().mean()
+
+        skipped.requires_grad_(False)
+        with run.step():
+            run.model(run.rows(1))
+            with pytest.raises(RuntimeError, match="does not require grad"):
+                torch.autograd.grad(loss(), [called, skipped], allow_unused=True)
+        skipped.requires_grad_()
+        with run.step():
+            with pytest.raises(RuntimeError, match="not have been used"):
+                torch.autograd.grad(loss(), [called, skipped])
+            gradient, nothing = torch.autograd.grad(loss(), [called, skipped], allow_unused=True)
+            assert nothing is None
+            run.note("gradient", gradient)
+            loss().backward(inputs=run.inputs([called, skipped]))
+        for name, parameter in run.model.named_parameters():
+            run.note(name, parameter.grad)
+
+    assert_same_story(story, partial(chain, 3))
+
+
 def test_hooks_on_weights_change_gradients_that_are_asked_for() -> None:
     """``Tensor.register_hook``: autograd runs the hooks of a leaf that it differentiates with respect to."""
 

@@ -188,8 +188,13 @@ class Weight:
         self.lowered_leaves: list[nn.Parameter] = []
 
     def leaves(self) -> list[Tensor]:
-        """Return the leaves that stand for it in autograd graphs of this arrangement, the newest one first."""
-        return [self.twin.parameter, *self.lowered_leaves]
+        """Return the leaves that stand for it in autograd graphs of this arrangement, the newest one first.
+
+        A leaf follows what its master requires when the unit is called. If none has done so, no graph has the weight,
+        and the master stands for itself.
+        """
+        leaves = [self.twin.parameter, *self.lowered_leaves]
+        return [leaf for leaf in leaves if leaf.requires_grad == self.master.requires_grad] or [self.master]
 
     @property
     def lowered(self) -> bool:
