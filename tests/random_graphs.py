@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -134,15 +135,12 @@ def run_some(parts: nn.ModuleList, x: Tensor) -> Tensor:
     return x
 
 
-def run_checkpointed(reentrant: bool) -> Callable[[nn.ModuleList, Tensor], Tensor]:
-    def call(parts: nn.ModuleList, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return run_chain(parts, x)
-        if not x.requires_grad:
-            x = x.clone().requires_grad_()
-        return checkpoint(run_chain, parts, x, use_reentrant=reentrant)
-
-    return call
+def run_checkpointed(parts: nn.ModuleList, x: Tensor, reentrant: bool) -> Tensor:
+    if not torch.is_grad_enabled():
+        return run_chain(parts, x)
+    if not x.requires_grad:
+        x = x.clone().requires_grad_()
+    return checkpoint(run_chain, parts, x, use_reentrant=reentrant)
 
 
 NODES: dict[str, Callable[[nn.ModuleList, Tensor], Tensor]] = {
@@ -152,8 +150,8 @@ NODES: dict[str, Callable[[nn.ModuleList, Tensor], Tensor]] = {
     "twice": run_twice,
     "inplace": run_inplace_residual,
     "some": run_some,
-    "checkpoint": run_checkpointed(reentrant=False),
-    "reentrant": run_checkpointed(reentrant=True),
+    "checkpoint": partial(run_checkpointed, reentrant=False),
+    "reentrant": partial(run_checkpointed, reentrant=True),
 }
 
 

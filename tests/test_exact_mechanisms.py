@@ -304,6 +304,91 @@ def test_gradients_of_weights_that_no_graph_has() -> None:
     assert_same_story(story, partial(chain, 3))
 
 
+class GainInACheckpoint(nn.Module):
+    """Backward runs the checkpoint's function again, which uses a weight outside of units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.gain = Block(), Block(), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: self.second(y * self.gain), self.first(x), use_reentrant=False)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("how", ["grad", "inputs"])
+def test_weights_in_a_checkpoint_when_gradients_are_asked_for(how: str, mixed: bool) -> None:
+    """While autograd computes the gradients of some weights, all of them are redirected to the device as usual."""
+
+    def story(run: Run) -> None:
+        weights = list(run.model.parameters())
+        for step in range(2):
+            with run.step():
+                with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
+                    loss = run.model(run.rows(step)).float().square().mean()
+                if how == "inputs":
+                    loss.backward(inputs=run.inputs(weights[::2]))
+                else:
+                    for index, gradient in enumerate(torch.autograd.grad(loss, weights)):
+                        run.note(f"{step}: gradient {index}", gradient)
+        note_gradients(run.trace, "end", dict(run.model.named_parameters()))
+
+    assert_same_story(story, GainInACheckpoint)
+
+
+def test_gradients_that_no_graph_gives_may_be_zeros() -> None:
+    """``materialize_grads=True``, for weights, views of them and other tensors."""
+
+    def story(run: Run) -> None:
+        used, skipped = run.model.blocks[0].up, run.model.blocks[1].up
+        with run.step():
+            x = run.rows(1).requires_grad_()
+            wanted = [used.weight, skipped.weight, x, torch.ones(3, requires_grad=True)]
+            loss = run.model.blocks[0](x).square().mean()
+            found = torch.autograd.grad(loss, wanted, materialize_grads=True, create_graph=True)
+            by_name = torch.autograd.grad(loss, {"used": used.weight, "x": x})
+        for name, gradient in [*enumerate(found), *by_name.items()]:
+            run.note(f"gradient {name}", gradient)
+        assert [gradient.requires_grad for gradient in found] == [True] * 4
+
+    assert_same_story(story, partial(chain, 3))
+
+
+class AsksForTheGradientOfAView(nn.Module):
+    """Its forward differentiates with respect to a view of its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.weight.t()
+        (gradient,) = torch.autograd.grad((x @ turned).float().square().mean(), turned, create_graph=True)
+        return self.inner(x) + x @ gradient
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "autocast"])
+def test_gradients_with_respect_to_views_of_weights(mixed: bool) -> None:
+    """A view is in the graph itself, also that of a weight which comes in the dtype that autocast casts it to."""
+
+    def build() -> nn.Module:
+        return Chain([Block(), AsksForTheGradientOfAView(), Block()])
+
+    def is_unit(name: str, module: nn.Module) -> bool:
+        return isinstance(module, AsksForTheGradientOfAView) or name in ("blocks.0", "blocks.2")
+
+    def story(run: Run) -> None:
+        for step in range(3):
+            with run.step():
+                with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
+                    loss = run.model(run.rows(step)).float().square().mean()
+                loss.backward()
+        note_gradients(run.trace, "end", dict(run.model.named_parameters()))
+
+    assert_same_story(story, build, units=is_unit)
+
+
 def test_hooks_on_weights_change_gradients_that_are_asked_for() -> None:
     """``Tensor.register_hook``: autograd runs the hooks of a leaf that it differentiates with respect to."""
 

@@ -141,9 +141,9 @@ class Guard:
         if name == "clone" and not torch.is_grad_enabled():
             # mostly of all weights, which somebody is about to swap for others: they need not stay on the device
             return self._on_the_host(func, args, kwargs, writes=False).to(self.owner.device)
+        if func in DIFFERENTIATING:
+            return differentiate(func, HostParameter, lambda master: _weight_of(master).leaves(), args, kwargs)
         with without_torch_function():
-            if func in DIFFERENTIATING:
-                return differentiate(func, HostParameter, lambda master: _weight_of(master).leaves(), args, kwargs)
             new_args, new_kwargs = replace_instances(
                 (args, kwargs), HostParameter, lambda master: self.owner.serve(_weight_of(master))
             )

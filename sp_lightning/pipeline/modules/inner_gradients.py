@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from sp_lightning.pipeline._private import tensor_hooks
+from sp_lightning.pipeline._private import tensor_hooks, without_torch_function
 from sp_lightning.pipeline.modules.operands import replace_instances
 from sp_lightning.pipeline.weights.weight import run_hooks
 
@@ -25,6 +26,8 @@ def differentiate(
 ) -> Any:
     """Call a function that differentiates, with guarded weights among its arguments.
 
+    Guards stay in force meanwhile: backward runs checkpoints and hooks, which may use weights.
+
     Args:
         func: `torch.autograd.grad` or `torch.autograd.backward`.
         kind: The class of the weights.
@@ -35,8 +38,9 @@ def differentiate(
     """
     if func is torch.autograd.grad:
         return _grad(kind, leaves_of, *args, **kwargs)
-    inputs = [leaves_of(each) if isinstance(each, kind) else [each] for each in kwargs["inputs"]]
-    return func(*args, **{**kwargs, "inputs": [leaf for each in inputs for leaf in each]})
+    with without_torch_function():
+        inputs = [edge for each in kwargs["inputs"] for edge in _sought(each, kind, leaves_of)]
+    return func(*args, **{**kwargs, "inputs": inputs})
 
 
 def _grad(
@@ -45,41 +49,50 @@ def _grad(
     outputs: Any,
     inputs: Any,
     allow_unused: bool | None = None,
+    materialize_grads: bool = False,
     **options: Any,
 ) -> Any:
     """Call `torch.autograd.grad`; return gradients in the dtypes that the weights have in plain training."""
     if isinstance(inputs, dict):
-        found = _grad(kind, leaves_of, outputs, list(inputs.values()), allow_unused, **options)
+        found = _grad(kind, leaves_of, outputs, list(inputs.values()), allow_unused, materialize_grads, **options)
         return dict(zip(inputs, found, strict=True))
-    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    leaves = [leaves_of(each) if isinstance(each, kind) else [each] for each in wanted]
-    one_each = all(len(each) == 1 for each in leaves)
+    wanted: list[Any] = [inputs] if isinstance(inputs, Tensor | GradientEdge) else list(inputs)
+    with without_torch_function(), torch.enable_grad():
+        outputs = replace_instances(outputs, kind, lambda weight: leaves_of(weight)[0].view_as(weight))
+        sought = [_sought(each, kind, leaves_of) for each in wanted]
+    may_be_unused = allow_unused or materialize_grads
+    one_each = all(len(each) == 1 for each in sought)
     grad: Any = torch.autograd.grad
-    found = iter(
-        grad(
-            replace_instances(outputs, kind, lambda weight: leaves_of(weight)[0]),
-            [leaf for each in leaves for leaf in each],
-            allow_unused=allow_unused if one_each else True,
-            **options,
-        )
-    )
+    edges = [edge for each in sought for edge in each]
+    found = iter(grad(outputs, edges, allow_unused=may_be_unused if one_each else True, **options))
     gradients = [
-        _run_hooks_of(each, own, _sum([next(found) for _ in own], each.dtype))
-        for each, own in zip(wanted, leaves, strict=True)
+        _whole(each, [next(found) for _ in own], leaves_of(each)) if isinstance(each, kind) else next(found)
+        for each, own in zip(wanted, sought, strict=True)
     ]
-    if not one_each and not allow_unused and any(gradient is None for gradient in gradients):
+    if not may_be_unused and any(gradient is None for gradient in gradients):
         raise RuntimeError("One of the differentiated tensors was not used in the graph; see `allow_unused=True`.")
+    if materialize_grads:
+        zeros = functools.partial(torch.zeros_like, requires_grad=options.get("create_graph", False))
+        gradients = [
+            zeros(each) if gradient is None else gradient for each, gradient in zip(wanted, gradients, strict=True)
+        ]
     return tuple(gradients)
 
 
-def _sum(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
-    """Add up the gradients of a weight's leaves, in the weight's dtype; None if none of them has one."""
-    found = [part.to(dtype) for part in parts if part is not None]
-    return functools.reduce(torch.add, found) if found else None
+def _sought(each: Any, kind: type, leaves_of: Leaves) -> list[Any]:
+    """Return what to differentiate with respect to: edges of the graph, at which no guard looks, for a weight."""
+    if not isinstance(each, kind):
+        return [each]
+    return [get_gradient_edge(leaf) if leaf.requires_grad else leaf.detach() for leaf in leaves_of(each)]
 
 
-def _run_hooks_of(tensor: Tensor, leaves: Sequence[Tensor], gradient: Tensor | None) -> Tensor | None:
-    """Run the user's hooks on a weight that is not in the graph itself; autograd runs those on what is."""
-    if gradient is None or any(leaf is tensor for leaf in leaves):
-        return gradient
-    return run_hooks(tensor_hooks(tensor), gradient)
+def _whole(weight: Any, parts: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Tensor | None:
+    """Add up the gradients of a weight's leaves; None if no leaf has one.
+
+    Then run the user's hooks on the weight, unless it is in the graph itself, so that autograd has run them.
+    """
+    found = [part.to(weight.dtype) for part in parts if part is not None]
+    if not found:
+        return None
+    hooks = [] if any(leaf is weight for leaf in leaves) else tensor_hooks(weight)
+    return run_hooks(hooks, functools.reduce(torch.add, found))

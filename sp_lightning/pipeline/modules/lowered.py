@@ -211,12 +211,12 @@ _SERVED = frozenset({LoweredParameter, LoweredView})
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], among_others: bool) -> Any:
     name = subject_of(func)
+    if func in DIFFERENTIATING:
+        return differentiate(func, Served, _leaves_of, args, kwargs)
     with without_torch_function():
         operands = list(instances_in((args, kwargs), Served))
         if _asks_the_leaf(func, name) or not all(map(_has_owner, operands)):
             return func(*args, **kwargs)
-        if func in DIFFERENTIATING:
-            return differentiate(func, LoweredParameter, lambda leaf: leaf.lowering.leaves(), args, kwargs)
         if func == _SET_DATA and args[0] is args[1]:
             return None  # as `module.float()` does, when there is nothing to convert
         if func == _GET_DATA:  # it may be written to, which the weight counts
@@ -246,7 +246,12 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _asks_the_leaf(func: Callable[..., Any], name: str) -> bool:
     if isinstance(func, OpOverload) and in_backward():  # a dispatch mode hands on what backward does with saved weights
         return True
-    return (name in _OF_THE_LEAF or name.startswith("is_")) and func not in DIFFERENTIATING
+    return name in _OF_THE_LEAF or name.startswith("is_")
+
+
+def _leaves_of(operand: Any) -> list[Tensor]:
+    """Return what stands for a weight in the graph, or a view of one, which is in the graph itself."""
+    return operand.lowering.leaves() if isinstance(operand, LoweredParameter) and _has_owner(operand) else [operand]
 
 
 def _has_owner(operand: Served) -> bool:
