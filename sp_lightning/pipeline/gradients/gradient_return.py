@@ -28,6 +28,7 @@ from sp_lightning.pipeline.gradients.landing import LandingBuffers, Parcel, Piec
 from sp_lightning.pipeline.gradients.route import Route, choose_route
 from sp_lightning.pipeline.gradients.sums import Sums
 from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
+from sp_lightning.pipeline.modules.weight_hooks import OperandsOnOneDevice
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.lanes import Ticket
@@ -403,7 +404,8 @@ class GradientReturn:
             self._sums.conclude(weight, self._sparse.get(weight, ()))
             for post_hook in post_accumulate_hooks(weight.master):
                 self.gradients.show(weight)
-                post_hook(weight.master)
+                with OperandsOnOneDevice():
+                    post_hook(weight.master)
 
     def abandon(self) -> None:
         """Forget gradients that have not landed, after an exception."""

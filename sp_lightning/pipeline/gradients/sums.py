@@ -17,10 +17,11 @@ from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.modules.weight_hooks import run_hooks
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.trace import Kind
-from sp_lightning.pipeline.weights.weight import Weight, run_hooks
+from sp_lightning.pipeline.weights.weight import Weight
 
 _CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sp_lightning.pipeline._private import tensor_hooks, without_torch_function
 from sp_lightning.pipeline.modules.operands import replace_instances
-from sp_lightning.pipeline.weights.weight import run_hooks
+from sp_lightning.pipeline.modules.weight_hooks import run_hooks
 
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
 Leaves = Callable[[Any], Sequence[Tensor]]

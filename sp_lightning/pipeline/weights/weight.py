@@ -7,7 +7,6 @@ twins take the masters' places in the module tree, so the graph is built on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -259,11 +258,3 @@ class Weight:
                 "graph waits for its backward, and somebody still holds what it had (`kept = p.data`), which is about "
                 "to be overwritten. Hold a copy (`p.data.clone()`), or swap weights between steps, in a hook."
             )
-
-
-def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
-    """Run hooks of `Tensor.register_hook`, and return what they make of a gradient."""
-    for hook in hooks:
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient

@@ -1,0 +1,121 @@
+"""What backward calls, and what computes there with weights, gradients and what lies on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from ..zoo.blocks import WIDTH, Block
+from .parts import on_device
+
+Register = Callable[["Masked"], RemovableHandle]
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+
+
+class Masked(nn.Module):
+    """Keeps on the device what hooks on its weights need; a checkpoint uses a weight outside of units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.gain = Block(), Block(), nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("mask", (torch.arange(WIDTH) % 2).float())
+        self.register_buffer("factor", torch.tensor(0.5))
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    @property
+    def hooked(self) -> nn.Parameter:
+        return self.first.norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: self.second(y * self.gain), self.first(x), use_reentrant=False)
+
+
+def mask(model: Masked) -> RemovableHandle:
+    return model.hooked.register_hook(lambda gradient: gradient * model.mask * model.factor)
+
+
+def mask_comes_first(model: Masked) -> RemovableHandle:
+    return model.hooked.register_hook(lambda gradient: torch.where(model.mask > 0, gradient, 0))
+
+
+def goes_to_the_mask(model: Masked) -> RemovableHandle:
+    return model.hooked.register_hook(lambda gradient: gradient.to(model.mask.device) * model.mask)
+
+
+def adds_up(model: Masked) -> RemovableHandle:
+    def look(gradient: Tensor) -> None:
+        model.seen += gradient
+
+    return model.hooked.register_hook(look)
+
+
+def made_from_the_weight(model: Masked) -> RemovableHandle:
+    kept = torch.ones_like(model.hooked)
+    return model.hooked.register_hook(lambda gradient: gradient * kept.to(gradient.device) + 0.1 * model.hooked)
+
+
+def accumulated(model: Masked) -> RemovableHandle:
+    def change(weight: nn.Parameter) -> None:
+        weight.grad.mul_(model.mask)
+
+    return model.hooked.register_post_accumulate_grad_hook(change)
+
+
+HOOKS = [mask, mask_comes_first, goes_to_the_mask, adds_up, made_from_the_weight, accumulated]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+def test_hooks_on_weights_may_use_what_lies_on_the_device(register: Register, device: torch.device) -> None:
+    """The gradient is on the host when they are called."""
+    expected = trained(device, register, streamed=False)
+    actual = trained(device, register, streamed=True)
+    assert all(map(torch.equal, expected, actual))
+
+
+@pytest.mark.parametrize("register", [None, mask])
+def test_gradients_that_are_asked_for(register: Register | None, device: torch.device) -> None:
+    """They stay on the device, and a checkpoint that runs again in between uses weights there."""
+
+    def ask(loss: Tensor, model: Masked) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    expected = trained(device, register, streamed=False, ask=ask)
+    actual = trained(device, register, streamed=True, ask=ask)
+    assert all(map(torch.equal, expected, actual))
+
+
+def trained(
+    device: torch.device,
+    register: Register | None,
+    streamed: bool,
+    ask: Callable[[Tensor, Masked], list[Tensor]] | None = None,
+) -> list[Tensor]:
+    """Gradients after two micro-steps, and what hooks have written."""
+    torch.manual_seed(0)
+    model, x = Masked(), torch.randn(5, WIDTH).to(device)
+    if not streamed:
+        model.to(device)
+    hook = register(model) if register is not None else None
+    with ExitStack() as stack:
+        if streamed:
+            stack.enter_context(stack.enter_context(on_device(model, device)).step())
+        found = [each.cpu() for each in gradients_of(model, x, ask)]
+    if hook is not None:
+        hook.remove()  # it holds the model, which holds it
+    return found
+
+
+def gradients_of(model: Masked, x: Tensor, ask: Callable[[Tensor, Masked], list[Tensor]] | None) -> list[Tensor]:
+    """Of the sum of two losses, or those that are asked for."""
+    if ask is not None:
+        return ask(model(x).square().mean(), model)
+    for part in (x, x + 1):
+        model(part).square().mean().backward()
+    return [*(parameter.grad for parameter in model.parameters()), model.seen]
