@@ -214,6 +214,9 @@ class Assembly:
         arrangement.release_copies()
         on_device.move(arrangement.on_device, _HOST, lasting.optimizers.seen)
         move_unmanaged(arrangement.unmanaged.values(), _HOST)  # the next arrangement checks them as if new
+        # and those of modules that were added since then, which plain training needs on the device
+        added = [parameter for parameter in lasting.module.parameters() if parameter.device == lasting.device != _HOST]
+        on_device.move(added, _HOST, lasting.optimizers.seen)
 
     # ------------------------------------------------------------------------------------------------------ in a step
 
@@ -266,4 +269,6 @@ class Assembly:
         self._lasting.backend.trace.end()
         self._lasting.activations.end_backward()
         self._lasting.offloader.end_backward()
+        if not self._in_step():
+            self._lasting.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
         self.relax_guard()

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.modules.guard import _guarded
@@ -398,6 +399,28 @@ def test_a_graph_that_is_kept_after_its_backward_is_not_waited_for() -> None:
         pipeline._lasting.learned.outdated = True
         with pipeline.step():
             assert pipeline.stats.arrangements == before + 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_builds_in_backward_is_not_waited_for(reentrant: bool) -> None:
+    """Backward is called outside of the step here. The next step was no step, and new parameters were not noticed."""
+    blocks = layers(3)
+
+    def loss() -> Tensor:
+        x = torch.ones(2, 8, requires_grad=True)
+        return checkpoint(blocks, x, use_reentrant=reentrant).sum()
+
+    with attached(blocks, debug=False) as pipeline:
+        for step in range(1, 4):
+            with pipeline.step():
+                outside = loss()
+            outside.backward()
+            assert not pipeline._graphs.waiting()
+            assert pipeline.stats.steps == step
+        blocks.load_state_dict({name: value.clone() for name, value in blocks.state_dict().items()}, assign=True)
+        with pipeline.step():
+            loss()
+        assert {*map(id, blocks.parameters())} == {*pipeline.arrangement.weights_by_master}
 
 
 def test_it_is_said_when_a_graph_is_kept_and_never_used() -> None:

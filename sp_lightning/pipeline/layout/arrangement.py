@@ -275,7 +275,8 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 if id(buffer) not in moved:
-                    moved[id(buffer)] = buffer.to(device)
+                    with torch.inference_mode(buffer.is_inference()):  # validation may come first, training later
+                        moved[id(buffer)] = buffer.to(device)
                 module._buffers[key] = moved[id(buffer)]
 
 
@@ -283,4 +284,5 @@ def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> 
     """Move parameters that cannot stream (tensor subclasses, those of scripted modules): they live on the device."""
     for parameter in parameters:
         if parameter.device != device:
-            parameter.data = parameter.data.to(device)
+            with torch.inference_mode(parameter.is_inference()):
+                parameter.data = parameter.data.to(device)

@@ -1,0 +1,68 @@
+"""What is added to a module while it is trained, by code that places it on the device, as plain training needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import prune
+from torch.optim import SGD
+
+from ..zoo.blocks import WIDTH, Block, chain
+from .parts import micro_step, on_device
+
+pytestmark = pytest.mark.gpu
+
+
+def rows(device: torch.device) -> Tensor:
+    return torch.ones(3, WIDTH, device=device)
+
+
+def test_modules_that_are_added_on_the_device_stream_later(device: torch.device) -> None:
+    """They live there until units are arranged anew. That raised an error, at any time."""
+    model = chain(3)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with on_device(model, device) as pipe:
+
+        def train() -> None:
+            for _ in range(2):
+                micro_step(pipe, rows(device))
+                optimizer.step()
+
+        train()
+        added = Block().to(device)
+        model.blocks.append(added)
+        optimizer.add_param_group({"params": list(added.parameters())})
+        train()
+        weight = added.up.weight
+        on_the_device, momentum = weight.detach().cpu(), optimizer.state[weight]["momentum_buffer"].cpu()
+        assert weight.device == device
+        pipe.rebuild()
+        assert id(weight) in pipe.arrangement.weights_by_master
+        assert torch.equal(weight, on_the_device)
+        assert torch.equal(optimizer.state[weight]["momentum_buffer"], momentum)
+        assert weight.grad.device.type == "cpu"
+        train()
+        assert not torch.equal(weight, on_the_device)
+
+
+def test_modules_that_are_added_on_the_device_are_given_back_on_the_host(device: torch.device) -> None:
+    """As all others."""
+    model = chain(3)
+    with on_device(model, device) as pipe:
+        micro_step(pipe, rows(device))
+        model.blocks.append(Block().to(device))
+        micro_step(pipe, rows(device))
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+def test_buffers_that_validation_meets_first_can_be_trained_with(device: torch.device) -> None:
+    """They go to the device in inference mode, from which autograd saves no tensors."""
+    model = chain(3)
+    with on_device(model, device) as pipe:
+        micro_step(pipe, rows(device))
+        prune.l1_unstructured(model.blocks[0].up, "weight", amount=0.3)
+        with torch.inference_mode(), pipe.step():
+            model(rows(device))
+        assert model.blocks[0].up.weight_mask.device == device
+        micro_step(pipe, rows(device))
