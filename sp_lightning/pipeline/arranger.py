@@ -16,6 +16,7 @@ from torch import nn
 from sp_lightning.pipeline._private import outside_of_transforms, without_torch_function
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.assembly import Assembly
+from sp_lightning.pipeline.division.shape import Shape
 from sp_lightning.pipeline.division.tree import is_called
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
@@ -196,12 +197,12 @@ class Arranger:
     # ------------------------------------------------------------------------------------------------- reasons for it
 
     def _has_new_parameters(self) -> bool:
-        """Tell whether Parameters in the modules were replaced (`load_state_dict(assign=True)`) or removed.
+        """Tell whether modules were added or removed, or Parameters replaced (`load_state_dict(assign=True)`).
 
         Pruning moves a parameter to another name in its module and adds a mask, which belongs on the device, to its
         buffers.
         """
-        return any(
+        return self._shape.has_changed() or any(
             type(found := entry.parameters.get(entry.key)) in (nn.Parameter, type(None))
             and found is not entry.weight.master
             for member in self.arrangement.members
@@ -263,6 +264,7 @@ class Arranger:
             arrangement.release_copies()
             raise
         self.assembly = assembly
+        self._shape = Shape(lasting.module)
         self._is_arranged = True
         self._activations.auto = self._auto_policy()  # other units: measured anew
         lasting.stats.arrangements += 1
