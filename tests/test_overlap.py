@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients import landing
+from sp_lightning.pipeline.optimizer.host_steps import HostSteps
 from sp_lightning.pipeline.weights import sections
+from sp_lightning.pipeline.weights.device import Group
 
 from .helpers import Run, Trace, assert_same_story, assert_same_trace, attached, frozen, note_state, slow_host
 from .lightning_modules import trainer
@@ -304,7 +306,17 @@ def test_other_optimizers_step_as_they_are(build: Callable[[Any], Optimizer]) ->
         in_a_plain_loop(build, with_a_closure, overlap_optimizer=True)
 
 
-def test_a_failing_step_raises_and_leaves_param_groups_whole() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_failing_step_raises_and_leaves_param_groups_whole(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error for all units, whether the first one is found before the others have begun or after all have failed."""
+    begin = HostSteps.begin
+
+    def begin_and_wait(self: HostSteps, group: Group, *args: Any, **kwargs: Any) -> None:
+        begin(self, group, *args, **kwargs)
+        self._backend.drain()
+
+    if waits:
+        monkeypatch.setattr(HostSteps, "begin", begin_and_wait)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=[Block]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -178,7 +179,7 @@ class HostSteps:
         self._under_way.append(group)
         if any(weight.twin.group is not group for weight in group.host.weights):
             # weights made resident are in groups that do not wait for this one's step
-            self._window.finish_optimizer(group)
+            self.finish_optimizer(group)
 
     def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:
         if optimizer not in self._known:
@@ -189,8 +190,18 @@ class HostSteps:
         return unit_steps[group]
 
     def finish_optimizer(self, group: Group) -> None:
-        """Wait until no step reads or writes the memory of a group any more."""
-        self._window.finish_optimizer(group)
+        """Wait until no step reads or writes the memory of a group any more.
+
+        Raises:
+            Exception: The error of a step. All steps are over then: others have mostly failed for the same reason, and
+                must not raise an error later, too.
+        """
+        try:
+            self._window.finish_optimizer(group)
+        except Exception:
+            with suppress(Exception):
+                self.settle()
+            raise
 
     def settle(self) -> None:
         """Wait until every step is done, and no copy to the device reads a master: others may write to them.
@@ -226,6 +237,6 @@ class HostSteps:
         """Note which steps are over, and tell whether none is under way any more; does not wait."""
         for group in self._under_way:
             if group.being_stepped is not None and group.being_stepped.done:
-                self._window.finish_optimizer(group)
+                self.finish_optimizer(group)
         self._under_way = [group for group in self._under_way if group.being_stepped is not None]
         return not self._under_way
