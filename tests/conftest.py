@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Before torch is imported: two shared cores are slower with more threads, and sums in parallel have no fixed order.
@@ -127,6 +127,17 @@ def no_new_variables() -> Iterator[None]:
     assert not left, f"the test changed environment variables: {left}"
 
 
+def collect_until(freed: Callable[[], bool], seconds: float = 2) -> None:
+    """Collect garbage until what a test made is freed, or it takes too long.
+
+    Again and again: what a thread held a moment ago, as autograd's holds the last backward, may be left to a cycle.
+    """
+    end = time.monotonic() + seconds
+    while not freed() and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+
+
 @pytest.fixture(autouse=True)
 def no_new_threads() -> Iterator[None]:
     """Fail a test that leaves threads running."""
@@ -144,11 +155,7 @@ def no_new_threads() -> Iterator[None]:
             and "subproc" not in thread.name.lower()
         ]
 
-    if leaked():
-        gc.collect()  # some threads end with the object that owns them
-    end = time.monotonic() + 2
-    while leaked() and time.monotonic() < end:
-        time.sleep(0.01)
+    collect_until(lambda: not leaked())  # some threads end with the object that owns them
     assert not leaked(), f"the test left threads running: {leaked()}"
 
 
@@ -160,11 +167,7 @@ def no_new_device_memory() -> Iterator[None]:
         return
     before = _device_bytes()
     yield
-    if _device_bytes() > before:
-        gc.collect()
-    end = time.monotonic() + 2  # autograd's thread may still be about to let go of the last backward
-    while _device_bytes() > before and time.monotonic() < end:
-        time.sleep(0.01)
+    collect_until(lambda: _device_bytes() <= before)
     left = _device_bytes() - before
     assert left <= 0, f"the test left {left} bytes on the device"
 
