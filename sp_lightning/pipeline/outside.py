@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.backward import BackwardPass
@@ -20,6 +20,7 @@ from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.guard import Guard
 from sp_lightning.pipeline.modules.hooks import hold_while_needed
 from sp_lightning.pipeline.modules.lowered import guard_lowered
+from sp_lightning.pipeline.modules.on_host import OnHost
 from sp_lightning.pipeline.modules.resting import wake
 from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.weights.device import Group
@@ -99,6 +100,19 @@ class OutsideUse:
                 self._returns.follow_requires_grad(twin)
             wake(twin)
             return twin.parameter
+
+    def serve_on_host(self, weight: Weight) -> Tensor:
+        """Return a copy on the host, for an operation outside of the weight's unit that needs a gradient."""
+        self.before_access(weight)
+        with self._at_work:
+            self._arrangement.unused_in_step = False
+            if weight.lowered:
+                self.keep_as_is(weight)
+            twin = weight.twin
+            if twin.parameter.requires_grad != weight.master.requires_grad:
+                self._returns.follow_requires_grad(twin)
+            wake(twin)
+            return OnHost.of(twin.parameter, weight.host)
 
     def unblock(self, member: Member) -> None:
         """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from ..zoo.blocks import WIDTH, Block
+from ..zoo.blocks import WIDTH, Block, chain
 from .parts import on_device
 
 Register = Callable[["Masked"], RemovableHandle]
@@ -89,6 +89,41 @@ def test_gradients_that_are_asked_for(register: Register | None, device: torch.d
     expected = trained(device, register, streamed=False, ask=ask)
     actual = trained(device, register, streamed=True, ask=ask)
     assert all(map(torch.equal, expected, actual))
+
+
+def test_anchors_that_were_cloned_from_weights(device: torch.device) -> None:
+    """They are on the host, where weights are: the penalty was computed there, and its gradients got lost at times."""
+    expected, actual = pulled_back(device, streamed=False), pulled_back(device, streamed=True)
+    torch.testing.assert_close(expected, actual)  # powers, and the optimizer, may round in another way on the host
+
+
+def pulled_back(device: torch.device, streamed: bool) -> list[Tensor]:
+    """The gradients of a penalty that pulls weights back to where they were, as asked for, and the trained weights."""
+    torch.manual_seed(0)
+    model, found = chain(6), []
+    if not streamed:
+        model.to(device)
+    starts = [0.5 * weight.detach().clone() for weight in model.parameters()]
+    strengths = [torch.ones_like(weight) * 0.01 for weight in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with ExitStack() as stack:
+        pipe = stack.enter_context(on_device(model, device)) if streamed else None
+        for step in range(6):
+            with nullcontext() if pipe is None else pipe.step():
+                x = torch.full((5, WIDTH), 0.1 * step, device=device)
+                weights = zip(strengths, model.parameters(), starts, strict=True)
+                penalty = sum((strength * (weight - start) ** 2).sum() for strength, weight, start in weights)
+                if step == 0:
+                    found += torch.autograd.grad(penalty, list(model.parameters()), retain_graph=True)
+                loss = model(x).square().mean() + penalty
+            with nullcontext() if pipe is None else pipe.optimizers.stepping_in_backward(optimizer):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if pipe is not None:
+            assert pipe.stats.steps_in_backward > 0
+            assert pipe.stats.promotions == 0
+        return [tensor.detach().cpu().clone() for tensor in (*found, *model.parameters())]
 
 
 def trained(

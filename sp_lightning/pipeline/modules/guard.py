@@ -31,8 +31,8 @@ _COMPUTED_PROPERTIES = {"T", "H", "mT", "mH", "real", "imag"}
 _RUN_ON_MASTER = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size",
     "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_same_size",
-    "is_set_to", "data_ptr", "storage", "untyped_storage", "storage_type", "type", "register_hook",
-    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "share_memory_", "detach", "cpu", "numpy",
+    "is_set_to", "data_ptr", "storage", "untyped_storage", "storage_type", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "share_memory_", "detach", "numpy",
     "tolist", "__len__", "__repr__", "__format__", "__hash__", "__deepcopy__", "__reduce_ex__", "__setstate__",
     "__array__", "__dlpack__", "__dlpack_device__", "__set__", "__delete__", "has_names",
 }  # fmt: skip
@@ -67,8 +67,11 @@ class Owner(Protocol):
     def serve(self, weight: Weight) -> nn.Parameter:
         """Return the weight on the device, for an operation outside of its unit."""
 
+    def serve_on_host(self, weight: Weight) -> Tensor:
+        """Return a copy on the host, for an operation outside of the weight's unit that needs a gradient."""
+
     def note_use(self, weights: Iterable[Weight]) -> None:
-        """Note that an operation outside of their units has used weights on the device."""
+        """Note that an operation outside of their units has used weights, those on the device."""
 
     def note_write(self, weight: Weight) -> None:
         """Note that the master may be written to now."""
@@ -133,19 +136,21 @@ class Guard:
             return self._on_the_host(func, args, kwargs, writes=False)
         if name == "__get__":
             return self._read_property(func, args)
-        if name in _DEVICE_PROPERTIES:
+        if name in _DEVICE_PROPERTIES or (name == "type" and len(args) + len(kwargs) == 1):
             return self._ask_the_device(func, args)
         writes = _writes_to_a_master(func, args, kwargs)
-        if writes or name in _RUN_ON_MASTER or self._has_host_operands(name, args, kwargs):
+        on_host = self._computes_on_host(name, args, kwargs)
+        if writes or name in _RUN_ON_MASTER or (on_host and not _needs_gradient(args, kwargs)):
             return self._on_the_host(func, args, kwargs, writes)
         if name == "clone" and not torch.is_grad_enabled():
             # mostly of all weights, which somebody is about to swap for others: they need not stay on the device
             return self._on_the_host(func, args, kwargs, writes=False).to(self.owner.device)
         if func in DIFFERENTIATING:
             return differentiate(func, HostParameter, lambda master: _weight_of(master).leaves(), args, kwargs)
+        serve = self.owner.serve_on_host if on_host else self.owner.serve
         with without_torch_function():
             new_args, new_kwargs = replace_instances(
-                (args, kwargs), HostParameter, lambda master: self.owner.serve(_weight_of(master))
+                (args, kwargs), HostParameter, lambda master: serve(_weight_of(master))
             )
         result = func(*new_args, **new_kwargs)
         self.owner.note_use([_weight_of(master) for master in _masters_in((args, kwargs))])
@@ -173,7 +178,7 @@ class Guard:
 
     def _ask_the_device(self, func: Any, args: tuple[Any, ...]) -> Any:
         # transformers' `model.device` asks the first parameter where to place inputs: in a step, on the device
-        probe = torch.empty(0, device=self.owner.device)
+        probe = torch.empty(0, dtype=args[0].dtype, device=self.owner.device)
         return func(probe, *args[1:])
 
     def _on_the_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool) -> Any:
@@ -189,8 +194,10 @@ class Guard:
         with without_torch_function():
             return func(*args, **kwargs)
 
-    def _has_host_operands(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether other operands lie on the host, as those of a hand-made EMA do."""
+    def _computes_on_host(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether an operation is one on the host, as other operands are there: a hand-made EMA, an anchor."""
+        if name == "cpu":
+            return True
         if self.owner.device.type == "cpu" or name == "__getitem__":  # an index may be on the host
             return False
         return any(
@@ -267,6 +274,10 @@ def subject_of(func: Callable[..., Any]) -> str:
 
 def _weight_of(master: HostParameter) -> Weight:
     return _guarded[id(master)][1]
+
+
+def _needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return torch.is_grad_enabled() and any(master.requires_grad for master in _masters_in((args, kwargs)))
 
 
 def _masters_in(value: Any) -> Iterator[Any]:

@@ -50,6 +50,10 @@ class Owner:
         self.served.append(weight.name)
         return weight.twin.parameter
 
+    def serve_on_host(self, weight: Weight) -> Tensor:
+        self.served.append(f"{weight.name} on the host")
+        return weight.host
+
     def note_use(self, weights: Iterable[Weight]) -> None:
         self.in_use += [weight.name for weight in weights]
 
@@ -106,6 +110,7 @@ COMPUTES: list[Callable[[Scene], Any]] = [
     lambda s: torch.add(torch.ones(3), other=s.b),
     lambda s: torch.ones(3).add_(s.b),
     lambda s: torch._foreach_mul([s.w, s.b], 2.0)[0],
+    lambda s: s.w.type(torch.float64),
 ]
 
 ON_THE_HOST: list[Callable[[Scene], Any]] = [
@@ -130,7 +135,7 @@ ON_THE_HOST: list[Callable[[Scene], Any]] = [
     lambda s: hash(s.w),
     lambda s: s.w.tolist(),
     lambda s: s.w.detach().numpy(),
-    lambda s: s.w.cpu(),
+    lambda s: s.w.detach().cpu(),
     lambda s: s.w.register_hook(print),
     lambda s: isinstance(s.w, nn.Parameter),
     lambda s: {s.w: 1}[s.w],
@@ -210,6 +215,29 @@ def test_a_hand_made_ema_averages_the_masters(scene: Scene) -> None:
     assert average.eq(0.75).all()
     assert moved.eq(1.5).all()
     assert both.mean() == 0.875
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda w, anchor: w - anchor,
+        lambda w, anchor: anchor - w,
+        lambda w, anchor: torch.dist(input=w, other=anchor),
+        lambda w, _: w.cpu(),
+    ],
+)
+def test_what_needs_a_gradient_gets_copies(scene: Scene, work: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Beside others on the host. If masters were the leaves of a graph, autograd would write to their `.grad`."""
+    scene.owner.device = torch.device("meta")
+    anchor = torch.zeros(3, 3)
+    assert work(scene.w, anchor).eq(work(torch.ones(3, 3), anchor)).all()
+    assert scene.owner.served == ["unit.0 on the host"]
+    assert scene.owner.in_use == ["unit.0"]
+    with torch.no_grad():
+        work(scene.w, anchor)
+    scene.w.requires_grad_(False)
+    work(scene.w, anchor)
+    assert scene.owner.served == ["unit.0 on the host"]
 
 
 def test_an_index_on_the_host_is_one_of_the_weight_on_the_device(scene: Scene) -> None:
