@@ -82,12 +82,17 @@ class BackwardPass:
         """Note a sign of a backward pass; the first one opens the pass."""
         self.forget_failed()
         if not self.running and in_backward():
-            self.running = True
-            self.task = graph_task()
-            self._on_begin()
-            callback = partial(self._end)
-            self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
-            when_backward_ends(callback)
+            with self._at_work:  # the host's part of a graph and the device's run in threads of their own
+                if not self.running:
+                    self._begin()
+
+    def _begin(self) -> None:
+        self.running = True
+        self.task = graph_task()
+        self._on_begin()
+        callback = partial(self._end)
+        self._callback = weakref.ref(callback)  # autograd keeps it alive for as long as the pass lives
+        when_backward_ends(callback)
 
     def forget_failed(self) -> None:
         """Abandon the pass if it has ended with an exception that the user has caught."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline._private import post_accumulate_hooks, tensor_hooks, without_torch_function
 from sp_lightning.pipeline.gradients.averaging import Averaged, Averaging, ReplicatedWeights
+from sp_lightning.pipeline.gradients.direct import DirectGradients
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
@@ -118,6 +119,8 @@ class GradientReturn:
         self._sparse: dict[Weight, list[Tensor]] = {}
         self._of_one_leaf: dict[Weight, tuple[Twin, Tensor]] = {}
         self._shipped: dict[Weight, None] = {}
+        self._direct = DirectGradients(self._take_direct)
+        self._taken: dict[Weight, list[Tensor]] = {}
         self._pieces = Pieces(units, backend)
         self._homes = Homes(backend, pin)
         together = max((unit.group.unit_count for unit in units), default=1)
@@ -159,6 +162,7 @@ class GradientReturn:
             with without_torch_function():
                 self._collect(twin)
 
+        self._direct.watch(twin.weight)
         register = twin.parameter.register_post_accumulate_grad_hook
         twin.gradient_hook = register(collect)  # type: ignore[no-untyped-call]
 
@@ -168,11 +172,7 @@ class GradientReturn:
         weight = twin.weight
         if gradient is None or not weight.master.requires_grad:  # frozen since the forward
             return
-        if gradient.requires_grad:
-            raise RuntimeError(
-                f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
-                "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
-            )
+        _check_without_graph(weight, gradient)
         self._arrived[weight] = None
         if gradient.layout is not torch.strided:
             self._sparse.setdefault(weight, []).append(gradient)
@@ -180,6 +180,19 @@ class GradientReturn:
             self._await_other_leaf(twin, gradient)
         else:
             self._gather(weight, gradient)
+
+    def _take_direct(self, weight: Weight, gradient: Tensor) -> None:
+        """Take a gradient of the master itself, which is added when backward has ended."""
+        if self._averaging_now is not None:
+            raise RuntimeError(
+                f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step, which would not "
+                "be averaged over processes. Compute with weights in `with pipeline.step():`, as `training_step` does."
+            )
+        self._on_arrival()
+        _check_without_graph(weight, gradient)
+        self._check_not_stepped(weight)
+        self._arrived[weight] = None
+        self._taken.setdefault(weight, []).append(gradient)
 
     def _await_other_leaf(self, twin: Twin, gradient: Tensor) -> None:
         """Keep the gradient of one of a weight's leaves until the other's arrives.
@@ -286,7 +299,8 @@ class GradientReturn:
         self._finish_optimizer(unit.group)
         self.gradients.apply_pending(weights)
         complete = len(weights) == self._expected.get(unit)
-        steps_now = complete and self._is_final(weights) and self.stepper.wants(unit)
+        is_last = complete and self._is_final(weights) and self._taken.keys().isdisjoint(weights)
+        steps_now = is_last and self.stepper.wants(unit)
         route = choose_route(
             first=self._are_first(weights),
             lower=layout.is_lower,
@@ -387,6 +401,9 @@ class GradientReturn:
             self._sparse = averaging.average_sparse(self._sparse)
             averaging.average_unmanaged()
         self.stepper.end_of_backward()
+        for weight in self._taken:
+            self._finish_optimizer(weight.unit.group)
+            self.gradients.apply_pending([weight])
         self._conclude()
         self._forget()
 
@@ -396,12 +413,12 @@ class GradientReturn:
         weights = dict.fromkeys([*self._arrived, *self._shipped, *self._sparse])
         self._arrived.clear()  # hooks may read the gradients now
         has_hooks = any(post_accumulate_hooks(weight.master) for weight in weights)
-        if self._sums.held_back or self._sparse or self._sums.held or has_hooks:
+        changed = [*self._sums.held_back, *self._sparse, *self._taken, *self._sums.held]
+        if changed or has_hooks:
             self.gradients.settle()
-        # hooks, sparse gradients, and those who hold them change them after their norms were taken
-        self.gradients.forget_norms([*self._sums.held_back, *self._sparse, *self._sums.held])
+        self.gradients.forget_norms(changed)  # they were taken before
         for weight in weights:
-            self._sums.conclude(weight, self._sparse.get(weight, ()))
+            self._sums.conclude(weight, self._sparse.get(weight, ()), self._taken.get(weight, ()))
             for post_hook in post_accumulate_hooks(weight.master):
                 self.gradients.show(weight)
                 with OperandsOnOneDevice():
@@ -415,6 +432,7 @@ class GradientReturn:
     def close(self) -> None:
         """Show all gradients, and unpin their memory; they stay where they are."""
         self._let_go()
+        self._direct.close()
         self.gradients.show_all()
         self._homes.release()
         self._landing_buffers.close()
@@ -431,6 +449,7 @@ class GradientReturn:
         self._gathered.clear()
         self._arrived.clear()
         self._sparse.clear()
+        self._taken.clear()
         self._of_one_leaf.clear()
         self._shipped.clear()
         self._sums.forget()
@@ -453,3 +472,11 @@ class GradientReturn:
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""
         return self._homes.nbytes() + self._landing_buffers.nbytes()
+
+
+def _check_without_graph(weight: Weight, gradient: Tensor) -> None:
+    if gradient.requires_grad:
+        raise RuntimeError(
+            f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
+            "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
+        )
