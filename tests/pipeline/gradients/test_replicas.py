@@ -388,6 +388,17 @@ def a_step_before_sums_were_averaged() -> None:
             SGD(model.parameters(), lr=0.1).step()
 
 
+def a_graph_on_weights_from_outside_of_a_step() -> None:
+    model = chain()
+    with attached(model) as pipeline:
+        model(torch.randn(5, WIDTH)).square().mean().backward()
+        early = sum(weight.square().sum() for weight in model.parameters())
+        loss = model(torch.randn(5, WIDTH)).square().mean()
+        with pytest.raises(RuntimeError, match="a graph that was built outside of a step"):
+            (loss + early).backward()
+        pipeline.reset()
+
+
 def other_strides() -> None:
     """Gradients are added up as they lie in memory."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(2, 2))
@@ -431,6 +442,7 @@ def test_processes_that_disagree_raise() -> None:
     in_processes(
         [
             other_models,
+            a_graph_on_weights_from_outside_of_a_step,
             other_strides,
             no_shape_yet,
             other_numbers_of_steps,
