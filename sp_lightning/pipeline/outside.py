@@ -111,7 +111,6 @@ class OutsideUse:
             twin = weight.twin
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 self._returns.follow_requires_grad(twin)
-            wake(twin)
             return OnHost.of(twin.parameter, weight.host)
 
     def unblock(self, member: Member) -> None:

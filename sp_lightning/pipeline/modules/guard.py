@@ -71,7 +71,7 @@ class Owner(Protocol):
         """Return a copy on the host, for an operation outside of the weight's unit that needs a gradient."""
 
     def note_use(self, weights: Iterable[Weight]) -> None:
-        """Note that an operation outside of their units has used weights, those on the device."""
+        """Note that an operation outside of their units has used weights, as they were served."""
 
     def note_write(self, weight: Weight) -> None:
         """Note that the master may be written to now."""
@@ -178,7 +178,7 @@ class Guard:
 
     def _ask_the_device(self, func: Any, args: tuple[Any, ...]) -> Any:
         # transformers' `model.device` asks the first parameter where to place inputs: in a step, on the device
-        probe = torch.empty(0, dtype=args[0].dtype, device=self.owner.device)
+        probe = torch.empty(0, dtype=_weight_of(args[0]).host.dtype, device=self.owner.device)
         return func(probe, *args[1:])
 
     def _on_the_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool) -> Any:

@@ -51,3 +51,19 @@ def test_a_penalty_on_the_host_does_not_bring_weights_to_the_device() -> None:
             assert run.pipe.stats.promotions == run.pipe.stats.resident_loads == 0
 
     assert_same_story(story, lambda: chain(4), k=2)
+
+
+def test_a_leaf_that_somebody_has_kept_stays_at_rest() -> None:
+    """Its memory holds another unit's weights, so it still stands for its master."""
+
+    def story(run: Run) -> None:
+        kept: list[Tensor] = []
+        first = next(module for module in run.model.modules() if isinstance(module, torch.nn.Linear))
+        first.register_forward_hook(lambda module, *_: kept.append(module.weight))
+        with run.step():
+            loss = run.model(run.rows(0)).square().mean()
+            copied = sum(weight.cpu().sum() for weight in run.model.parameters())
+            run.note("kept", kept[0] * 2)
+            (loss + copied).backward()
+
+    assert_same_story(story, lambda: chain(4), k=1)
