@@ -86,18 +86,13 @@ class OutsideUse:
         """Return the weight on the device, for an operation outside of its unit."""
         with self._at_work:
             self._window.finish_optimizer(weight.unit.group)
-            self._arrangement.unused_in_step = False
             self._write_back.served.add(weight)
-            if weight.lowered:  # this use may need it in its own dtype
-                self.keep_as_is(weight)
-            twin = weight.twin
+            twin = self._twin_as_is(weight)
             in_use = twin.group.users > 0 or self._backward.has_reached(weight.unit)
             if not (twin.group.resident or (in_use and twin.group.loaded)):
                 twin = self.make_resident(weight)
                 self._learned.touched_outside.append(weight)
             self._window.bring(twin.group)
-            if twin.parameter.requires_grad != weight.master.requires_grad:
-                self._returns.follow_requires_grad(twin)
             wake(twin)
             return twin.parameter
 
@@ -105,13 +100,16 @@ class OutsideUse:
         """Return a copy on the host, for an operation outside of the weight's unit that needs a gradient."""
         self.before_access(weight)
         with self._at_work:
-            self._arrangement.unused_in_step = False
-            if weight.lowered:
-                self.keep_as_is(weight)
-            twin = weight.twin
-            if twin.parameter.requires_grad != weight.master.requires_grad:
-                self._returns.follow_requires_grad(twin)
-            return OnHost.of(twin.parameter, weight.host)
+            return OnHost.of(self._twin_as_is(weight).parameter, weight.host)
+
+    def _twin_as_is(self, weight: Weight) -> Twin:
+        """Return a weight's twin in the weight's own dtype, which a use outside of units may need."""
+        self._arrangement.unused_in_step = False
+        if weight.lowered:
+            self.keep_as_is(weight)
+        if weight.twin.parameter.requires_grad != weight.master.requires_grad:
+            self._returns.follow_requires_grad(weight.twin)
+        return weight.twin
 
     def unblock(self, member: Member) -> None:
         """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""

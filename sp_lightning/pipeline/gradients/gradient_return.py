@@ -172,8 +172,7 @@ class GradientReturn:
         weight = twin.weight
         if gradient is None or not weight.master.requires_grad:  # frozen since the forward
             return
-        _check_without_graph(weight, gradient)
-        self._arrived[weight] = None
+        self._note_arrival(weight, gradient)
         if gradient.layout is not torch.strided:
             self._sparse.setdefault(weight, []).append(gradient)
         elif weight.lowered_leaves:
@@ -183,16 +182,25 @@ class GradientReturn:
 
     def _take_direct(self, weight: Weight, gradient: Tensor) -> None:
         """Take a gradient of the master itself, which is added when backward has ended."""
+        self._on_arrival()
+        if not weight.master.requires_grad:  # frozen since the forward
+            return
         if self._averaging_now is not None:
             raise RuntimeError(
                 f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step, which would not "
                 "be averaged over processes. Compute with weights in `with pipeline.step():`, as `training_step` does."
             )
-        self._on_arrival()
-        _check_without_graph(weight, gradient)
         self._check_not_stepped(weight)
-        self._arrived[weight] = None
+        self._note_arrival(weight, gradient)
         self._taken.setdefault(weight, []).append(gradient)
+
+    def _note_arrival(self, weight: Weight, gradient: Tensor) -> None:
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
+                "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
+            )
+        self._arrived[weight] = None
 
     def _await_other_leaf(self, twin: Twin, gradient: Tensor) -> None:
         """Keep the gradient of one of a weight's leaves until the other's arrives.
@@ -416,7 +424,7 @@ class GradientReturn:
         changed = [*self._sums.held_back, *self._sparse, *self._taken, *self._sums.held]
         if changed or has_hooks:
             self.gradients.settle()
-        self.gradients.forget_norms(changed)  # they were taken before
+        self.gradients.forget_norms(changed)  # which were taken before the change
         for weight in weights:
             self._sums.conclude(weight, self._sparse.get(weight, ()), self._taken.get(weight, ()))
             for post_hook in post_accumulate_hooks(weight.master):
@@ -472,11 +480,3 @@ class GradientReturn:
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""
         return self._homes.nbytes() + self._landing_buffers.nbytes()
-
-
-def _check_without_graph(weight: Weight, gradient: Tensor) -> None:
-    if gradient.requires_grad:
-        raise RuntimeError(
-            f"backward(create_graph=True) would leave a gradient with a graph on weight {weight.name!r}, whose "
-            "gradient lives on the host. Use torch.autograd.grad(..., create_graph=True) for the inner gradient."
-        )

@@ -8,10 +8,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.conftest import collect_until
 from tests.helpers import Run, assert_same_story, attached, note_gradients, note_state, sgd
-from tests.zoo.blocks import chain
+from tests.zoo.blocks import WIDTH, Block, chain
 
 
 def penalty(model: nn.Module) -> Tensor:
@@ -96,6 +97,40 @@ def test_a_gradient_that_comes_after_its_weight_was_stepped() -> None:
         train()  # makes the optimizer's state
         with pytest.raises(RuntimeError, match="after it was stepped in this backward pass"):
             train()
+
+
+def test_a_weight_that_was_frozen_since() -> None:
+    """Autograd adds nothing to the `.grad` of such a parameter."""
+
+    def story(run: Run) -> None:
+        run.normal_step("before", None)
+        early = penalty(run.model)
+        next(iter(run.model.parameters())).requires_grad_(False)
+        early.backward()
+        note_gradients(run.trace, "after", dict(run.model.named_parameters()))
+
+    assert_same_story(story, lambda: chain(2))
+
+
+@pytest.mark.parametrize("sparse_in_step", [False, True])
+def test_a_sparse_gradient(sparse_in_step: bool) -> None:
+    """It is added to what the step brings, be that sparse or not."""
+
+    def embedding_and_blocks() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(7, WIDTH, sparse=sparse_in_step), Block(), Block())
+
+    def story(run: Run) -> None:
+        rows = torch.tensor([1, 5])  # no row twice: those are added up in another order
+        weight = run.model.get_parameter("0.weight")
+        for step in range(2):
+            early = F.embedding(rows, weight, sparse=True).sum()
+            with run.step():
+                (run.model(rows + step).sum() + early).backward()
+            run.note(f"{step} / gradient", weight.grad.to_dense())
+            run.model.zero_grad()
+
+    assert_same_story(story, embedding_and_blocks)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")

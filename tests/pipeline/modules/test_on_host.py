@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import Run, assert_same_story, note_state, sgd
+from tests.helpers import Run, assert_same_story, note_gradients, note_state, sgd
 from tests.zoo.blocks import chain
 
 Copies = Callable[[Tensor], Tensor]
@@ -31,9 +31,9 @@ def test_a_penalty_on_weights_that_were_copied(copied: Copies, k: int, k_prime: 
                 penalty = sum((copied(weight) - 0.5 * anchor).square().sum() for weight, anchor in pairs)
                 asked = torch.autograd.grad(penalty, list(run.model.parameters()), retain_graph=True)
                 (loss + 0.01 * penalty).backward()
-            for number, (weight, gradient) in enumerate(zip(run.model.parameters(), asked, strict=True)):
+            for number, gradient in enumerate(asked):
                 run.note(f"{step} / asked {number}", gradient)
-                run.note(f"{step} / gradient {number}", weight.grad)
+            note_gradients(run.trace, str(step), dict(run.model.named_parameters()))
             optimizer.step()
             note_state(run.trace, str(step), run.model, [optimizer])
             optimizer.zero_grad()
