@@ -175,7 +175,8 @@ class Arrangement:
         with torch.inference_mode(False), without_torch_function():
             for twin in self.twins.values():
                 wake(twin)
-                twin.data = twin.parameter.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
+                twin.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
+                twin.lay_leaf()
                 put_to_rest(twin)
         self.twins.clear()  # twins are known by their memory, which others may get now
 

@@ -34,17 +34,18 @@ class TwinParameter(nn.Parameter):
             return self.detach()  # so does dynamo, which thereby makes the leaf's own version count
         alias = self.alias
         if alias is None or not alias.is_set_to(self):
-            self._drop_alias()
+            self.drop_alias()
             with torch.inference_mode(False):
                 alias = self.alias = _DATA.__get__(self)
         return cast("Tensor", alias.detach())  # shares the alias's version
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        self._drop_alias()
+        self.drop_alias()
         _DATA.__set__(self, values)
 
-    def _drop_alias(self) -> None:
+    def drop_alias(self) -> None:
+        """Let go of the alias before the leaf gets other memory."""
         if self.alias is not None:
             self.earlier_writes += self.alias._version
             self.alias = None

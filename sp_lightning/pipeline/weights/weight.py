@@ -8,7 +8,7 @@ twins take the masters' places in the module tree, so the graph is built on the 
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sp_lightning.pipeline.weights.units import Unit
 
 
+_DATA: Any = Tensor.data
 _OWN_USERS = 2  # of a twin's memory: its data and its parameter, which may hold an alias
 
 
@@ -75,8 +76,14 @@ class Twin:
         """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
         moved = copy(self)
         moved.group, moved.data, moved.key, moved.saved_views = group, data, storage_key(data), 0
-        self.parameter.data = data
+        moved.lay_leaf()
         return moved
+
+    def lay_leaf(self) -> None:
+        """Lay the leaf over the twin's memory, past its own setter, which dynamo would compile: torch 2.14 cannot."""
+        if isinstance(self.parameter, TwinParameter):
+            self.parameter.drop_alias()
+        _DATA.__set__(self.parameter, self.data)
 
     def version(self) -> int:
         """Return a version that grows with every in-place change that autograd would count on a plain parameter.
@@ -122,7 +129,8 @@ class Twin:
         Raises:
             RuntimeError: If they have another shape.
         """
-        given, self.parameter.data = self.parameter.data, self.data
+        given = self.parameter.data
+        self.lay_leaf()
         if given.shape != self.data.shape:
             raise RuntimeError(
                 f"A forward gave weight {self.weight.name!r} a `.data` of shape {tuple(given.shape)} in place of "
