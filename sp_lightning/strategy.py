@@ -255,6 +255,7 @@ class SuperpipelineMixin(ProcessesMixin):
                 progress=self._progress if shows_progress else None,
                 replicas=self.replicas,
             )
+            self.pipeline.bring_operands_together()
             self._steps = Steps(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
             lend(self.precision_plugin, self.pipeline, self._steps, self.lightning)
         # `self.device`, `self.log` and others rely on the device property, and no `.to()` has set it.

@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -239,6 +240,30 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
+_overrides: Any = torch.overrides
+
+
+def push_function_mode(mode: TorchFunctionMode) -> None:
+    """Put a mode on this thread's stack, where it may stay for longer than a `with` block can last."""
+    _overrides._push_mode(mode)
+
+
+def remove_function_mode(mode: TorchFunctionMode) -> bool:
+    """Take a mode from this thread's stack, also from below others, as `torch.set_default_device` does with its own.
+
+    Returns:
+        Whether it was there.
+    """
+    if all(other is not mode for other in _overrides._get_current_function_mode_stack()):
+        return False
+    above = []
+    while (top := _overrides._pop_mode()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _overrides._push_mode(other)
+    return True
+
+
 def sees_torch_functions() -> bool:
     """Tell whether this thread is outside of `without_torch_function`, and so not in the engine's own code."""
     return bool(torch._C._is_torch_function_enabled())
@@ -289,7 +314,8 @@ def users_of_tensor(tensor: Tensor) -> int:
 
     Python's reference count includes the latter only in some versions of torch (not in 2.6).
     """
-    return int(tensor._use_count())
+    untyped: Any = tensor  # only some versions of torch declare the method
+    return int(untyped._use_count())
 
 
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:

@@ -23,6 +23,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -44,7 +45,9 @@ from sp_lightning.pipeline._private import (
     outside_of_transforms,
     pop_saved_tensor_hooks,
     post_accumulate_hooks,
+    push_function_mode,
     push_saved_tensor_hooks,
+    remove_function_mode,
     run_as_without_mode,
     saved_tensor_hooks_allowed,
     scope_that_ends_before_backward,
@@ -265,6 +268,23 @@ def test_parameters_that_have_a_tensor_as_gradient_are_counted() -> None:
     for parameter in parameters:
         parameter.grad = tensor
     assert users_of_tensor(tensor) == 3
+
+
+class Mode(TorchFunctionMode):
+    """A mode that does nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_function_modes_are_taken_from_below_others() -> None:
+    """They are not ours, and stay in their order."""
+    modes = [Mode() for _ in range(3)]
+    for mode in modes:
+        push_function_mode(mode)
+    assert remove_function_mode(modes[0])
+    assert not remove_function_mode(modes[0])
+    assert [torch.overrides._pop_mode() for _ in range(2)] == [modes[2], modes[1]]
 
 
 def test_whether_torch_functions_are_seen() -> None:

@@ -29,7 +29,7 @@ from sp_lightning.pipeline.gradients.landing import LandingBuffers, Parcel, Piec
 from sp_lightning.pipeline.gradients.route import Route, choose_route
 from sp_lightning.pipeline.gradients.sums import Sums
 from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
-from sp_lightning.pipeline.modules.weight_hooks import OperandsOnOneDevice
+from sp_lightning.pipeline.modules.one_device import OperandsOnOneDevice
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.lanes import Ticket
