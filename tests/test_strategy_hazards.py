@@ -220,16 +220,6 @@ def test_hazard_09_averaging_on_the_device_is_refused_before_it_copies(module, c
         strategy.setup_environment()
 
 
-def test_pruning_on_a_device_is_refused(module):
-    """Masks are buffers, which are on the device; outside of steps weights are on the host."""
-    strategy = Pretended(module)
-    module._trainer.callbacks = [callbacks.ModelPruning("l1_unstructured")]
-    with pytest.raises(
-        MisconfigurationException, match=r"`ModelPruning` prunes .* `torch.nn.utils.prune` before `fit`"
-    ):
-        strategy.setup_environment()
-
-
 def test_hazard_10_copies_made_while_attached_are_plain():
     class Copying(callbacks.Callback):
         copies: list[Base]

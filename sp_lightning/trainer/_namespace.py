@@ -45,7 +45,6 @@ class Namespace:
         # `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
         averaging = (getattr(callbacks, each, None) for each in ("StochasticWeightAveraging", "WeightAveraging"))
         self.averaging = tuple(each for each in averaging if each is not None)
-        self.pruning = callbacks.ModelPruning
         self.reset_seed = import_module(f"{fabric}.utilities.seed").reset_seed
         self.rank_zero_only = rank_zero.rank_zero_only
         self.info = rank_zero.rank_zero_info

@@ -30,7 +30,7 @@ def check_processes(options: PipelineOptions, is_distributed: bool, lightning: N
 
 
 def check_callbacks(callbacks: Iterable[Any], device: torch.device, lightning: Namespace) -> None:
-    """Refuse callbacks that need the model on the device, before their `setup`, which runs before the strategy's.
+    """Refuse callbacks that copy the model to the device, before their `setup`, which runs before the strategy's.
 
     Args:
         callbacks: The Trainer's callbacks.
@@ -38,20 +38,13 @@ def check_callbacks(callbacks: Iterable[Any], device: torch.device, lightning: N
         lightning: The namespace of the exception.
 
     Raises:
-        MisconfigurationException: If a callback would average or prune weights on the device.
+        MisconfigurationException: If a callback would average weights on the device.
     """
     if device.type == "cpu":
         return
     for callback in callbacks:
         if isinstance(callback, lightning.averaging):
             _check_averaging(callback, device, lightning)
-        # Pruning multiplies weights with masks outside of steps, when weights are on the host and masks on the device.
-        lightning.check(
-            not isinstance(callback, lightning.pruning),
-            f"`{type(callback).__name__}` prunes while the model is trained, outside of steps, where"
-            " `strategy='superpipeline'` has weights in host memory and their masks on the device. Prune with"
-            " `torch.nn.utils.prune` before `fit`, and make it permanent (`prune.remove`) afterwards.",
-        )
 
 
 def _check_averaging(callback: Any, device: torch.device, lightning: Namespace) -> None:

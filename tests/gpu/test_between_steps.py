@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
@@ -130,9 +132,23 @@ class AverageOfAll(Average):
         torch._foreach_mul_([self.head.bias.data, self.head.weight.data], [self.mask, self.mask])
 
 
+class Prunes(Base):
+    """By a callback of Lightning's, which compares and multiplies weights and masks, and rewinds weights."""
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        pruned = [(layer, "weight") for layer in (*(block.up for block in self.blocks), self.head)]
+        return [ModelPruning("l1_unstructured", pruned, amount=0.3, use_lottery_ticket_hypothesis=lambda epoch: epoch)]
+
+
+class PrunesForGood(Base):
+    def on_train_end(self) -> None:
+        prune.l1_unstructured(self.head, "weight", amount=0.3)
+        prune.remove(self.head, "weight")
+
+
 MODULES = [
     MasksGradients, ReplacesGradients, SumsUpSquares, MasksWeights, BoundsWeights, StepsByItself, LooksAtFeatures,
-    BoundsRows, Average, AverageOfAll,
+    BoundsRows, Average, AverageOfAll, Prunes, PrunesForGood,
 ]  # fmt: skip
 
 
