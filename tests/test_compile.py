@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline._private import COMPILES_UNDER_MODES
-from sp_lightning.pipeline.modules.one_device import BetweenSteps
+from sp_lightning.pipeline.modules.one_device import HostMeetsDevice
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES
 
 from .helpers import Run, assert_same_story, assert_same_trace, attached, collect_garbage, lightning_run
@@ -515,12 +515,12 @@ def test_what_runs_between_steps_is_compiled(graphs: CompileCounterWithBackend) 
         return torch.cat([x.square(), x.to(torch.float64)]).sum()
 
     with attached(chain(3), debug=False):
-        between_steps = BetweenSteps(lambda tensor: False)
-        between_steps.begin()
+        mode = HostMeetsDevice()
+        mode.enable()
         try:
             torch.compile(shrink, fullgraph=True)(Run.rows(0))
         finally:
-            between_steps.end()
+            mode.disable()
     assert graphs.frame_count == 1
 
 

@@ -161,6 +161,7 @@ class Assembly:
         arrangement, lasting = self.arrangement, self._lasting
         self._settle_on_device()
         lasting.saved.twins = arrangement.twins
+        lasting.host_meets_device.weights = arrangement.weights_by_master
         lasting.saved.on_transform = self.calls.keep_on_device
         lasting.activations.units = {id(member.module) for member in arrangement.streamed_members}
         lasting.optimizers.work_with(

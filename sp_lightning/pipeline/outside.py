@@ -68,6 +68,7 @@ class OutsideUse:
         self._journal = lasting.journal
         self._stats = lasting.stats
         self._at_work = lasting.at_work
+        self._host_meets_device = lasting.host_meets_device
         self._window = window
         self._returns = returns
         self._gradients = returns.gradients
@@ -175,6 +176,7 @@ class OutsideUse:
             self._window.finish_optimizer(weight.unit.group)
             self._gradients.settle()
             self._gradients.show(weight)
+        self._host_meets_device.note_alias()
 
     def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
@@ -200,6 +202,7 @@ class OutsideUse:
             self._journal.note_alias(weight)
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
+        self._host_meets_device.note_alias()
 
     # ------------------------------------------------------------------------------------------- memory of their own
 

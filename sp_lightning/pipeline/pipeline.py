@@ -32,7 +32,6 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers
 from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.modules.functions import stop_watching_functions, watch_functions
-from sp_lightning.pipeline.modules.one_device import BetweenSteps
 from sp_lightning.pipeline.modules.suspension import (
     forget_ended_steps,
     guards_resumed,
@@ -118,7 +117,6 @@ class Pipeline:
         finish_before_compiling(self._backend)
         self._depth = 0
         self._is_prepared = False  # for the step that begins next
-        self._between_steps = BetweenSteps(lambda tensor: id(tensor) in self.arrangement.weights_by_master)
         self._lasting = lasting = Lasting(
             module,
             self.device,
@@ -133,6 +131,7 @@ class Pipeline:
         self.journal, self.new_gradients = lasting.journal, lasting.new_gradients
         self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
         self._activations, self._offloader = lasting.activations, lasting.offloader
+        self._host_meets_device = lasting.host_meets_device
         try:
             self._arranger = Arranger(lasting, planner, progress, keeper=self, in_step=lambda: self._depth > 0)
         except BaseException:
@@ -155,7 +154,7 @@ class Pipeline:
         calls, and around `torch.autograd.grad(..., create_graph=True)`.
         """
         # Guards are resumed because an optimizer may get here through a closure that torch's step hooks do not see.
-        with guards_resumed(), self._between_steps.paused(), self._scope(look_for_new_parameters=True):
+        with guards_resumed(), self._host_meets_device.paused(), self._scope(look_for_new_parameters=True):
             yield
 
     @contextmanager
@@ -214,7 +213,7 @@ class Pipeline:
         if self._depth or self._assembly.backward.running or failed is not None:
             self.reset()
         _attached.remove(self)
-        self._between_steps.end()
+        self._host_meets_device.disable()
         atexit.unregister(self._end_threads)
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
@@ -255,7 +254,7 @@ class Pipeline:
     @contextmanager
     def step_goes_on(self) -> Iterator[None]:
         """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
-        with guards_resumed(), self._between_steps.paused(), self._scope(goes_on=True):
+        with guards_resumed(), self._host_meets_device.paused(), self._scope(goes_on=True):
             yield
 
     def bring_operands_together(self) -> None:
@@ -264,7 +263,7 @@ class Pipeline:
         It was written for plain training, where all of them are there. Results are where the first operand is.
         """
         if self.device.type != "cpu":
-            self._between_steps.begin()
+            self._host_meets_device.enable()
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors to pass to `backward(inputs=...)`: each master replaced by its leaves in the graph."""
@@ -439,9 +438,12 @@ class Pipeline:
         if guards_suspended():
             with guards_resumed():
                 return self.call(member, forward, args, kwargs)
+        if self._host_meets_device.is_around():
+            with self._host_meets_device.paused():
+                return self.call(member, forward, args, kwargs)
         if self._depth == 0:
             arrangement = self.arrangement
-            with self._between_steps.paused(), self._scope():
+            with self._scope():
                 if self.arrangement is not arrangement:
                     return member.module(*args, **kwargs)  # as a member of the new arrangement
                 return self.call(member, forward, args, kwargs)

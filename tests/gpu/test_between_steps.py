@@ -1,4 +1,4 @@
-"""Hooks that combine weights and gradients, on the host, with what lies on the device, where plain training has all."""
+"""Code that combines weights and gradients, on the host, with what lies on the device, where plain training has all."""
 
 from __future__ import annotations
 
@@ -146,9 +146,35 @@ class PrunesForGood(Base):
         prune.remove(self.head, "weight")
 
 
+class MasksGradientsByHand(Base):
+    """In the middle of a step, in which units are called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for part in batch.chunk(2):
+            self.manual_backward(super().training_step(part, batch_idx))
+            self.head.weight.grad *= self.mask
+        optimizer.step()
+        optimizer.zero_grad()
+        self.seen += self.head.weight.data.square()
+
+
+class UsesWeightsWithoutHistory(Base):
+    """Past their unit's call: as targets of another branch, or as a codebook."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        target = F.linear(self.blocks(batch), self.head.weight.detach(), self.head.bias.data)
+        self.seen = self.seen.type_as(self.head.weight) + (target.T @ target).detach()
+        return F.mse_loss(super().training_step(batch, batch_idx), target.mean()) + target.square().mean()
+
+
 MODULES = [
     MasksGradients, ReplacesGradients, SumsUpSquares, MasksWeights, BoundsWeights, StepsByItself, LooksAtFeatures,
-    BoundsRows, Average, AverageOfAll, Prunes, PrunesForGood,
+    BoundsRows, Average, AverageOfAll, Prunes, PrunesForGood, MasksGradientsByHand, UsesWeightsWithoutHistory,
 ]  # fmt: skip
 
 
@@ -189,11 +215,18 @@ class Looks(Base):
         self.stacks: dict[str, int] = {}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.stacks["step"] = torch.overrides._len_torch_function_stack()
-        return super().training_step(batch, batch_idx)
+        self.look("step")
+        loss = super().training_step(batch, batch_idx)
+        self.alias = self.head.weight.detach()
+        self.look("step with an alias")
+        self.head.register_forward_pre_hook(lambda *_: self.look("unit"))
+        return loss + self.head(batch).sum()
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        self.stacks["hook"] = torch.overrides._len_torch_function_stack()
+        self.look("hook")
+
+    def look(self, where: str) -> None:
+        self.stacks[where] = torch.overrides._len_torch_function_stack()
 
 
 class Fails(Base):
@@ -204,7 +237,7 @@ class Fails(Base):
 def test_steps_are_left_alone(accelerator: str) -> None:
     """They call thousands of operations. Nothing stays after the run, nor after one that fails, nor in another mode."""
     module, _ = trained(Looks, accelerator, streamed=True)
-    assert module.stacks == {"step": 0, "hook": 1}
+    assert module.stacks == {"step": 0, "step with an alias": 1, "unit": 0, "hook": 1}
     with pytest.raises(ValueError, match="of the user's"):
         trained(Fails, accelerator, streamed=True)
     assert torch.overrides._len_torch_function_stack() == 0
@@ -226,5 +259,5 @@ class Nothing(TorchFunctionMode):
 def test_modes_of_others_stay(accelerator: str) -> None:
     """Wherever ours lies among them."""
     module, _ = trained(EntersAMode, accelerator, streamed=True)
-    assert module.stacks == {"step": 1, "hook": 2}
+    assert module.stacks == {"step": 1, "step with an alias": 2, "unit": 1, "hook": 2}
     assert remove_function_mode(module.mode)

@@ -7,7 +7,7 @@ compile what runs there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sp_lightning.pipeline._private import push_function_mode, remove_function_mode, without_torch_function
+from sp_lightning.pipeline._private import in_backward, push_function_mode, remove_function_mode, without_torch_function
 from sp_lightning.pipeline.modules.operands import instances_in, replace_instances
+from sp_lightning.pipeline.modules.suspension import guards_suspended
 
 _MAKE_ALIKE = (Tensor.to, Tensor.type_as)
 # These work across devices: if they fail, it is for another reason.
@@ -88,16 +89,20 @@ def _copy(operand: Tensor, device: torch.device) -> Tensor:
         return operand.to(device)
 
 
-class BetweenSteps(OperandsOnOneDevice):
-    """The same for what runs in this thread between steps, from `begin` to `end`.
+class HostMeetsDevice(OperandsOnOneDevice):
+    """The same wherever users' code in this thread may hold what lies on the host: between steps, and in some steps.
 
-    Args:
-        is_weight: Tells whether a tensor is a weight, which in plain training is on the device.
+    Elsewhere it is not on the thread's stack: steps call thousands of operations, and compiled code is guarded on it.
+
+    Attributes:
+        weights: The identities of masters, by which they are known.
     """
 
-    def __init__(self, is_weight: Callable[[Any], bool]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._is_weight = is_weight
+        self.weights: Container[int] = ()
+        self._on = False
+        self._enabled = False
 
     def __torch_function__(
         self,
@@ -107,25 +112,47 @@ class BetweenSteps(OperandsOnOneDevice):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation, if need be with operands on one device; what is made like a weight is not moved."""
-        if func in _MAKE_ALIKE and len(args) > 1 and self._is_weight(args[1]):
+        if func in _MAKE_ALIKE and len(args) > 1 and id(args[1]) in self.weights:
             # `shadow.type_as(weight)` is the shadow itself in plain training, and may be written to.
             return args[0].to(args[1].dtype, *args[2:], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
-    def begin(self) -> None:
+    def enable(self) -> None:
         """Bring operands together from now on."""
-        push_function_mode(self)
+        self._enabled = True
+        self._put(on=True)
 
-    def end(self) -> None:
-        """Undo `begin`."""
-        remove_function_mode(self)
+    def disable(self) -> None:
+        """Undo `enable`."""
+        self._enabled = False
+        self._put(on=False)
+
+    def is_around(self) -> bool:
+        """Tell whether it is on the stack of this thread, which is not one of autograd's."""
+        return self._on and not in_backward()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Open a scope in which operations are left alone: a step has guards, and calls too many of them."""
-        was_on = remove_function_mode(self)
+        """Open a scope for a step, or for a unit's call in one, in which weights are where they are used."""
+        if in_backward():  # perhaps in one of autograd's threads, where it is not
+            yield
+            return
+        was_on = self._on
+        self._put(on=False)
         try:
             yield
         finally:
-            if was_on:
+            self._put(on=was_on and self._enabled)
+
+    def note_alias(self) -> None:
+        """Bring operands together in the rest of this step, whose code has got an alias of a weight, or a gradient."""
+        if self._enabled and not (self._on or in_backward() or guards_suspended()):
+            self._put(on=True)
+
+    def _put(self, on: bool) -> None:
+        if on != self._on:
+            self._on = on
+            if on:
                 push_function_mode(self)
+            else:
+                remove_function_mode(self)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.modules.one_device import BetweenSteps, OperandsOnOneDevice
+from sp_lightning.pipeline.modules.one_device import HostMeetsDevice, OperandsOnOneDevice
 
 HERE, THERE = torch.ones(3), torch.ones(3, device="meta")
 
@@ -54,17 +54,18 @@ def test_other_errors_are_torchs() -> None:
 def test_what_is_made_like_a_weight_stays_where_it_is() -> None:
     """In plain training it is there. Other tensors on the host are on the host there, too."""
     weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    between_steps = BetweenSteps(lambda tensor: tensor is weight)
-    between_steps.begin()
+    mode = HostMeetsDevice()
+    mode.weights = {id(weight)}
+    mode.enable()
     try:
         assert THERE.type_as(weight).device.type == "meta"
         assert THERE.to(weight).dtype == torch.float64
         assert THERE.to(weight, copy=True) is not THERE
         with pytest.raises(NotImplementedError, match="meta"):
             THERE.to(HERE)
-        with between_steps.paused(), pytest.raises(NotImplementedError, match="meta"):
+        with mode.paused(), pytest.raises(NotImplementedError, match="meta"):
             THERE.to(weight)
     finally:
-        between_steps.end()
+        mode.disable()
     with pytest.raises(RuntimeError, match="device"):
         THERE * HERE
