@@ -223,6 +223,9 @@ class Pipeline:
         self.arrangement.give_up()
         for steps in self._lasting.known_optimizers.values():
             steps.forget()
+        self._graphs.let_go()
+        self._saved.let_go()
+        self._activations.let_go()
         self._offloader.close()
         self._lasting.memory.release_all_but([])
         move_buffers(self.module, _HOST)

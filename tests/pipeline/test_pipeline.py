@@ -29,6 +29,7 @@ from sp_lightning.pipeline.modules.guard import _guarded
 from sp_lightning.pipeline.modules.suspension import guards_suspended
 from sp_lightning.pipeline.weights.window import Window
 
+from ..helpers import collect_garbage
 from .parts import RecordingBackend
 
 
@@ -598,6 +599,52 @@ def test_a_policy_that_has_lost_its_effect_warns(activations: Any) -> None:
         with pytest.warns(UserWarning, match=f"`activations='{activations}'` has no effect any more"):
             step()
         assert pipeline.summary().units == 0
+
+
+class Keeps(nn.Module):
+    """Two layers, a unit. Keeps what its output was made of, or something else that was, with their graphs."""
+
+    def __init__(self, keep: str) -> None:
+        super().__init__()
+        self.first, self.second, self.keep = nn.Linear(8, 8), nn.Linear(8, 8), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        if self.keep == "branch":
+            self.kept = hidden.exp() @ self.second.weight
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute_offload"])
+@pytest.mark.parametrize("keep", ["loss", "penalty", "other loss", "branch"])
+def test_a_module_that_holds_a_graph_on_itself_is_freed(keep: str, activations: str) -> None:
+    """As in plain training. What nodes hold is out of the collector's sight, and must not lead to the module."""
+    model = nn.Sequential(*[Keeps(keep) for _ in range(4)])
+    with attached(model, activations=activations, units=Keeps) as pipe:
+        for _ in range(2):
+            with pipe.step():
+                loss = model(torch.ones(1, 8)).sum()
+                loss.backward()
+                if keep == "loss":
+                    model.kept = loss
+                if keep == "penalty":
+                    model.kept = sum(parameter.square().sum() for parameter in model.parameters())
+                if keep == "other loss":
+                    model.kept = model(torch.ones(1, 8)).sum()
+    parts = [weakref.ref(module) for module in model.modules()]
+    del model, pipe, loss
+    collect_garbage()
+    assert [part() for part in parts] == [None] * len(parts)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_backward_after_the_end_says_so(activations: str) -> None:
+    """Weights and inputs are elsewhere by then."""
+    model = nn.Sequential(*[Keeps("nothing") for _ in range(4)])
+    with attached(model, activations=activations, units=Keeps):
+        loss = model(torch.ones(1, 8)).sum()
+    with pytest.raises(RuntimeError, match=r"a graph that was built before superpipeline .* in `detach\(\)`"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("graph", [False, True])

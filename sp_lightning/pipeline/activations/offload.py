@@ -311,6 +311,7 @@ class Offloader:
         with self._lock:
             self._open.clear()
             self._staying.clear()
+            self._called.clear()
             self._last_bundle = None
             for leaving in self._leaving:
                 if leaving.activation.stage is Stage.LEAVING:

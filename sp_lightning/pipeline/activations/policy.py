@@ -235,6 +235,11 @@ class Activations:
         if self.auto is not None:
             self.auto.end_backward()
 
+    def let_go(self) -> None:
+        """Refer to the module no longer: its graphs, which may live on, cannot recompute anything now."""
+        for call in list(self._dropped):
+            call.let_go()
+
 
 def _has_its_own_weights(member: Member) -> bool:
     """Tell whether no weight is replaced, as by `functional_call`: the replacement would be gone in backward."""

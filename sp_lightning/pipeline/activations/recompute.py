@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ from sp_lightning.pipeline.modules.tensors import tensors_in
 from sp_lightning.pipeline.transfer.backend import is_out_of_memory
 from sp_lightning.pipeline.weights.glances import Glances
 from sp_lightning.pipeline.weights.units import Member
-from sp_lightning.pipeline.weights.weight import Twin
+from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
 _SAMPLED = 1024  # values of each parameter, or nearly twice as many
 
@@ -203,7 +203,7 @@ class UnitCall:
             self.drop()
             self._inputs.release()
             return None
-        del self._inputs, self._surroundings, self._effects
+        del self.member, self._inputs, self._surroundings, self._effects
         return obstacle if is_worth_it and is_possible else None
 
     def _obstacle(self) -> str | None:
@@ -255,6 +255,16 @@ class UnitCall:
                 yield index, kept
 
     # --------------------------------------------------------------------------------------------------- in backward
+
+    def let_go(self) -> None:
+        """Refer to the module no longer: autograd may hold what was dropped, and with it this call (see Graph)."""
+        outdated = outdated_graph_error(f"the inputs of {self.member.name!r}")
+
+        def refuse(_: UnitCall) -> NoReturn:
+            raise outdated
+
+        vars(self).clear()
+        self._on_repeat = refuse
 
     def unpack(self, kept: Kept) -> Tensor:
         """Return a saved tensor, recomputing it if it was dropped."""

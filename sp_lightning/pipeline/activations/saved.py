@@ -175,6 +175,11 @@ class SavedTensors:
         while self._pushed:
             self.pop()
 
+    def let_go(self) -> None:
+        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see Graph)."""
+        self.twins = {}
+        del self.require, self.on_transform
+
     def handle(self, tensor: Tensor) -> _Handle | None:
         """Return a handle for a weight or a view of one; None for other tensors."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
@@ -209,7 +214,7 @@ class SavedTensors:
             return self._offloader.unpack(packed)
         twin = packed.twin
         if self.twins.get(twin.key) is not twin:
-            raise outdated_graph_error(twin.weight.name)
+            raise outdated_graph_error(f"weight {twin.weight.name!r}")
         with without_torch_function():
             if twin.version() != packed.version:
                 raise RuntimeError(_changed_in_place(f"weight {twin.weight.name!r}"))

@@ -164,6 +164,8 @@ class Arrangement:
         """Make way for another arrangement, or for none: whoever has kept a leaf uses its master from now on."""
         for twin in self.twins.values():
             put_to_rest(twin)
+        for unit in self.all_units:
+            unit.members.clear()  # saved weights lead to their units, and must not lead to the module (see Graph)
         if not any(group.handles for group in self.groups):  # else a graph holds weights
             self._give_up_memory()
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 
 _STALE_AFTER = 100  # steps; nobody accumulates losses for longer before one backward
 
 
 class Graph:
     """Stands for the graph of one step, and lives for as long as autograd holds nodes of it.
+
+    It is all that nodes hold of the engine. A module may hold a graph that was built on it (`self.last = loss`), and
+    Python's collector does not see what nodes hold, so that such a cycle has to be cut (`let_go`).
 
     Args:
         number: The number of the step.
@@ -26,6 +30,27 @@ class Graph:
         self.has_calls = False
         self.done = False
         self.uncompiled: set[object] = set()
+        self._announcements: list[Callable[[Graph], None]] = []
+
+    def announce(self, action: Callable[[Graph], None]) -> Callable[[], None]:
+        """Return a function for nodes to hold.
+
+        Args:
+            action: What it does, given this graph, until the graph is let go.
+        """
+        number = len(self._announcements)
+        self._announcements.append(action)
+
+        def run() -> None:
+            if self._announcements:
+                self._announcements[number](self)
+
+        return run
+
+    def let_go(self) -> None:
+        """Refer to the module no longer."""
+        self.uncompiled.clear()
+        self._announcements.clear()
 
 
 class Graphs:
@@ -55,6 +80,11 @@ class Graphs:
         """Return the current graph, which from now on counts as waiting for a backward, unless it has had one."""
         self._alive.add(self.current)
         return self.current
+
+    def let_go(self) -> None:
+        """Refer to the module no longer: it is given back, and no backward may run through these graphs."""
+        for graph in self._alive:
+            graph.let_go()
 
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward."""

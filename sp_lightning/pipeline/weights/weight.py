@@ -26,10 +26,10 @@ _DATA: Any = Tensor.data
 _OWN_USERS = 2  # of a twin's memory: its data and its parameter, which may hold an alias
 
 
-def outdated_graph_error(name: str) -> RuntimeError:
-    """Make the error for a backward that needs a weight which lies elsewhere by now."""
+def outdated_graph_error(what: str) -> RuntimeError:
+    """Make the error for a backward that needs a weight, or a unit, which is elsewhere by now."""
     return RuntimeError(
-        f"backward needs weight {name!r} of a graph that was built before superpipeline arranged its memory anew "
+        f"backward needs {what} of a graph that was built before superpipeline arranged its memory anew "
         "(after a first step, in `rebuild()` or in `detach()`). Call backward in the step of its forward."
     )
 
@@ -102,7 +102,7 @@ class Twin:
         name = self.weight.name
 
         def refuse(_: Tensor) -> None:
-            raise outdated_graph_error(name)
+            raise outdated_graph_error(f"weight {name!r}")
 
         with without_torch_function():
             if self.parameter.requires_grad:

@@ -29,3 +29,24 @@ def test_a_dropped_graph_does_not_wait() -> None:
     graphs.watch_current()
     graphs.begin()
     assert not graphs.waiting()
+
+
+def test_nodes_hold_what_a_graph_announces_until_it_is_let_go() -> None:
+    """And nothing of the engine after that."""
+    graphs, seen = Graphs(), []
+    graph = graphs.watch_current()
+    first, second = (graph.announce(lambda graph, name=name: seen.append((name, graph))) for name in "ab")
+    second()
+    first()
+    assert seen == [("b", graph), ("a", graph)]
+    graphs.let_go()
+    first()
+    assert len(seen) == 2
+
+
+def test_announcements_do_not_keep_their_graph_alive() -> None:
+    """Else it would wait for a backward until Python collects garbage."""
+    graphs = Graphs()
+    graphs.watch_current().announce(lambda graph: None)
+    graphs.begin()
+    assert not graphs.waiting()
