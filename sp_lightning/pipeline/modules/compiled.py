@@ -51,7 +51,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 @functools.cache
 def keep_out_of_graphs() -> None:
-    """Have `torch.compile` leave the engine's code alone, except for what lies in the graphs of units."""
+    """Have `torch.compile` leave the engine's code alone, except for what lies in graphs of units and of hooks."""
     in_graphs = (__name__, lowered.__name__, leaf.__name__, one_device.__name__)
     visible = (*in_graphs, __package__, leaf.__package__)  # hiding a package would hide all modules in it
     hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
