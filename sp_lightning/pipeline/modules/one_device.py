@@ -49,12 +49,18 @@ class OperandsOnOneDevice(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            if func in _LEFT_ALONE or not _are_apart(args, kwargs):
+            if func in _LEFT_ALONE or _is_private(func) or not _are_apart(args, kwargs):
                 raise
             try:
                 return _on_one_device(func, args, kwargs)
             except RuntimeError:
                 raise error from None
+
+
+def _is_private(func: Callable[..., Any]) -> bool:
+    """Tell whether an operation is torch's own, such as an optimizer's: it may write to any operand, uncounted."""
+    name = getattr(func, "__name__", "")
+    return name.startswith("_") and not name.startswith("__")
 
 
 def _are_apart(*operation: Any) -> bool:

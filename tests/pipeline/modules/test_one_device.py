@@ -43,12 +43,14 @@ def test_what_torch_does_not_refuse_stays_as_it_is() -> None:
 
 
 def test_other_errors_are_torchs() -> None:
-    """Of operands on one device, and of what works across devices."""
+    """Of operands on one device, of what works across devices, and of operations that are torch's own."""
     with OperandsOnOneDevice():
         with pytest.raises(RuntimeError, match="size of tensor"):
             torch.ones(2) + HERE
         with pytest.raises(NotImplementedError, match="Cannot copy out of meta"):
             THERE.to(HERE)
+        with pytest.raises(RuntimeError, match="device"):
+            torch._weight_norm(torch.ones(3, 3), torch.ones(3, 1, device="meta"))
 
 
 def test_what_is_made_like_a_weight_stays_where_it_is() -> None:
