@@ -285,12 +285,12 @@ class Calls:
                 self._write_back.now(entry.weight for entry in member.entries)
         glances = Glances(member, lowered)
 
-        def reach(graph: Graph) -> None:
+        def reach() -> None:
             if glances.differ() and not self._backward.closed:
                 raise RuntimeError(_changed_past_its_version(member.name))
             self._reach(member, graph, groups, around, bundle)
 
-        return graph.announce(reach)
+        return self._graphs.announce(reach)
 
     def _reach(
         self, member: Member, graph: Graph, groups: list[Group], around: list[Group], bundle: Bundle | None

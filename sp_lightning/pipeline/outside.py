@@ -8,7 +8,6 @@ is right. The next arrangement makes the former resident, and sends the latter i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +77,7 @@ class OutsideUse:
         self._write_back = write_back
         self._settle = settle
         self.guard = Guard(self, arrangement.weights)
-        self._reach_leaf = _weakly(self._note_leaf)
+        self._reach_leaf = self._graphs.announce(self._note_leaf)
         for weight in arrangement.weights:
             if weight.lowered:
                 guard_lowered(weight, self, compiled=arrangement.compiled)
@@ -222,15 +221,3 @@ class OutsideUse:
         twin = self._arrangement.make_resident(weight)
         self._learned.outdated = True
         return twin
-
-
-def _weakly(method: Callable[[Graph], None]) -> Callable[[Graph], None]:
-    """Return the method for nodes to hold, which must not keep its object alive (see Graph)."""
-    reference = WeakMethod(method)
-
-    def call(graph: Graph) -> None:
-        found = reference()
-        if found is not None:
-            found(graph)
-
-    return call

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -270,16 +270,9 @@ def test_parameters_that_have_a_tensor_as_gradient_are_counted() -> None:
     assert users_of_tensor(tensor) == 3
 
 
-class Mode(TorchFunctionMode):
-    """A mode that does nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def test_function_modes_are_taken_from_below_others() -> None:
     """They are not ours, and stay in their order."""
-    modes = [Mode() for _ in range(3)]
+    modes = [BaseTorchFunctionMode() for _ in range(3)]
     for mode in modes:
         push_function_mode(mode)
     assert remove_function_mode(modes[0])

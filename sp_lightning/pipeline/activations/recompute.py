@@ -257,7 +257,7 @@ class UnitCall:
     # --------------------------------------------------------------------------------------------------- in backward
 
     def let_go(self) -> None:
-        """Refer to the module no longer: autograd may hold what was dropped, and with it this call (see Graph)."""
+        """Refer to the module no longer: autograd may hold what was dropped, and so this call (see Announcement)."""
         outdated = outdated_graph_error(f"the inputs of {self.member.name!r}")
 
         def refuse(_: UnitCall) -> NoReturn:

@@ -176,7 +176,7 @@ class SavedTensors:
             self.pop()
 
     def let_go(self) -> None:
-        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see Graph)."""
+        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see Announcement)."""
         self.twins = {}
         del self.require, self.on_transform
 

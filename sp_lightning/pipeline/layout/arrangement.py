@@ -165,7 +165,7 @@ class Arrangement:
         for twin in self.twins.values():
             put_to_rest(twin)
         for unit in self.all_units:
-            unit.members.clear()  # saved weights lead to their units, and must not lead to the module (see Graph)
+            unit.members.clear()  # saved weights lead to units, and must not lead to the module (see Announcement)
         if not any(group.handles for group in self.groups):  # else a graph holds weights
             self._give_up_memory()
 

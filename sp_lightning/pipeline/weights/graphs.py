@@ -5,15 +5,13 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 _STALE_AFTER = 100  # steps; nobody accumulates losses for longer before one backward
 
 
 class Graph:
     """Stands for the graph of one step, and lives for as long as autograd holds nodes of it.
-
-    It is all that nodes hold of the engine. A module may hold a graph that was built on it (`self.last = loss`), and
-    Python's collector does not see what nodes hold, so that such a cycle has to be cut (`let_go`).
 
     Args:
         number: The number of the step.
@@ -30,27 +28,29 @@ class Graph:
         self.has_calls = False
         self.done = False
         self.uncompiled: set[object] = set()
-        self._announcements: list[Callable[[Graph], None]] = []
 
-    def announce(self, action: Callable[[Graph], None]) -> Callable[[], None]:
-        """Return a function for nodes to hold.
 
-        Args:
-            action: What it does, given this graph, until the graph is let go.
-        """
-        number = len(self._announcements)
-        self._announcements.append(action)
+class Announcement:
+    """All that nodes hold of the engine: a call that can be cut off.
 
-        def run() -> None:
-            if self._announcements:
-                self._announcements[number](self)
+    A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes
+    hold, so the module would never be freed if that led to it.
 
-        return run
+    Args:
+        action: What a call does.
+    """
 
-    def let_go(self) -> None:
-        """Refer to the module no longer."""
-        self.uncompiled.clear()
-        self._announcements.clear()
+    def __init__(self, action: Callable[..., None]) -> None:
+        self._action: Callable[..., None] | None = action
+
+    def __call__(self, *args: Any) -> None:
+        """Act, unless it was cut off."""
+        if self._action is not None:
+            self._action(*args)
+
+    def cut(self) -> None:
+        """Forget the action."""
+        self._action = None
 
 
 class Graphs:
@@ -63,6 +63,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._announcements: weakref.WeakSet[Announcement] = weakref.WeakSet()
         self.current = Graph(0)
         self.calls = 0
         self._has_warned = False
@@ -81,10 +82,18 @@ class Graphs:
         self._alive.add(self.current)
         return self.current
 
+    def announce(self, action: Callable[..., None]) -> Announcement:
+        """Return a call for nodes to hold, which lives for as long as they do."""
+        announcement = Announcement(action)
+        self._announcements.add(announcement)
+        return announcement
+
     def let_go(self) -> None:
         """Refer to the module no longer: it is given back, and no backward may run through these graphs."""
+        for announcement in self._announcements:
+            announcement.cut()
         for graph in self._alive:
-            graph.let_go()
+            graph.uncompiled.clear()
 
     def waiting(self) -> bool:
         """Tell whether a graph still waits for its backward."""
