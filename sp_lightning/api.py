@@ -33,7 +33,7 @@ def superpipeline(
     """Stream a module that is larger than device memory, to train or run it in a plain PyTorch loop.
 
     Args:
-        module: The module, with its parameters on the CPU. Inputs go on the device, as usual.
+        module: The module; its weights move to the host, if they are elsewhere. Inputs go on the device, as usual.
         device: The device to compute on; by default the current accelerator, or else the CPU.
         k: Number of units on the device at once. With `k` at least the number of units, all stay there, and are sent
             again only when the optimizer has stepped them. `"auto"` starts with two, then chooses what the first steps

@@ -13,6 +13,7 @@ import torch
 from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
+from sp_lightning.pipeline.division.parameters import weights_on_accelerators
 from sp_lightning.pipeline.gradients.averaging import ReplicatedWeights
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
@@ -169,7 +170,6 @@ class Assembly:
             self._clipping,
             self.returns,
             self.window,
-            arrangement.on_device,
             lasting.module.parameters(),
             write_back=self.write_back.of_served,
         )
@@ -213,11 +213,9 @@ class Assembly:
         lasting.backend.drain()
         self.returns.give_up_memory()
         arrangement.release_copies()
-        on_device.move(arrangement.on_device, _HOST, lasting.optimizers.seen)
-        move_unmanaged(arrangement.unmanaged.values(), _HOST)  # the next arrangement checks them as if new
-        # and those of modules that were added since then, which plain training needs on the device
-        added = [parameter for parameter in lasting.module.parameters() if parameter.device == lasting.device != _HOST]
-        on_device.move(added, _HOST, lasting.optimizers.seen)
+        # those of modules that were added meanwhile, too, which plain training needs on the device
+        moving = dict.fromkeys([*arrangement.on_device, *weights_on_accelerators(lasting.module)])
+        on_device.move(moving, _HOST, lasting.optimizers.seen)
 
     # ------------------------------------------------------------------------------------------------------ in a step
 

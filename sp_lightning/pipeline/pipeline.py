@@ -27,9 +27,10 @@ from sp_lightning.pipeline.activations.transforms import stop_watching_transform
 from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck
+from sp_lightning.pipeline.division.parameters import weights_on_accelerators
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lasting import Lasting
-from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers
+from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers, move_unmanaged
 from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.modules.functions import stop_watching_functions, watch_functions
 from sp_lightning.pipeline.modules.suspension import (
@@ -38,6 +39,7 @@ from sp_lightning.pipeline.modules.suspension import (
     guards_suspended,
     resume_all_guards,
 )
+from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary, summarize
@@ -59,7 +61,7 @@ class Pipeline:
     `backward`, step any torch optimizer over its parameters, save and load its state.
 
     Args:
-        module: The module, with its parameters on the CPU.
+        module: The module. Weights that are on an accelerator move to the host.
         device: The device to compute on; by default the current accelerator, or else the CPU.
         options: The options; the defaults work.
         backend: Allocates and copies memory; by default the backend for the device.
@@ -103,6 +105,7 @@ class Pipeline:
         self.device = full_device(device)
         self.options = options or PipelineOptions()
         _check_not_attached(module)
+        on_device.move(weights_on_accelerators(module), _HOST, optimizers=())
         if replicas is not None:
             if self.options.resident_optimizer:
                 raise ValueError(
@@ -228,6 +231,7 @@ class Pipeline:
         self._activations.let_go()
         self._offloader.close()
         self._lasting.memory.release_all_but([])
+        move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
         move_buffers(self.module, _HOST)
         forget_ended_steps()
         self._backend.close()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sp_lightning.pipeline.weights.host import is_dense
 
@@ -22,7 +23,7 @@ def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.P
 
 
 def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
-    """Refuse a parameter that has no values on the CPU.
+    """Refuse a parameter that has no values.
 
     Args:
         name: Its full name.
@@ -30,7 +31,7 @@ def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
         on_meta: Whether it may be on the meta device, because nothing will be computed with it.
 
     Raises:
-        ValueError: If it has no shape yet, has no values, or is on another device.
+        ValueError: If it has no shape yet, or no values.
     """
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(
@@ -43,11 +44,6 @@ def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
         raise ValueError(
             f"Parameter {name!r} is on the meta device and has no values. Materialize the model on the CPU first "
             "(`module.to_empty(device='cpu')` and then load or initialize its weights)."
-        )
-    if parameter.device.type != "cpu":
-        raise ValueError(
-            f"Parameter {name!r} is on {parameter.device}. Build the model on the CPU: superpipeline keeps the weights "
-            "in host memory and moves them to the device by itself."
         )
 
 
@@ -62,22 +58,31 @@ def is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
     )
 
 
+def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that the engine can manage, but that are not on the host."""
+    named = named_own_parameters(root)
+    elsewhere = [p for _, owner, p in named if p.device.type not in ("cpu", "meta") and is_manageable(owner, p)]
+    tied = tied_by_memory(root) if elsewhere else ()
+    return [parameter for parameter in dict.fromkeys(elsewhere) if id(parameter) not in tied]
+
+
 def tied_by_memory(root: nn.Module) -> set[int]:
     """Find parameters that share memory with others or with buffers, as after `b.weight.data = a.weight.data`."""
     tensors = {id(tensor): tensor for tensor in [*root.parameters(), *root.buffers()] if _has_memory(tensor)}
     tied: set[int] = set()
-    furthest, reached = 0, 0
-    for start, end, key in sorted((*_span(tensor), key) for key, tensor in tensors.items()):
-        if start < reached:
-            tied |= {key, furthest}
-        if end > reached:
-            furthest, reached = key, end
+    for device in {tensor.device for tensor in tensors.values()}:
+        furthest, reached = 0, 0
+        for start, end, key in sorted((*_span(t), key) for key, t in tensors.items() if t.device == device):
+            if start < reached:
+                tied |= {key, furthest}
+            if end > reached:
+                furthest, reached = key, end
     return tied
 
 
 def _has_memory(tensor: Tensor) -> bool:
     plain = type(tensor.data) is Tensor and tensor.layout is torch.strided
-    return plain and tensor.device.type == "cpu" and tensor.numel() > 0
+    return plain and not (is_lazy(tensor) or tensor.is_meta) and tensor.numel() > 0
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

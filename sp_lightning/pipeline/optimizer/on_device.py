@@ -9,6 +9,7 @@ losing anything.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,12 @@ def move_state(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> No
             for key, value in state.items():
                 if isinstance(value, Tensor) and (key != "step" or counts_on_device):
                     state[key] = value.to(parameter.device, copy=True)
+
+
+def is_elsewhere(state: dict[str, Any], parameter: nn.Parameter) -> bool:
+    """Tell whether the optimizer's state of a parameter is not on the parameter's device."""
+    tensors = [value for key, value in state.items() if isinstance(value, Tensor) and key != "step"]
+    return any(value.device != parameter.device for value in tensors)
 
 
 def state_bytes(optimizers: Iterable[Optimizer], parameter: nn.Parameter) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.modules.at_work import EngineAtWork
 from sp_lightning.pipeline.modules.suspension import guards_resumed, resume_guards, suspend_guards
 from sp_lightning.pipeline.optimizer.clipping import Clipping
-from sp_lightning.pipeline.optimizer.on_device import move_state
+from sp_lightning.pipeline.optimizer.on_device import is_elsewhere, move_state
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.window import Window
@@ -65,7 +65,6 @@ class Optimizers:
         self._clipping: Clipping
         self._returns: GradientReturn
         self._window: Window
-        self._on_device: Sequence[nn.Parameter]
         self._parameters: set[int]
         self._write_back: Callable[[], None]
 
@@ -75,7 +74,6 @@ class Optimizers:
         clipping: Clipping,
         returns: GradientReturn,
         window: Window,
-        on_device: Sequence[nn.Parameter],
         parameters: Iterable[nn.Parameter],
         write_back: Callable[[], None],
     ) -> None:
@@ -83,7 +81,7 @@ class Optimizers:
         self._parameters = set(map(id, parameters))
         self._write_back = write_back
         self._overlap, self._clipping, self._returns = overlap, clipping, returns
-        self._window, self._on_device = window, on_device
+        self._window = window
 
     def before_closure(self) -> None:
         """Suspect all weights before a closure: the optimizer may have written to them since its last call."""
@@ -102,7 +100,7 @@ class Optimizers:
             )
         if optimizer not in self.seen:
             self.seen.add(optimizer)
-            move_state(optimizer, self._on_device)
+            move_state(optimizer, self._with_state_elsewhere(optimizer))
         self._write_back()  # what is written to weights on the device has to be in the masters that are stepped
         with self._at_work:
             self._overlap.before_step(optimizer)
@@ -110,6 +108,14 @@ class Optimizers:
     def _is_ours(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer has any weight of the module, and not only weights of other models."""
         return any(id(parameter) in self._parameters for parameter in _parameters_of(optimizer))
+
+    def _with_state_elsewhere(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return the weights of the module whose state is on another device: they have moved since it was made."""
+        return [
+            parameter
+            for parameter in _parameters_of(optimizer)
+            if id(parameter) in self._parameters and is_elsewhere(optimizer.state.get(parameter, {}), parameter)
+        ]
 
     def _refuse_twins(self, optimizer: Optimizer) -> None:
         # A twin has no gradient, so an optimizer would silently skip it.

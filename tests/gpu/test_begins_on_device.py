@@ -1,0 +1,133 @@
+"""Models that are on the device when training begins, as `load_from_checkpoint` and `.cuda()` leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adamax
+from torch.utils.data import DataLoader
+
+from sp_lightning import Pipeline, plan, superpipeline
+
+from ..zoo.blocks import WIDTH, chain
+
+pytestmark = pytest.mark.gpu
+
+EXACT = {"lr": 0.125, "momentum": 0.5}  # products with powers of two are exact, so host and device round alike
+
+
+def on_device(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return chain(4).to(device)
+
+
+@contextmanager
+def maybe_streamed(model: nn.Module, device: torch.device, streamed: bool) -> Iterator[Pipeline | None]:
+    pipeline = superpipeline(model, device, k=2) if streamed else None
+    yield pipeline
+    if pipeline is not None:
+        pipeline.detach()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, pipeline: Pipeline | None, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        with pipeline.step() if pipeline is not None else nullcontext():
+            model(torch.randn(3, WIDTH, generator=generator).to(device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def host_values(model: nn.Module) -> list[Tensor]:
+    return [tensor.detach().cpu() for tensor in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("kind", [SGD, Adamax])
+def test_they_are_taken_over_in_the_middle_of_training(kind: Any, device: torch.device) -> None:
+    """With the gradients that they have by then, and with their optimizer's state."""
+    results = []
+    for streamed in (False, True):
+        model = on_device(device)
+        optimizer = SGD(model.parameters(), **EXACT) if kind is SGD else kind(model.parameters(), foreach=False)
+        train(model, optimizer, None, device)
+        model(torch.ones(3, WIDTH, device=device)).sum().backward()
+        with maybe_streamed(model, device, streamed) as pipeline:
+            if pipeline is not None:
+                assert {weight.device.type for weight in model.parameters()} == {"cpu"}
+                assert {weight.grad.device.type for weight in model.parameters() if weight.grad is not None} == {"cpu"}
+            train(model, optimizer, pipeline, device)
+        results.append(host_values(model))
+    for plain, ours in zip(*results, strict=True):
+        if kind is SGD:
+            assert torch.equal(plain, ours)
+        else:  # the same formula, rounded by another kernel
+            torch.testing.assert_close(plain, ours)
+
+
+def test_weights_that_share_memory_there_go_on_sharing_it(device: torch.device) -> None:
+    """Plain training does not move them, and so does not part them."""
+    results = []
+    for streamed in (False, True):
+        model = on_device(device)
+        model.blocks[2].up.weight.data = model.blocks[0].up.weight.data
+        model.register_buffer("row", model.blocks[1].up.weight.data[0])
+        with maybe_streamed(model, device, streamed) as pipeline:
+            train(model, SGD(model.parameters(), **EXACT), pipeline, device)
+            if pipeline is not None:
+                pipeline.rebuild()
+            train(model, SGD(model.parameters(), **EXACT), pipeline, device)
+        results.append(host_values(model))
+        assert torch.equal(model.blocks[2].up.weight, model.blocks[0].up.weight)
+        assert torch.equal(model.row.cpu(), model.blocks[1].up.weight[0].cpu())
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(plain, ours)
+
+
+class Chain(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = chain(4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SGD(self.parameters(), **EXACT)
+
+
+def test_a_module_that_was_trained_there_without_us(accelerator: str, device: torch.device, tmp_path: Any) -> None:
+    """Its checkpoint has tensors of the device, where `load_from_checkpoint` leaves the module."""
+    data = DataLoader(torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(2)), batch_size=3)
+    settings: dict[str, Any] = {
+        "accelerator": accelerator,
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+    }
+    torch.manual_seed(0)
+    first = L.Trainer(strategy="auto", **settings)
+    first.fit(Chain(), data)
+    first.save_checkpoint(tmp_path / "plain.ckpt")
+    results = []
+    for strategy in ("auto", "superpipeline"):
+        module = Chain.load_from_checkpoint(tmp_path / "plain.ckpt", map_location=device, weights_only=False)
+        assert module.device.type == device.type
+        L.Trainer(strategy=strategy, **settings).fit(module, data)
+        results.append(host_values(module))
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(plain, ours)
+
+
+def test_they_can_be_planned_for(device: torch.device) -> None:
+    """A plan does not move them."""
+    model = on_device(device)
+    assert str(plan(model))
+    assert {weight.device.type for weight in model.parameters()} == {device.type}
