@@ -27,12 +27,13 @@ from sp_lightning.monitor.progress import SetUpProgress
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.transfer.cores import use_all_cores
 from sp_lightning.planning import AutoPlanner
+from sp_lightning.trainer.averages import Averages
 from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
 from sp_lightning.trainer.materialize import materialize
 from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.precision import host_precision, lend, take_back
 from sp_lightning.trainer.processes import ProcessesMixin
-from sp_lightning.trainer.refusals import check_callbacks, check_processes
+from sp_lightning.trainer.refusals import check_processes
 from sp_lightning.trainer.steps import Steps
 from sp_lightning.trainer.when_to_step import SteppingPlan
 
@@ -153,6 +154,7 @@ class SuperpipelineMixin(ProcessesMixin):
         self.pipeline: Pipeline | None = None
         self._progress = SetUpProgress()
         self._narrator = Narrator(self.lightning, self.callback)
+        self._averages = Averages(self.lightning)
         self._threads_before: int | None = None
         self._steps: Steps | None = None
 
@@ -193,7 +195,7 @@ class SuperpipelineMixin(ProcessesMixin):
     def setup_environment(self) -> None:
         trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None:
-            check_callbacks(trainer.callbacks, self.root_device, self.lightning)
+            self._averages.begin_run(trainer.callbacks, self.root_device)
         super().setup_environment()
         self.setup_processes()
         if self.root_device.type != "cpu" and self._threads_before is None:
@@ -394,6 +396,7 @@ class SuperpipelineMixin(ProcessesMixin):
         try:
             self._detach()
         finally:
+            self._averages.end_run()
             module = self.lightning_module
             trainer = None if module is None else module._trainer
             if self._layer_sync is not None and trainer is not None and trainer.state.fn == self.lightning.fitting:

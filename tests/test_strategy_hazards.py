@@ -11,6 +11,7 @@ import pickle
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -206,17 +207,29 @@ def test_hazard_08_weights_written_through_data(k):
     assert_same_training(arguments=lambda: {"callbacks": DataWriter()}, k=k)
 
 
-AVERAGING = [callbacks.StochasticWeightAveraging(0.1, device=None)]
+AVERAGING = [partial(callbacks.StochasticWeightAveraging, 0.1)]
 if hasattr(callbacks, "WeightAveraging"):
-    AVERAGING += [callbacks.WeightAveraging(), callbacks.EMAWeightAveraging()]
+    AVERAGING += [callbacks.WeightAveraging, callbacks.EMAWeightAveraging]
 
 
-@pytest.mark.parametrize("callback", AVERAGING, ids=lambda callback: type(callback).__name__)
-def test_hazard_09_averaging_on_the_device_is_refused_before_it_copies(module, callback):
+@pytest.mark.parametrize("average", AVERAGING)
+def test_hazard_09_averages_lie_where_the_weights_are(module, average):
+    """By default Lightning puts them on the device. Afterwards a callback is as it was, for another Trainer."""
     strategy = Pretended(module)
+    callback = average(device=None)
     module._trainer.callbacks = [callback]
-    name = type(callback).__name__
-    with pytest.raises(MisconfigurationException, match=rf"`{name}\(device=None\)` .* Set `{name}\(device='cpu'\)`"):
+    for _ in range(2):  # the first run ends without `teardown`
+        strategy.setup_environment()
+        assert callback._device == torch.device("cpu")
+    strategy.teardown()
+    assert callback._device is None
+
+
+@pytest.mark.parametrize("average", AVERAGING)
+def test_hazard_09_averages_on_the_device_are_refused_before_any_copy(module, average):
+    strategy = Pretended(module)
+    module._trainer.callbacks = [average(device="cuda")]
+    with pytest.raises(MisconfigurationException, match=r"Averaging\(device=.*cuda.*\)` keeps .* Leave `device` out"):
         strategy.setup_environment()
 
 

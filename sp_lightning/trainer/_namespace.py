@@ -41,8 +41,8 @@ class Namespace:
         # If one of these callbacks prints with rich, so do we.
         self.rich = (callbacks.RichModelSummary, callbacks.RichProgressBar)
         self.summary = callbacks.ModelSummary
-        # They keep a second copy of the model, on the device unless told otherwise. `WeightAveraging` (and
-        # `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
+        # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
+        # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
         averaging = (getattr(callbacks, each, None) for each in ("StochasticWeightAveraging", "WeightAveraging"))
         self.averaging = tuple(each for each in averaging if each is not None)
         self.reset_seed = import_module(f"{fabric}.utilities.seed").reset_seed

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch import callbacks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -137,7 +139,11 @@ class Prunes(Base):
 
     def configure_callbacks(self) -> list[L.Callback]:
         pruned = [(layer, "weight") for layer in (*(block.up for block in self.blocks), self.head)]
-        return [ModelPruning("l1_unstructured", pruned, amount=0.3, use_lottery_ticket_hypothesis=lambda epoch: epoch)]
+        return [
+            callbacks.ModelPruning(
+                "l1_unstructured", pruned, amount=0.3, use_lottery_ticket_hypothesis=lambda epoch: epoch
+            )
+        ]
 
 
 class PrunesForGood(Base):
@@ -176,6 +182,31 @@ MODULES = [
     MasksGradients, ReplacesGradients, SumsUpSquares, MasksWeights, BoundsWeights, StepsByItself, LooksAtFeatures,
     BoundsRows, Average, AverageOfAll, Prunes, PrunesForGood, MasksGradientsByHand, UsesWeightsWithoutHistory,
 ]  # fmt: skip
+
+
+AVERAGING = [partial(callbacks.StochasticWeightAveraging, 0.1, swa_epoch_start=1, device=None)]
+if hasattr(callbacks, "WeightAveraging"):
+    AVERAGING += [callbacks.WeightAveraging, partial(callbacks.EMAWeightAveraging, decay=0.5)]
+
+
+@pytest.mark.parametrize("average", AVERAGING)
+def test_averages_of_weights_lie_where_these_are(average: Callable[[], L.Callback], accelerator: str) -> None:
+    """By default, as a second model on the device would take the memory that streaming saves."""
+    devices: set[str] = set()
+
+    class Averaged(Base):
+        def configure_callbacks(self) -> list[L.Callback]:
+            return [average()]
+
+        def on_train_end(self) -> None:
+            found = next(each for each in self.trainer.callbacks if hasattr(each, "_average_model"))
+            devices.update(weight.device.type for weight in found._average_model.parameters())
+
+    _, streamed = trained(Averaged, accelerator, streamed=True)
+    assert devices == {"cpu"}
+    _, plain = trained(Averaged, accelerator, streamed=False)
+    # torch has another formula for averages on a device: `_foreach_lerp_`
+    torch.testing.assert_close(streamed, plain)
 
 
 @pytest.mark.parametrize("kind", MODULES)
