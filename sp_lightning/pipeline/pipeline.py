@@ -447,7 +447,9 @@ class Pipeline:
                 return self.call(member, forward, args, kwargs)
         if self._host_meets_device.is_around():
             with self._host_meets_device.paused():
-                return self.call(member, forward, args, kwargs)
+                return self._host_meets_device.call(
+                    self.device, lambda *args, **kwargs: self.call(member, forward, args, kwargs), args, kwargs
+                )
         if self._depth == 0:
             arrangement = self.arrangement
             with self._scope():

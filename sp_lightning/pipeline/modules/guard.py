@@ -235,8 +235,13 @@ class HostParameter(nn.Parameter):
         return guard.redirect(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy it as an ordinary Parameter."""
-        return self._as_ordinary(lambda: self.__deepcopy__(memo))
+        """Copy it as an ordinary Parameter: in a step to the device, where code in a step computes with the copy."""
+        copied = self._as_ordinary(lambda: self.__deepcopy__(memo))
+        found = _guarded.get(id(self))
+        if found is not None and found[0].redirects and not guards_suspended():
+            with torch.inference_mode(False), torch.no_grad():
+                copied.data = copied.data.to(found[0].owner.device)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as an ordinary Parameter."""

@@ -45,14 +45,14 @@ class OperandsOnOneDevice(TorchFunctionMode):
         if func in _ON_LISTS:
             # It may be refused in the middle, and counts no writes. The tensors that it writes to come first.
             movable = _are_apart(args, kwargs) and not _are_apart(args[:1])
-            return _on_one_device(func, args, kwargs) if movable else func(*args, **kwargs)
+            return _where_the_first_is(func, args, kwargs) if movable else func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
             if func in _LEFT_ALONE or _is_private(func) or not _are_apart(args, kwargs):
                 raise
             try:
-                return _on_one_device(func, args, kwargs)
+                return _where_the_first_is(func, args, kwargs)
             except RuntimeError:
                 raise error from None
 
@@ -68,14 +68,25 @@ def _are_apart(*operation: Any) -> bool:
         return len({operand.device for operand in instances_in(operation, Tensor)}) > 1
 
 
-def _on_one_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    copies: list[tuple[Tensor, Tensor]] = []
+def _where_the_first_is(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with without_torch_function():
         device = next(instances_in((args, kwargs), Tensor)).device
+    return _run_on(device, func, args, kwargs)
+
+
+def _run_on(
+    device: torch.device,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stays: Callable[[Tensor], bool] = lambda operand: False,
+) -> Any:
+    """Run an operation with its operands on this device, but for those that stay where they are."""
+    copies: list[tuple[Tensor, Tensor]] = []
 
     def bring(operand: Tensor) -> Tensor:
         with without_torch_function():
-            if operand.device == device:
+            if operand.device == device or stays(operand):
                 return operand
         copies.append((operand, _copy(operand, device)))
         return copies[-1][1]
@@ -122,6 +133,22 @@ class HostMeetsDevice(OperandsOnOneDevice):
             # `shadow.type_as(weight)` is the shadow itself in plain training, and may be written to.
             return args[0].to(args[1].dtype, *args[2:], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+    def call(
+        self, device: torch.device, module_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a unit with inputs on the device: code that asked a weight where to place them got the host.
+
+        Integers are the exception if other inputs are on the device: lengths are on the host in plain training, too.
+        """
+        inputs = [tensor for tensor in instances_in((args, kwargs), Tensor) if id(tensor) not in self.weights]
+        all_on_host = all(tensor.device.type == "cpu" for tensor in inputs)
+
+        def stays(tensor: Tensor) -> bool:
+            may_be_lengths = not (all_on_host or tensor.is_floating_point() or tensor.is_complex())
+            return id(tensor) in self.weights or tensor.dim() == 0 or may_be_lengths
+
+        return _run_on(device, module_call, args, kwargs, stays)
 
     def enable(self) -> None:
         """Bring operands together from now on."""
