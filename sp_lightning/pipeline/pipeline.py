@@ -33,6 +33,7 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers, move_unmanaged
 from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.modules.functions import stop_watching_functions, watch_functions
+from sp_lightning.pipeline.modules.host_inputs import call_on_device
 from sp_lightning.pipeline.modules.suspension import (
     forget_ended_steps,
     guards_resumed,
@@ -445,17 +446,21 @@ class Pipeline:
         if guards_suspended():
             with guards_resumed():
                 return self.call(member, forward, args, kwargs)
-        if self._host_meets_device.is_around():
-            with self._host_meets_device.paused():
-                return self._host_meets_device.call(
-                    self.device, lambda *args, **kwargs: self.call(member, forward, args, kwargs), args, kwargs
-                )
+        if member.unit is not None and self._host_meets_device.is_around():
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return self._call(member, forward, args, kwargs)
+
+            return call_on_device(self.device, call, args, kwargs, self._host_meets_device)
+        return self._call(member, forward, args, kwargs)
+
+    def _call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._depth == 0:
             arrangement = self.arrangement
             with self._scope():
                 if self.arrangement is not arrangement:
                     return member.module(*args, **kwargs)  # as a member of the new arrangement
-                return self.call(member, forward, args, kwargs)
+                return self._call(member, forward, args, kwargs)
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled
         autocast = self._autocast_dtype()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sp_lightning.pipeline._private import in_backward, push_function_mode, remove_function_mode, without_torch_function
-from sp_lightning.pipeline.modules.operands import instances_in, replace_instances
+from sp_lightning.pipeline.modules.operands import instances_in, run_on
 from sp_lightning.pipeline.modules.suspension import guards_suspended
 
 _MAKE_ALIKE = (Tensor.to, Tensor.type_as)
@@ -71,39 +71,7 @@ def _are_apart(*operation: Any) -> bool:
 def _where_the_first_is(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with without_torch_function():
         device = next(instances_in((args, kwargs), Tensor)).device
-    return _run_on(device, func, args, kwargs)
-
-
-def _run_on(
-    device: torch.device,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    stays: Callable[[Tensor], bool] = lambda operand: False,
-) -> Any:
-    """Run an operation with its operands on this device, but for those that stay where they are."""
-    copies: list[tuple[Tensor, Tensor]] = []
-
-    def bring(operand: Tensor) -> Tensor:
-        with without_torch_function():
-            if operand.device == device or stays(operand):
-                return operand
-        copies.append((operand, _copy(operand, device)))
-        return copies[-1][1]
-
-    args, kwargs = replace_instances((args, kwargs), Tensor, bring)
-    result = func(*args, **kwargs)
-    for operand, copy in copies:
-        if copy._version:  # `out=`, an embedding that bounds its rows
-            with torch.no_grad():
-                operand.copy_(copy)
-    return result
-
-
-def _copy(operand: Tensor, device: torch.device) -> Tensor:
-    builds_graph = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(builds_graph):  # tensors of inference have no version
-        return operand.to(device)
+    return run_on(device, func, args, kwargs)
 
 
 class HostMeetsDevice(OperandsOnOneDevice):
@@ -133,22 +101,6 @@ class HostMeetsDevice(OperandsOnOneDevice):
             # `shadow.type_as(weight)` is the shadow itself in plain training, and may be written to.
             return args[0].to(args[1].dtype, *args[2:], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
-
-    def call(
-        self, device: torch.device, module_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a unit with inputs on the device: code that asked a weight where to place them got the host.
-
-        Integers are the exception if other inputs are on the device: lengths are on the host in plain training, too.
-        """
-        inputs = [tensor for tensor in instances_in((args, kwargs), Tensor) if id(tensor) not in self.weights]
-        all_on_host = all(tensor.device.type == "cpu" for tensor in inputs)
-
-        def stays(tensor: Tensor) -> bool:
-            may_be_lengths = not (all_on_host or tensor.is_floating_point() or tensor.is_complex())
-            return id(tensor) in self.weights or tensor.dim() == 0 or may_be_lengths
-
-        return _run_on(device, module_call, args, kwargs, stays)
 
     def enable(self) -> None:
         """Bring operands together from now on."""
