@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.modules.at_work import EngineAtWork
 from sp_lightning.pipeline.modules.suspension import guards_resumed, resume_guards, suspend_guards
@@ -111,11 +112,9 @@ class Optimizers:
 
     def _with_state_elsewhere(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the weights of the module whose state is on another device: they have moved since it was made."""
-        return [
-            parameter
-            for parameter in _parameters_of(optimizer)
-            if id(parameter) in self._parameters and is_elsewhere(optimizer.state.get(parameter, {}), parameter)
-        ]
+        own = [parameter for parameter in _parameters_of(optimizer) if id(parameter) in self._parameters]
+        with without_torch_function():  # looking state up by a guarded weight would wait for its gradient
+            return [parameter for parameter in own if is_elsewhere(optimizer.state.get(parameter, {}), parameter)]
 
     def _refuse_twins(self, optimizer: Optimizer) -> None:
         # A twin has no gradient, so an optimizer would silently skip it.
