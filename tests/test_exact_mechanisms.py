@@ -574,6 +574,35 @@ def test_gradients_that_are_given_other_memory(
     assert_same_story(story, partial(chain, 4), **options)
 
 
+@pytest.mark.parametrize("when", ["before the first step", "after the optimizer"])
+@pytest.mark.parametrize("options", [{}, {"overlap_optimizer": False}, {"activations": "recompute"}], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_weights_that_are_given_another_order_in_memory(when: str, options: dict[str, Any], autocast: bool) -> None:
+    """As `module.to(memory_format=torch.channels_last)` does in a hook: kernels depend on it, and round differently."""
+
+    def reorder(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.data = parameter.data.t().contiguous().t()
+
+    def story(run: Run) -> None:
+        optimizer = adamw(run.model)
+        for step in range(4):
+            if step == 0 and when == "before the first step":
+                reorder(run.model)
+            with run.step(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                run.model(run.rows(step)).square().mean().backward()
+            optimizer.step()
+            if step == 1 and when == "after the optimizer":
+                reorder(run.model)
+            optimizer.zero_grad()
+            for name, parameter in run.model.named_parameters():
+                run.note(f"step {step} / weight / {name}", parameter)
+                run.note(f"step {step} / strides / {name}", torch.tensor(parameter.stride()))
+
+    assert_same_story(story, partial(chain, 4), **options)
+
+
 def transpose(model: nn.Module) -> None:
     """Gradients in another order in memory, as those of a transposed product are."""
     for parameter in model.parameters():

@@ -234,13 +234,20 @@ class Weight:
         """Whether the master was given other memory whose values cannot simply be moved back into ours.
 
         Either somebody keeps our memory, as an EMA does that swaps the weights back later, or dtype or shape differ
-        (`module.double()`).
+        (`module.double()`), or the order in which values lie in memory (`module.to(memory_format=...)`).
         """
-        return self.is_elsewhere and (self._is_converted or users_of_storage(self.host) > 1)
+        return self.is_elsewhere and (self._is_converted or self._is_reordered or users_of_storage(self.host) > 1)
 
     @property
     def _is_converted(self) -> bool:
         return self.master.dtype != self.host.dtype or self.master.shape != self.host.shape
+
+    @property
+    def _is_reordered(self) -> bool:
+        if self.master.stride() == self.host.stride():
+            return False
+        like = torch.empty_like(self.master, device="meta")  # as the master, if that fills its memory
+        return like.stride() == self.master.stride()
 
     def readopt(self) -> None:
         """If the master is elsewhere, move its values back into our memory."""
