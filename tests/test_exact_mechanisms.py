@@ -603,6 +603,20 @@ def test_weights_that_are_given_another_order_in_memory(when: str, options: dict
     assert_same_story(story, partial(chain, 4), **options)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda function: function], ids=["grad", "none"])
+def test_units_stay_while_functional_call_has_other_tensors_in_their_place(transform: Any) -> None:
+    """What is learned of its calls is for the time after it: meanwhile the modules have none of their weights."""
+    model = chain(4)
+    with attached(model, units=nn.Linear, debug=False) as pipe:
+        for step in range(3):
+            others = {name: weight.detach() * 0.5 for name, weight in model.named_parameters()}
+            transform(lambda others: torch.func.functional_call(model, others, Run.rows(0)).sum())(others)
+            with torch.autocast("cpu", torch.bfloat16, enabled=step == 1):
+                torch.func.functional_call(model, others, Run.rows(0))
+        model(Run.rows(0)).sum().backward()
+        assert set(pipe.arrangement.weights_by_master) == set(map(id, model.parameters()))
+
+
 def transpose(model: nn.Module) -> None:
     """Gradients in another order in memory, as those of a transposed product are."""
     for parameter in model.parameters():

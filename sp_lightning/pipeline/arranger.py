@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import outside_of_transforms, without_torch_function
 from sp_lightning.pipeline.activations.auto import AutoPolicy
@@ -83,6 +83,7 @@ class Arranger:
         """
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange()
+        waiting = waiting or self._is_lent_out()
         if not waiting and (self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters())):
             self.rearrange()
         self.assembly.overlap.restore_param_groups()
@@ -106,7 +107,7 @@ class Arranger:
         Returns:
             Whether everything was arranged anew for it.
         """
-        if self.arrangement.unused_in_step and not self._graphs.waiting():
+        if self.arrangement.unused_in_step and not (self._graphs.waiting() or self._is_lent_out()):
             self.assembly.guard.disarm()
             with outside_of_transforms():
                 self._rearrange_for(autocast)
@@ -195,6 +196,14 @@ class Arranger:
             self._planner.abandon()
 
     # ------------------------------------------------------------------------------------------------- reasons for it
+
+    def _is_lent_out(self) -> bool:
+        """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
+        return any(
+            type(entry.parameters.get(entry.key)) is Tensor
+            for member in self.arrangement.members
+            for entry in member.entries
+        )
 
     def _has_new_parameters(self) -> bool:
         """Tell whether modules were added or removed, or Parameters replaced (`load_state_dict(assign=True)`).

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -23,6 +24,7 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.hooks import before_backward
+from sp_lightning.pipeline.modules.one_device import OperandsOnOneDevice
 from sp_lightning.pipeline.modules.swap import swap_in, swap_out
 from sp_lightning.pipeline.modules.tensors import replace_tensors, tensors_in
 from sp_lightning.pipeline.outside import OutsideUse
@@ -113,10 +115,11 @@ class Calls:
         number = self._enter(member)
         pushed = False
         try:
-            self._begin(member)
+            has_others = self._begin(member)
             pushed = self._saved.push()
-            # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
-            return self._announce(member, self._compute(member, forward, args, kwargs, autocast), number)
+            with OperandsOnOneDevice() if has_others else nullcontext():
+                # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
+                return self._announce(member, self._compute(member, forward, args, kwargs, autocast), number)
         finally:
             if pushed:
                 self._saved.pop()
@@ -142,10 +145,11 @@ class Calls:
         """Run a call of which no saved-tensor hooks can see what it saves: its weights stay (see transforms.py)."""
         with self._at_work:
             self._outside.keep_on_device(member)
-            swap_in(member, self._returns.follow_requires_grad)
+            has_others = swap_in(member, self._returns.follow_requires_grad)
             member.running_calls += 1
         try:
-            return forward(*args, **kwargs)
+            with OperandsOnOneDevice() if has_others else nullcontext():
+                return forward(*args, **kwargs)
         finally:
             with self._at_work:
                 member.running_calls = max(0, member.running_calls - 1)  # an exception inside leads to a reset
@@ -202,12 +206,14 @@ class Calls:
                 self._activations.pack_inputs()
             return number
 
-    def _begin(self, member: Member) -> None:
+    def _begin(self, member: Member) -> bool:
+        """Put weights in their places, and tell whether others are there, on the host (see `swap_in`)."""
         with self._at_work:
-            swap_in(member, self._returns.follow_requires_grad)
+            has_others = swap_in(member, self._returns.follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
             if len(self._inside) == 1 and not in_backward():
                 self._backend.trace.begin(Kind.FORWARD, member.unit_name)
+            return has_others
 
     def _leave(self, member: Member) -> None:
         with self._at_work:

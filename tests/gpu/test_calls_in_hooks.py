@@ -169,6 +169,31 @@ class GeneratesWithT5(Generates):
         self.model = t5()
 
 
+class UsesOtherWeights(Base):
+    """In place of its own, by `functional_call`: weights without a graph, and others that are made of them."""
+
+    def look(self, batch: Tensor) -> None:
+        weights = {name: weight.detach() for name, weight in self.blocks.named_parameters()}
+
+        def loss(weights: dict[str, Tensor]) -> Tensor:
+            output: Tensor = torch.func.functional_call(self.blocks, weights, (batch,))
+            return output.square().mean()
+
+        slopes = torch.func.grad(loss)(weights)
+        fast = {name: (weight - 0.125 * slopes[name]).requires_grad_() for name, weight in weights.items()}
+        with torch.enable_grad():
+            slopes = torch.autograd.grad(loss(fast), list(fast.values()))
+        self.note(loss(weights))
+        self.noted += [slope.cpu() for slope in slopes]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.look(batch)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.look(batch)
+
+
 class AdaptsACopy(Base):
     """As meta-learning does: what a step copies it computes with, and trains, on the device."""
 
@@ -188,7 +213,16 @@ class AdaptsACopy(Base):
 
 
 @pytest.mark.parametrize(
-    "kind", [MakesSamples, Denoises, EncodesSequences, GeneratesWithLlama, GeneratesWithT5, AdaptsACopy]
+    "kind",
+    [
+        MakesSamples,
+        Denoises,
+        EncodesSequences,
+        GeneratesWithLlama,
+        GeneratesWithT5,
+        UsesOtherWeights,
+        AdaptsACopy,
+    ],
 )
 def test_what_is_on_the_device_in_plain_training_works(kind: type[Base], accelerator: str) -> None:
     """And with the same results, but for rounding: torch's optimizers have other kernels on the host."""

@@ -12,13 +12,17 @@ from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
-def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
+def swap_in(member: Member, prepare: Callable[[Twin], None]) -> bool:
     """Put twins in place of the masters.
 
     Args:
         member: The member that is about to compute, as a whole or in parts.
         prepare: Called with each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
+
+    Returns:
+        Whether there are other tensors in place of masters, and not on the device: `functional_call` puts them there.
     """
+    has_others = False
     with without_torch_function():
         for entry in member.entries:
             weight = entry.weight
@@ -26,11 +30,15 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
             wake(twin)
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 prepare(twin)
-            if entry.parameters.get(entry.key) is weight.master:  # else functional_call has put something there
+            current = entry.parameters.get(entry.key)
+            if current is weight.master:
                 entry.parameters[entry.key] = twin.parameter
+            elif current is not None and current.device != twin.data.device:
+                has_others = True
     for module, weights in member.recurrent:
-        current = {id(entry.weight): entry.parameters.get(entry.key) for entry in member.entries}
-        module._flat_weights = [current[id(weight)] for weight in weights]
+        present = {id(entry.weight): entry.parameters.get(entry.key) for entry in member.entries}
+        module._flat_weights = [present[id(weight)] for weight in weights]
+    return has_others
 
 
 def swap_out(member: Member) -> None:
