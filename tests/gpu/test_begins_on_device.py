@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import Pipeline, plan, superpipeline
 
+from ..lightning_modules import trainer
 from ..zoo.blocks import WIDTH, chain
 
 pytestmark = pytest.mark.gpu
@@ -104,23 +105,16 @@ class Chain(L.LightningModule):
 def test_a_module_that_was_trained_there_without_us(accelerator: str, device: torch.device, tmp_path: Any) -> None:
     """Its checkpoint has tensors of the device, where `load_from_checkpoint` leaves the module."""
     data = DataLoader(torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(2)), batch_size=3)
-    settings: dict[str, Any] = {
-        "accelerator": accelerator,
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_checkpointing": False,
-    }
+    settings: dict[str, Any] = {"accelerator": accelerator, "devices": 1, "max_epochs": 1}
     torch.manual_seed(0)
-    first = L.Trainer(strategy="auto", **settings)
+    first = trainer("auto", **settings)
     first.fit(Chain(), data)
     first.save_checkpoint(tmp_path / "plain.ckpt")
     results = []
     for strategy in ("auto", "superpipeline"):
         module = Chain.load_from_checkpoint(tmp_path / "plain.ckpt", map_location=device, weights_only=False)
         assert module.device.type == device.type
-        L.Trainer(strategy=strategy, **settings).fit(module, data)
+        trainer(strategy, **settings).fit(module, data)
         results.append(host_values(module))
     for plain, ours in zip(*results, strict=True):
         assert torch.equal(plain, ours)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline._private import remove_function_mode
 
+from ..lightning_modules import trainer
 from ..zoo.blocks import WIDTH, Block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -222,20 +223,12 @@ def trained(kind: type[Kind], accelerator: str, streamed: bool) -> tuple[Kind, d
     """A module after two epochs, with its weights and buffers, and the last validation's loss."""
     torch.manual_seed(0)
     module = kind()
-    trainer = L.Trainer(
-        strategy=SuperpipelineStrategy(k=2, units=["Block", "Linear"]) if streamed else "auto",
-        accelerator=accelerator,
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = SuperpipelineStrategy(k=2, units=["Block", "Linear"]) if streamed else "auto"
     rows = torch.linspace(-1, 1, 12 * WIDTH).view(12, WIDTH)
-    trainer.fit(module, DataLoader(rows, batch_size=4), DataLoader(rows, batch_size=6))
+    quiet = trainer(strategy, accelerator=accelerator, devices=1, max_epochs=2, num_sanity_val_steps=2)
+    quiet.fit(module, DataLoader(rows, batch_size=4), DataLoader(rows, batch_size=6))
     state = {name: value.cpu().clone() for name, value in module.state_dict().items()}
-    return module, {**state, "val_loss": trainer.callback_metrics["val_loss"].cpu()}
+    return module, {**state, "val_loss": quiet.callback_metrics["val_loss"].cpu()}
 
 
 class Looks(Base):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
 
+from ..lightning_modules import trainer
 from ..zoo.blocks import WIDTH, Block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -235,16 +236,8 @@ def trained(kind: type[Base], accelerator: str, streamed: bool) -> list[Tensor]:
     torch.manual_seed(0)
     module = kind()
     units = ["Block", "Timed", "Packed"] if hasattr(module, "blocks") else None
-    trainer = L.Trainer(
-        strategy=SuperpipelineStrategy(k=2, units=units) if streamed else "auto",
-        accelerator=accelerator,
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = SuperpipelineStrategy(k=2, units=units) if streamed else "auto"
     rows = torch.linspace(-1, 1, 12 * WIDTH).view(12, WIDTH)
-    trainer.fit(module, DataLoader(rows, batch_size=4), DataLoader(rows, batch_size=4))
+    quiet = trainer(strategy, accelerator=accelerator, devices=1, max_epochs=1, num_sanity_val_steps=2)
+    quiet.fit(module, DataLoader(rows, batch_size=4), DataLoader(rows, batch_size=4))
     return [*module.noted, *(value.cpu() for value in module.state_dict().values())]
