@@ -83,11 +83,11 @@ class Arranger:
         """
         if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
             self.rearrange()
-        waiting = waiting or self._is_lent_out()
-        if not waiting and (self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters())):
+        must_stay = waiting or self._is_lent_out()
+        if not must_stay and (self._has_replaced_weights() or (look_for_new_parameters and self._has_new_parameters())):
             self.rearrange()
         self.assembly.overlap.restore_param_groups()
-        if waiting:
+        if must_stay:
             return
         if torch.is_grad_enabled():
             masters = (weight.master for weight in self.arrangement.weights)
