@@ -103,8 +103,9 @@ def test_flat_state_is_for_its_own_masters_and_places_only() -> None:
 
 
 def test_kinds_of_state_do_not_fall_on_the_same_sets_of_a_cache() -> None:
-    # so large that the system begins each on a page of its own, and a cache chooses its sets by where in a page it is
-    master = torch.zeros(1 << 20)
+    # so large that the system begins each on a page of its own, and a cache chooses its sets by where in a page it is:
+    # above 32 MiB, up to which malloc may use again what was freed, at any place in a page
+    master = torch.zeros(9 << 20)
     state = FlatState([master])
     offsets = {state.place(0, key, master).data_ptr() % 4096 for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
     assert len({offset // 64 for offset in offsets | {master.data_ptr() % 4096}}) == 4
