@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from mmap import mmap
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -102,10 +106,18 @@ def test_flat_state_is_for_its_own_masters_and_places_only() -> None:
     assert not state.is_for(masters, [{"average": place.clone()}, {}])
 
 
-def test_kinds_of_state_do_not_fall_on_the_same_sets_of_a_cache() -> None:
-    # so large that the system begins each on a page of its own, and a cache chooses its sets by where in a page it is:
-    # above 32 MiB, up to which malloc may use again what was freed, at any place in a page
-    master = torch.zeros(9 << 20)
+def test_kinds_of_state_do_not_fall_on_the_same_sets_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    # as large memory mostly does, each begins on a page of its own, and a cache chooses its sets by where in a page it
+    # is; malloc may also put it into what was freed before
+    empty = torch.empty
+
+    def on_pages(*size: Any, **kwargs: Any) -> Tensor:
+        if kwargs != {"dtype": torch.uint8} or size == (0,):
+            return empty(*size, **kwargs)
+        return torch.frombuffer(mmap(-1, *size), **kwargs)
+
+    master = on_pages(4 << 20, dtype=torch.uint8).view(torch.float32)
+    monkeypatch.setattr(torch, "empty", on_pages)
     state = FlatState([master])
     offsets = {state.place(0, key, master).data_ptr() % 4096 for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
     assert len({offset // 64 for offset in offsets | {master.data_ptr() % 4096}}) == 4
