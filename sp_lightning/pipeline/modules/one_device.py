@@ -97,7 +97,7 @@ class HostMeetsDevice(OperandsOnOneDevice):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation, if need be with operands on one device; what is made like a weight is not moved."""
-        if func in _MAKE_ALIKE and len(args) > 1 and id(args[1]) in self.weights:
+        if func in _MAKE_ALIKE and len(args) > 1 and isinstance(args[1], Tensor) and id(args[1]) in self.weights:
             # `shadow.type_as(weight)` is the shadow itself in plain training, and may be written to.
             return args[0].to(args[1].dtype, *args[2:], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
