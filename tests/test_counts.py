@@ -16,7 +16,9 @@ from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.modules.guard import Guard
 
 from .helpers import attached
+from .zoo.blocks import WIDTH as NARROW
 from .zoo.blocks import Block, Chain, chain
+from .zoo.oddities import Fused
 
 BLOCKS, WIDTH, HIDDEN = 12, 32, 64  # large enough that alignment in flat buffers hardly counts
 WINDOWS = [(1, 1), (2, 1), (3, 1), (5, 1), (11, 1), (2, 2), (4, 2)]  # (k, k_prime)
@@ -141,6 +143,18 @@ class Skipping(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
+
+
+def test_units_that_return_views_of_what_a_custom_function_has_computed() -> None:
+    """The views' base has no node in the graph. Unannounced, backward would use weights outside of their units."""
+    units = 5
+    with attached(Chain(Fused() for _ in range(units)), k=2, units=Fused) as pipe:
+        for _ in range(3):
+            pipe.stats.clear()
+            with pipe.step():
+                pipe.module(torch.randn(4, NARROW)).square().mean().backward()
+        assert pipe.stats.loads == 2 * (units - 2)
+        assert pipe.stats.misses == pipe.stats.heals == 0
 
 
 def test_a_unit_that_hands_its_input_through_has_no_backward() -> None:

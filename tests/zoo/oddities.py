@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 from torch.nn.utils import parametrizations
 
-from .blocks import WIDTH, Block, Chain, Stashing, chain, rows
+from .blocks import WIDTH, Block, Chain, Stashing, StashOnContext, chain, rows
 from .case import Batch, Case, adamw_loop
 
 # ---------------------------------------------------------------------------------------------- outputs and activations
@@ -53,6 +53,25 @@ class StashingChain(Chain):
             y += x
             x = y.tanh()
         return x
+
+
+class ReturnsView(StashOnContext):
+    """As a fused kernel that flattens its batch: its result is a view of what it has computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return StashOnContext.forward(ctx, x, weight).view(x.shape)
+
+
+class Fused(nn.Module):
+    """A layer over ReturnsView."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ReturnsView.apply(x, self.weight)
 
 
 @dataclass
@@ -524,6 +543,7 @@ CASES = [
         lightning=True,
         autocast=True,
     ),
+    Case("weight-on-ctx-and-view-returned", lambda: Chain(Fused() for _ in range(5)), rows),
     Case("weight-on-ctx-and-inplace-view", lambda: StashingChain(Stashing(inplace=True) for _ in range(5)), rows),
     Case("structured-outputs", Structured, rows, lambda out, batch: (out["out"] * out["sum"]).mean(), lightning=True),
     *(Case(f"returns-own-parameter-{form}", lambda f=form: Prompted(f), rows) for form in ("whole", "slice", "nested")),

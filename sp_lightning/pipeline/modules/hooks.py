@@ -9,7 +9,8 @@ of a gate has the plain class. The class of a parametrized module stays on top: 
 
 [Note: before backward]
 Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
-tensor (its base, for a view) stays in the graph in every case, so the hook is registered there.
+tensor (its base, for a view) stays in the graph in every case, so the hook is registered there. A view that a custom
+autograd function returns has a base from before its graph, or from inside of it, but cannot be modified in place.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from inspect import unwrap
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import GraphModule
 from torch.nn.utils import parametrize
@@ -187,19 +189,22 @@ def before_backward(outputs: list[Tensor], action: Callable[[], None], since: in
         since: The number of calls when this one began.
         now: The number of calls now.
     """
-    nodes = set()
-    for output in outputs:
-        made_by = output._base if output._is_view() else output
-        if made_by is not None and made_by.grad_fn is not None:
-            nodes.add(made_by.grad_fn)
+    nodes = set(map(_node_that_stays, outputs)) - {None}
 
     def run(_: Any) -> None:
         action()
 
     for node in nodes:
-        metadata: Any = node.metadata  # a dict, whatever torch's annotation says
-        if metadata.setdefault(_WATCHED_AT, now) >= since:
+        if node.metadata.setdefault(_WATCHED_AT, now) >= since:
             node.register_prehook(run)
+
+
+def _node_that_stays(output: Tensor) -> Any:
+    """Return the node that made a tensor or its base; None if it has none."""
+    base = output._base
+    if base is None or base.grad_fn is None or isinstance(output.grad_fn, BackwardCFunction):
+        return output.grad_fn
+    return base.grad_fn
 
 
 def hold_while_needed(leaf: nn.Parameter, graph: Graph, reached: Callable[[Graph], None]) -> None:

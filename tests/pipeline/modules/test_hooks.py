@@ -7,7 +7,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -386,6 +386,39 @@ def test_a_view_changed_in_place_still_announces(
     before_backward([output], lambda: order.append("announced"), since=1, now=1)
     change(output).square().sum().backward()
     assert order == ["announced", "input"]
+
+
+class Fused(torch.autograd.Function):
+    """As a fused kernel: its result is a view of what it has computed, or of its input."""
+
+    order: ClassVar[list[str]]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, of_input: bool) -> Tensor:
+        return (x if of_input else x * 1).view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        Fused.order.append("function")
+        return gradient.view(2, 2), None
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+def test_a_view_that_a_custom_function_returns_announces_before_the_function_runs(of_input: bool) -> None:
+    Fused.order = order = []
+    x = torch.ones(2, 2, requires_grad=True)
+    output = Fused.apply(x * 3, of_input)
+    before_backward([output], lambda: order.append("announced"), since=1, now=1)
+    output.square().sum().backward()
+    assert order == ["announced", "function"]
+
+
+def test_a_view_of_a_view_that_a_custom_function_returns() -> None:
+    Fused.order = order = []
+    output = Fused.apply(torch.ones(2, 2, requires_grad=True), False)[:2]
+    before_backward([output], lambda: order.append("announced"), since=1, now=1)
+    output.square().sum().backward()
+    assert order == ["announced", "function"]
 
 
 def test_leaves_and_constants_announce_nothing() -> None:
