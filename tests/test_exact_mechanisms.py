@@ -926,6 +926,48 @@ def test_retained_gradients_and_hooks_on_activations() -> None:
     assert_same_story(story, build, units=lambda name, module: isinstance(module, Block | nn.Linear))
 
 
+class LooksAtItsWeight(nn.Module):
+    """Its weight is looked at in backward, before backward reaches its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        x.register_hook(lambda _: self.seen.append(self.inner.weight.detach().clone()))
+        return x
+
+
+class SharesANorm(nn.Module):
+    """The norm stays on the device. It is in a unit with a layer that does not, and is called once more after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(WIDTH)
+        late = nn.ModuleList([norm, LooksAtItsWeight(), nn.Sequential(norm, Block())])
+        self.parts = nn.ModuleList([nn.Sequential(norm, Block()), Block(), late, Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, late, last = self.parts
+        return last(nn.Sequential(first, second, *late)(x))
+
+
+def test_a_unit_in_which_backward_has_reached_a_call_that_needs_no_weights_of_it() -> None:
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        for step in range(2):
+            with run.step():
+                run.model(run.rows(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for number, weight in enumerate(run.model.parts[2][1].seen):
+            run.note(f"weight {number}", weight)
+
+    assert_same_story(story, SharesANorm, k=1, units=None)
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_detection() -> None:
     """Lightning's ``detect_anomaly`` changes how autograd keeps nodes; poisoned slots must not set it off."""

@@ -122,7 +122,8 @@ class BackwardPass:
             if unit not in self._reached:
                 self._reached.append(unit)
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
-                swap_in(other, self._returns.follow_requires_grad)
+                if all(group in groups or _is_valid(group) for group in other.groups):
+                    swap_in(other, self._returns.follow_requires_grad)
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 
@@ -194,6 +195,11 @@ class BackwardPass:
             _take_twins_from(unit)
         self._reached.clear()
         self.in_use = []
+
+
+def _is_valid(group: Group) -> bool:
+    """Tell whether twins have their values, though the call that backward has reached may not have used them."""
+    return group.readable and not group.suspect
 
 
 def _take_twins_from(unit: Unit) -> None:
