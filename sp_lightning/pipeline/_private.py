@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import _symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
@@ -157,9 +158,18 @@ def scope_that_ends_before_backward() -> str | None:
     return "forward-mode differentiation" if forward_ad._current_level >= 0 else None
 
 
-def is_tracing() -> bool:
-    """Tell whether `torch.jit.trace` is recording."""
-    return bool(torch._C._is_tracing())
+def is_capturing() -> bool:
+    """Tell whether calls are being captured as a graph: by `torch.jit.trace`, `torch.fx`, `make_fx` or `torch.export`.
+
+    Torch's own question about the latter three logs a warning each time.
+    """
+    return bool(torch._C._is_tracing() or _is_fx_tracing())
+
+
+def _is_fx_tracing() -> bool:
+    if hasattr(_symbolic_trace, "_get_is_fx_tracing"):
+        return bool(_symbolic_trace._get_is_fx_tracing())
+    return bool(_symbolic_trace._is_fx_tracing_flag)  # type: ignore[attr-defined]  # of an older torch
 
 
 def is_undecomposed(func: Any, device_type: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import in_backward, is_tracing, outside_of_transforms, without_torch_function
+from sp_lightning.pipeline._private import in_backward, is_capturing, outside_of_transforms, without_torch_function
 from sp_lightning.pipeline.activations.transforms import stop_watching_transforms, watch_transforms
 from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
@@ -437,11 +437,11 @@ class Pipeline:
 
     def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of a member's module with its weights on the device (see hooks.py)."""
-        if is_tracing():
+        if is_capturing():
             raise RuntimeError(
-                "A module that superpipeline streams cannot be traced (by `torch.jit.trace`, "
-                "`to_torchscript(method='trace')`, a logger with `log_graph=True`): a trace would keep the weights of "
-                "one moment. Trace `copy.deepcopy(module)`, which is plain, or trace before or after the run."
+                "A module that superpipeline streams cannot be captured as a graph (by `torch.jit.trace`, "
+                "`torch.export`, `torch.onnx.export`, `torch.fx`): the graph would keep the weights of one moment. "
+                "Capture `copy.deepcopy(module).cpu()`, which is plain, or capture before or after the run."
             )
         if guards_suspended():
             with guards_resumed():

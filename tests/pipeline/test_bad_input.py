@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_lightning import superpipeline
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 
-from ..zoo.blocks import Block, chain
+from ..zoo.blocks import WIDTH, Block, chain
 from .parts import RecordingBackend
 
 
@@ -250,4 +252,26 @@ def test_rebuild_in_the_middle_of_a_step() -> None:
     with pytest.raises(RuntimeError, match=r"`rebuild\(\)`.*between steps"), pipeline.step():
         pipeline.rebuild()
     pipeline.rebuild()
+    pipeline.detach()
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [
+        lambda module, x: torch.jit.trace(module, x),
+        lambda module, x: torch.fx.symbolic_trace(module),
+        lambda module, x: make_fx(module)(x),
+        lambda module, x: torch.export.export(module, (x,), strict=False),
+    ],
+    ids=["jit.trace", "fx", "make_fx", "export"],
+)
+def test_capturing_a_module_as_a_graph(capture: Callable[[nn.Module, Tensor], Any]) -> None:
+    module, x = chain(3), torch.ones(2, WIDTH)
+    pipeline = superpipeline(module, "cpu", units=Block)
+    with pytest.raises(RuntimeError, match=r"captured as a graph.*`copy\.deepcopy\(module\)\.cpu\(\)`"):
+        capture(module, x)
+    expected = module(x)
+    copied = copy.deepcopy(module).cpu()
+    captured = capture(copied, x)
+    assert torch.equal((captured.module() if hasattr(captured, "module") else captured)(x), expected)
     pipeline.detach()

@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
@@ -39,8 +40,8 @@ from sp_lightning.pipeline._private import (
     hide_from_dynamo,
     in_backward,
     in_transform,
+    is_capturing,
     is_compiled,
-    is_tracing,
     is_undecomposed,
     outside_of_transforms,
     pop_saved_tensor_hooks,
@@ -402,17 +403,28 @@ def test_every_function_has_a_test() -> None:
     assert functions <= set(globals()), functions - set(globals())
 
 
-def test_tracing_is_noticed() -> None:
-    """A trace of streamed weights would keep those of one moment."""
+@pytest.mark.parametrize(
+    "capture",
+    [
+        lambda module, x: torch.jit.trace(module, x, check_trace=False),
+        lambda module, x: torch.fx.symbolic_trace(module),
+        lambda module, x: make_fx(module)(x),
+        lambda module, x: torch.export.export(module, (x,), strict=False),
+    ],
+    ids=["jit.trace", "fx", "make_fx", "export"],
+)
+def test_graph_capture_is_noticed(capture: Callable[[torch.nn.Module, Tensor], Any]) -> None:
     seen = []
 
-    def function(x: Tensor) -> Tensor:
-        seen.append(is_tracing())
-        return x + 1
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(is_capturing())
+            return x + 1
 
-    torch.jit.trace(function, torch.ones(1), check_trace=False)
-    assert seen == [True]
-    assert not is_tracing()
+    capture(Module(), torch.ones(1))
+    assert seen
+    assert all(seen)
+    assert not is_capturing()
 
 
 def test_scopes_that_end_before_backward() -> None:
