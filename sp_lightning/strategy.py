@@ -29,6 +29,7 @@ from sp_lightning.pipeline.transfer.cores import use_all_cores
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.averages import Averages
 from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
+from sp_lightning.trainer.logged_graphs import log_graphs
 from sp_lightning.trainer.materialize import materialize
 from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.precision import host_precision, lend, take_back
@@ -231,6 +232,7 @@ class SuperpipelineMixin(ProcessesMixin):
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         materialize(self.model, self.lightning)
+        log_graphs(trainer.loggers, self._module, self.root_device, self.lightning)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:

@@ -41,6 +41,7 @@ class Namespace:
         # If one of these callbacks prints with rich, so do we.
         self.rich = (callbacks.RichModelSummary, callbacks.RichProgressBar)
         self.summary = callbacks.ModelSummary
+        self.logger = import_module(f"{name}.loggers").Logger
         # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
         # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
         averaging = (getattr(callbacks, each, None) for each in ("StochasticWeightAveraging", "WeightAveraging"))
