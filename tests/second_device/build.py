@@ -41,7 +41,8 @@ def build(folder: Path) -> tuple[list[Path], Path]:
     # torch opens the driver's libraries by their names, and finds those that are there
     command_for_runtime = [*general, "-Wl,-soname,libcuda.so.1", SOURCES / "runtime.cpp", "-o", runtime, "-lpthread"]
     command_for_management = [*general, "-Wl,-soname,libnvidia-ml.so.1", SOURCES / "management.cpp", "-o", management]
-    torch_flags = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+    torch_flags = [f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}"]  # 0 up to torch 2.6
+    torch_flags += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     libraries = [f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")]
     command_for_kernels = [*general, SOURCES / "kernels.cpp", "-o", kernels, *torch_flags, *libraries]
     for command in (command_for_runtime, command_for_management, command_for_kernels):

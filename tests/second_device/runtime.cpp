@@ -452,6 +452,10 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size, c
   *handle = reinterpret_cast<uintptr_t>(new std::pair<int, size_t>(device, size));
   return CUDA_SUCCESS;
 }
+EXPORT CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocationProp*,
+                                              CUmemAllocationGranularity_flags) {
+  return *size = 2 << 20, CUDA_SUCCESS;
+}
 EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   std::unique_lock lock(mutex);
   auto* created = reinterpret_cast<std::pair<int, size_t>*>(handle);
@@ -475,6 +479,19 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
   regions.erase(address);
   return CUDA_SUCCESS;
 }
+// torch 2.6 looks for all that it may ever call before it maps anything
+#define NEVER_CALLED(name, ...) \
+  EXPORT CUresult name(__VA_ARGS__) { return CUDA_ERROR_NOT_SUPPORTED; }
+NEVER_CALLED(cuMemExportToShareableHandle, void*, CUmemGenericAllocationHandle, CUmemAllocationHandleType,
+             unsigned long long)
+NEVER_CALLED(cuMemImportFromShareableHandle, CUmemGenericAllocationHandle*, void*, CUmemAllocationHandleType)
+NEVER_CALLED(cuMemsetD32Async, CUdeviceptr, unsigned int, size_t, CUstream)
+#undef cuStreamWriteValue32  // CUDA's headers give it a newer name
+NEVER_CALLED(cuStreamWriteValue32, CUstream, CUdeviceptr, cuuint32_t, unsigned int)
+NEVER_CALLED(cuMulticastAddDevice, CUmemGenericAllocationHandle, CUdevice)
+NEVER_CALLED(cuMulticastBindMem, CUmemGenericAllocationHandle, size_t, CUmemGenericAllocationHandle, size_t, size_t,
+             unsigned long long)
+NEVER_CALLED(cuMulticastCreate, CUmemGenericAllocationHandle*, const CUmulticastObjectProp*)
 
 // ------------------------------------------------------------------------------------------------------- copies
 
