@@ -105,12 +105,21 @@ def train(module: LightningModule, precision: str) -> None:
 MASKED = {llama: 1.12, t5: 1.08, vit: 1.0}
 
 
+def fuses_grouped_attention() -> bool:
+    """Whether the CPU's fused kernel takes fewer heads of keys than of queries; a dry run assumes that it does."""
+    query, key = torch.ones(1, 2, 1, 8, requires_grad=True), torch.ones(1, 1, 1, 8)
+    attended = F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+    return "Flash" in type(attended.grad_fn).__name__
+
+
 @pytest.mark.parametrize(
     ("build", "precision"),
     [(llama, "32-true"), (llama, "bf16-mixed"), (t5, "32-true"), (vit, "bf16-mixed"), (vit, "bf16-true")],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
+    if build is llama and not fuses_grouped_attention():
+        pytest.skip("this torch keeps more of grouped attention on a CPU")
     monkeypatch.setattr(landing, "available_host_memory", lambda: None)  # or buffers depend on how slow optimizers are
     module = Wrapped(build)
     found = estimate(module, module.example_input_array, Assumptions(precision=precision, activations="keep"))
