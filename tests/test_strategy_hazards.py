@@ -62,7 +62,11 @@ class Pretended(SuperpipelineStrategy):
         super().__init__(parallel_devices=[DEVICE], **arguments)
         self.connect(module)
         module._trainer = SimpleNamespace(
-            state=SimpleNamespace(fn=TrainerFn.TESTING), callbacks=[], progress_bar_callback=None, is_global_zero=True
+            state=SimpleNamespace(fn=TrainerFn.TESTING),
+            callbacks=[],
+            loggers=[],
+            progress_bar_callback=None,
+            is_global_zero=True,
         )
 
     def set_up(self) -> None:
