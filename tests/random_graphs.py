@@ -18,6 +18,7 @@ from sp_lightning.pipeline.weights import sections
 from .helpers import Plan, autocast_forgets_gradients
 from .zoo import Case
 from .zoo.blocks import WIDTH, Block, Stashing, rows
+from .zoo.oddities import Fused
 
 AUTOCAST_FORGETS_GRADIENTS = autocast_forgets_gradients()
 
@@ -51,7 +52,7 @@ WRITERS = {write.__name__: write for write in (clamp, decay, decay_counted, aver
 class Leaf(nn.Module):
     """A layer of some kind: views as outputs, buffers, weights on ``ctx``, writes to weights, no weights at all."""
 
-    KINDS = ("block", "dropout", "linear", "batchnorm", "stash", "scale", "identity", "lstm", "view", "norm")
+    KINDS = ("block", "dropout", "linear", "batchnorm", "stash", "fused", "scale", "identity", "lstm", "view", "norm")
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -66,6 +67,8 @@ class Leaf(nn.Module):
             self.inner = nn.BatchNorm1d(WIDTH)
         elif kind == "stash":
             self.inner = Stashing(inplace=True)
+        elif kind == "fused":
+            self.inner = Fused()
         elif kind == "lstm":
             self.inner = nn.LSTM(WIDTH, WIDTH)
         elif kind in ("view", "norm"):
