@@ -80,3 +80,11 @@ def test_other_loggers_are_left_alone() -> None:
     with pytest.raises(RuntimeError, match="not yet"):
         fit(trainer(streamed(), logger=notes), Failing())
     assert "log_graph" not in vars(notes)
+
+
+def test_a_function_that_the_user_has_put_in_place_stays() -> None:
+    drawing, asked = Drawing(), []
+    drawing.log_graph = asked.append
+    fit(trainer(streamed(), logger=drawing), Drawn())
+    assert len(asked) == 1
+    assert drawing.log_graph == asked.append

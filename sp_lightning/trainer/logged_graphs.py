@@ -28,15 +28,19 @@ def log_graphs(loggers: Iterable[Any], module: Any, device: torch.device, lightn
     logs_nothing = lightning.logger.log_graph
     lightning.update_properties(module, device=weight.device)  # loggers move the module's example input there
     for logger in loggers:
-        vars(logger).pop("log_graph", None)  # of a run that failed before Lightning asked
-        if getattr(type(logger), "log_graph", logs_nothing) is not logs_nothing:
+        if isinstance(vars(logger).get("log_graph"), _SkipOnce):  # of a run that failed before Lightning asked
+            del logger.log_graph
+        if getattr(type(logger), "log_graph", logs_nothing) is not logs_nothing and "log_graph" not in vars(logger):
             logger.log_graph(module)
-            _skip_next(logger)
+            logger.log_graph = _SkipOnce(logger)
     lightning.update_properties(module, device=device)
 
 
-def _skip_next(logger: Any) -> None:
-    def log_graph(*args: Any, **kwargs: Any) -> None:
-        del logger.log_graph
+class _SkipOnce:
+    """Stands in for a logger's `log_graph`, and does nothing but make way for it again when it is called."""
 
-    logger.log_graph = log_graph
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        del self._logger.log_graph
