@@ -26,6 +26,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -364,6 +365,15 @@ def attached(model: nn.Module, **options: Any) -> Iterator[Pipeline]:
         yield pipe
     finally:
         pipe.detach()
+
+
+CAPTURES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "jit.trace": lambda module, x: torch.jit.trace(module, x, check_trace=False),
+    "fx": lambda module, x: torch.fx.symbolic_trace(module),
+    "make_fx": lambda module, x: make_fx(module)(x),
+    "export": lambda module, x: torch.export.export(module, (x,), strict=False),
+}
+"""Ways to capture a module as a graph."""
 
 
 def is_block(name: str, module: nn.Module) -> bool:

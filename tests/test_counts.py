@@ -138,13 +138,6 @@ def test_bytes_to_the_device_are_those_of_the_units() -> None:
         assert needed <= pipe.stats.bytes_to_device < 1.1 * needed
 
 
-class Skipping(Block):
-    """A block that does nothing (LayerDrop, stochastic depth)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 def test_units_that_return_views_of_what_a_custom_function_has_computed() -> None:
     """The views' base has no node in the graph. Unannounced, backward would use weights outside of their units."""
     units = 5
@@ -155,6 +148,13 @@ def test_units_that_return_views_of_what_a_custom_function_has_computed() -> Non
                 pipe.module(torch.randn(4, NARROW)).square().mean().backward()
         assert pipe.stats.loads == 2 * (units - 2)
         assert pipe.stats.misses == pipe.stats.heals == 0
+
+
+class Skipping(Block):
+    """A block that does nothing (LayerDrop, stochastic depth)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 def test_a_unit_that_hands_its_input_through_has_no_backward() -> None:

@@ -142,7 +142,7 @@ class BackwardPass:
         wake(twin)
         group = twin.group
         is_expected = group.kept or group in self.in_use
-        if self.running and is_expected and group.readable and not group.suspect:
+        if self.running and is_expected and _is_valid(group):
             return
         with self._at_work:
             self.note()
@@ -198,7 +198,7 @@ class BackwardPass:
 
 
 def _is_valid(group: Group) -> bool:
-    """Tell whether twins have their values, though the call that backward has reached may not have used them."""
+    """Tell whether a group's twins have their values, without bringing it."""
     return group.readable and not group.suspect
 
 

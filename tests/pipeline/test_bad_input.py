@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_lightning import superpipeline
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 
+from ..helpers import CAPTURES
 from ..zoo.blocks import WIDTH, Block, chain
 from .parts import RecordingBackend
 
@@ -255,16 +255,7 @@ def test_rebuild_in_the_middle_of_a_step() -> None:
     pipeline.detach()
 
 
-@pytest.mark.parametrize(
-    "capture",
-    [
-        lambda module, x: torch.jit.trace(module, x),
-        lambda module, x: torch.fx.symbolic_trace(module),
-        lambda module, x: make_fx(module)(x),
-        lambda module, x: torch.export.export(module, (x,), strict=False),
-    ],
-    ids=["jit.trace", "fx", "make_fx", "export"],
-)
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
 def test_capturing_a_module_as_a_graph(capture: Callable[[nn.Module, Tensor], Any]) -> None:
     module, x = chain(3), torch.ones(2, WIDTH)
     pipeline = superpipeline(module, "cpu", units=Block)

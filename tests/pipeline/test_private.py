@@ -19,7 +19,6 @@ from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vjp, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
@@ -67,6 +66,8 @@ from sp_lightning.pipeline._private import (
     without_values,
     zero_grad_is_calling,
 )
+
+from ..helpers import CAPTURES
 
 
 def keep(tensor: Tensor) -> Tensor:
@@ -403,20 +404,11 @@ def test_every_function_has_a_test() -> None:
     assert functions <= set(globals()), functions - set(globals())
 
 
-@pytest.mark.parametrize(
-    "capture",
-    [
-        lambda module, x: torch.jit.trace(module, x, check_trace=False),
-        lambda module, x: torch.fx.symbolic_trace(module),
-        lambda module, x: make_fx(module)(x),
-        lambda module, x: torch.export.export(module, (x,), strict=False),
-    ],
-    ids=["jit.trace", "fx", "make_fx", "export"],
-)
-def test_graph_capture_is_noticed(capture: Callable[[torch.nn.Module, Tensor], Any]) -> None:
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
+def test_graph_capture_is_noticed(capture: Callable[[nn.Module, Tensor], Any]) -> None:
     seen = []
 
-    class Module(torch.nn.Module):
+    class Module(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             seen.append(is_capturing())
             return x + 1
