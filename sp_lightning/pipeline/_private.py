@@ -24,7 +24,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable, forward_ad
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.fx import _symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
@@ -113,6 +113,17 @@ def graph_task() -> int:
 def in_backward() -> bool:
     """Tell whether this thread runs a node of a backward pass: in a checkpoint's recomputation, not in a forward."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def running_node() -> Node | None:
+    """Return the node of a backward pass that this thread runs, or whose hooks it does; None outside of backward."""
+    node: Node | None = torch._C._current_autograd_node()
+    return node
+
+
+def brings_gradient(leaf: Tensor) -> bool:
+    """Tell whether the backward pass that this thread runs a node of brings a leaf a gradient, or has brought it."""
+    return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
 
 
 _ZERO_GRAD = {inspect.unwrap(zero_grad).__code__ for zero_grad in (Optimizer.zero_grad, nn.Module.zero_grad)}

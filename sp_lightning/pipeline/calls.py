@@ -170,7 +170,6 @@ class Calls:
             member.running_calls = 0
             swap_out(member)
         self._inside.clear()
-        self._under_autocast.end_recomputation()
 
     # --------------------------------------------------------------------------------------------------------- a call
 
@@ -309,7 +308,6 @@ class Calls:
                 "A backward pass with create_graph=True will need the weights once more. Surround forward and backward "
                 "with `with pipeline.step():`."
             )
-        self._under_autocast.end_recomputation()
         self._backward.reach(member, graph, groups, around)
         self._activations.reach(member)
         self._backend.trace.begin(Kind.BACKWARD, member.unit_name)

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from sp_lightning.pipeline._private import in_backward
+from sp_lightning.pipeline._private import graph_task, running_node
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.lowered import begin_call
 from sp_lightning.pipeline.modules.lowering import LoweringSpy
 from sp_lightning.pipeline.outside import OutsideUse
-from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.units import Entry, Member
 from sp_lightning.pipeline.weights.weight import Weight
+
+_USED = "superpipeline used"  # in the metadata of a node: which weights are used by what runs again in its backward
 
 
 class UnderAutocast:
@@ -39,7 +41,6 @@ class UnderAutocast:
         self._graphs = lasting.graphs
         self._outside = outside
         self._region = _Region(lasting.device)
-        self._recomputed: set[Weight] = set()  # used by what runs again in backward, since backward last went on
 
     def needs_watching(self, member: Member) -> bool:
         """Tell whether a call would show something new: it is the first one with a graph, or the first one without."""
@@ -77,25 +78,37 @@ class UnderAutocast:
             if not entry.weight.twin.group.users:
                 begin_call(entry.weight.twin)
         has_cache = torch.is_autocast_cache_enabled()
-        if has_cache and in_backward():
-            return
-        region = self._region.current() if has_cache else None
-        outermost = {entry.weight for entry in member.entries if entry.parameters.get(entry.key) is entry.weight.master}
-        if in_backward():
-            # A reentrant checkpoint builds a graph of its own there, and its first forward has built none. For others
+        recomputing = running_node()
+        if recomputing is None:
+            region = self._region.current() if has_cache else None
+            number = self._graphs.current.number
+            for weight in _begins_to_use(member):
+                if weight.last_graph == number and (region is None or weight.last_region != region):
+                    self._outside.keep_as_is(weight)
+                weight.last_graph, weight.last_region = number, region
+        elif not has_cache:
+            # A reentrant checkpoint builds a graph of its own here, and its first forward has built none. For others
             # this repeats uses that have been seen.
-            for weight in outermost & self._recomputed:
-                self._outside.keep_as_is(weight)
-            self._recomputed |= outermost
-            return
-        for weight in outermost:
-            if weight.last_graph == self._graphs.current.number and (region is None or weight.last_region != region):
-                self._outside.keep_as_is(weight)
-            weight.last_graph, weight.last_region = self._graphs.current.number, region
+            metadata: Any = recomputing.metadata
+            used = metadata.setdefault((_USED, graph_task()), set())
+            for weight in _begins_to_use(member):
+                if id(weight) in used:
+                    self._outside.keep_as_is(weight)
+                used.add(id(weight))
 
-    def end_recomputation(self) -> None:
-        """Note that backward goes on with the nodes of what was recomputed: what runs again next is another graph."""
-        self._recomputed.clear()
+
+def _begins_to_use(member: Member) -> list[Weight]:
+    """Return the weights that a call computes with and that gradients may reach, but for those of calls around it."""
+    members = [] if member.unit is None else member.unit.members
+    in_use = {entry.weight for other in members if other.running_calls for entry in other.entries}
+    used = [entry.weight for entry in member.entries if _is_in_place(entry) and entry.weight.master.requires_grad]
+    return [weight for weight in dict.fromkeys(used) if weight not in in_use]
+
+
+def _is_in_place(entry: Entry) -> bool:
+    """Tell whether its module computes with the weight itself, and not with what `functional_call` has put there."""
+    current = entry.parameters.get(entry.key)
+    return current is entry.weight.master or current is entry.weight.twin.parameter
 
 
 class _Region:

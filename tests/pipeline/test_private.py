@@ -31,6 +31,7 @@ from sp_lightning.pipeline import _private
 from sp_lightning.pipeline._private import (
     COMPILES_UNDER_MODES,
     StepCode,
+    brings_gradient,
     call_before_compiling,
     decompose_under_mode,
     explain_graph_break,
@@ -49,6 +50,7 @@ from sp_lightning.pipeline._private import (
     push_saved_tensor_hooks,
     remove_function_mode,
     run_as_without_mode,
+    running_node,
     saved_tensor_hooks_allowed,
     scope_that_ends_before_backward,
     sees_torch_functions,
@@ -185,6 +187,34 @@ def test_backward_passes_are_told_apart() -> None:
     assert len(set(numbers)) == 4, "the second pass has numbers of its own"
     assert -1 not in numbers
     assert graph_task() == -1
+
+
+def test_a_backward_pass_tells_which_leaves_it_brings_gradients() -> None:
+    """Also those that have got theirs, but not what another pass does, be it nested in this one or around it."""
+    first, last, nested = (torch.ones(2, requires_grad=True) for _ in range(3))
+    seen = []
+    for leaf in (first, last, nested):
+        leaf.register_post_accumulate_grad_hook(lambda _: seen.append([*map(brings_gradient, (first, last, nested))]))
+    x = torch.ones(2, requires_grad=True) * first
+    (checkpoint(lambda x: x * nested, x, use_reentrant=True) * last).sum().backward()
+    assert seen == [[True, True, False], [False, False, True], [True, True, False]]
+
+
+def test_the_node_that_runs_again_what_a_checkpoint_has_run() -> None:
+    """It is the node of a reentrant checkpoint, of which each call has its own, with metadata of its own."""
+    seen: list[Any] = []
+
+    def run(x: Tensor) -> Tensor:
+        node = running_node()
+        seen.append(None if node is None else node.metadata.setdefault("test", []))
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        x = checkpoint(lambda x: run(run(x)), x, use_reentrant=True)
+    x.sum().backward()
+    assert seen[:4] == [None] * 4
+    assert seen[4] is seen[5] is not seen[6] is seen[7]
 
 
 def test_the_callback_runs_after_the_last_node() -> None:

@@ -19,7 +19,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import post_accumulate_hooks, tensor_hooks, without_torch_function
+from sp_lightning.pipeline._private import (
+    brings_gradient,
+    graph_task,
+    post_accumulate_hooks,
+    tensor_hooks,
+    without_torch_function,
+)
 from sp_lightning.pipeline.gradients.averaging import Averaged, Averaging, ReplicatedWeights
 from sp_lightning.pipeline.gradients.direct import DirectGradients
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
@@ -117,7 +123,7 @@ class GradientReturn:
         self._expected: dict[Unit, int] = {}
         self._arrived: dict[Weight, None] = {}
         self._sparse: dict[Weight, list[Tensor]] = {}
-        self._of_one_leaf: dict[Weight, tuple[Twin, Tensor]] = {}
+        self._of_one_leaf: dict[tuple[Weight, int], Tensor] = {}
         self._shipped: dict[Weight, None] = {}
         self._direct = DirectGradients(self._take_direct)
         self._taken: dict[Weight, list[Tensor]] = {}
@@ -203,20 +209,19 @@ class GradientReturn:
         self._arrived[weight] = None
 
     def _await_other_leaf(self, twin: Twin, gradient: Tensor) -> None:
-        """Keep the gradient of one of a weight's leaves until the other's arrives.
+        """Keep the gradient of one of a weight's leaves until the other's arrives, if this backward brings one.
 
         In plain training there is one leaf, and autograd adds up the gradients of all uses before it adds their sum to
-        the gradient that is there.
+        the gradient that is there: once in each backward, of which reentrant checkpoints nest one in another.
         """
-        weight = twin.weight
-        earlier_twin, earlier = self._of_one_leaf.pop(weight, (twin, None))
-        if earlier is None:
-            self._of_one_leaf[weight] = twin, gradient
-        elif earlier_twin is not twin:
+        weight, backward = twin.weight, graph_task()
+        earlier = self._of_one_leaf.pop((weight, backward), None)
+        if earlier is not None:
             self._gather(weight, earlier.to(weight.master.dtype) + gradient)
-        else:  # reentrant checkpoints accumulate several times in one backward
-            self._of_one_leaf[weight] = twin, gradient
-            self._gather(weight, earlier)
+        elif any(brings_gradient(leaf) for leaf in weight.leaves() if leaf is not twin.parameter):
+            self._of_one_leaf[weight, backward] = gradient
+        else:
+            self._gather(weight, gradient)
 
     def _gather(self, weight: Weight, gradient: Tensor) -> None:
         """Put a gradient with the others of its unit, and ship them when it is the last."""
@@ -400,7 +405,7 @@ class GradientReturn:
                 takes part only if one has: `torch.autograd.grad` in some processes does not concern the others.
         """
         while self._of_one_leaf:
-            weight, (_, gradient) = self._of_one_leaf.popitem()
+            (weight, _), gradient = self._of_one_leaf.popitem()
             self._gather(weight, gradient)
         self.ship_all_but([])
         averaging = self._averaging_now

@@ -53,10 +53,13 @@ class Learned:
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note, as a step with gradients begins, which parameters it trains.
 
-        If there are new ones (a user unfreezes layers), units take more memory than the arrangement was made for.
+        If there are new ones (a user unfreezes layers), units take more memory than the arrangement was made for, and
+        forwards have to be watched again: frozen weights may be sent lowered however often they are cast.
         """
         trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        self.outdated |= bool(self.trained) and not trained <= self.trained
+        if self.trained and not trained <= self.trained:
+            self.outdated = True
+            self.observed.clear()
         self.trained |= trained
 
     def note_call(self, unit: str) -> None:

@@ -4,8 +4,8 @@ Under `bf16-mixed` autocast casts each Linear or Conv weight to bf16, autograd s
 copy until the region ends: streaming would save nothing. A weight that is only ever used through such a cast gives the
 same bits when it is cast once on the host, and half the bytes travel. Without its cache, which Lightning switches off
 from 2.5.5 on, autocast casts for each use, and the gradients of several uses add up in fp32: then only a weight that is
-used once for a graph is sent lowered. Views are never in the cache: of several that are cast, no two may overlap, and
-one that repeats elements (`query.expand(batch, -1)`) adds up their gradients, in fp32 as well.
+frozen, or used once for a graph, is sent lowered. Views are never in the cache: of several that are cast, no two may
+overlap, and one that repeats elements (`query.expand(batch, -1)`) adds up their gradients, in fp32 as well.
 
 How a weight is used is seen in its unit's first forward under autocast. A weight that is also used as it is (a tied
 embedding, a norm, a layer in a region where autocast is off) is sent as it is, and so is one that is cast where no
@@ -107,8 +107,9 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._on_use_as_is(part)
         if is_lowered_layer(module):
             once_more = self.builds_graph and module in self._called and not torch.is_autocast_cache_enabled()
+            adds_gradients = once_more and any(parameter.requires_grad for parameter in module.parameters())
             self._called.add(module)
-            if once_more or not torch.is_autocast_enabled(self._device_type):
+            if adds_gradients or not torch.is_autocast_enabled(self._device_type):
                 self._on_use_as_is(module)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -321,6 +321,89 @@ def test_weights_that_come_to_the_device_once_more(calls: int) -> None:
     assert all(map(torch.equal, expected, actual))
 
 
+def again_in_backward(inside: int, outside: int) -> Callable[[nn.Sequential, Tensor], Tensor]:
+    """Call a layer in a reentrant checkpoint, whose graph is built in backward, and then in the graph around it."""
+
+    def loss_of(model: nn.Sequential, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            for _ in range(inside):
+                x = model[1](x).sin()
+            return x
+
+        x = checkpoint(run, model[0](x), use_reentrant=True)
+        for _ in range(outside):
+            x = model[1](x).sin()
+        return model[2](x).float().square().mean()
+
+    return loss_of
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize(
+    ("inside", "outside", "lowered"), [(1, 0, True), (1, 1, True), (2, 0, False), (2, 1, False), (3, 1, False)]
+)
+def test_layers_that_a_checkpoint_calls_in_backward(inside: int, outside: int, lowered: bool, policy: Policy) -> None:
+    """Also where backward has put a twin in place before; each backward adds up its gradients, without the others'."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)])
+    model, loss_of = copy.deepcopy(plain), again_in_backward(inside, outside)
+    options = PipelineOptions(k=1, units=nn.Sequential, activations=policy, debug=True)
+    pipeline = Pipeline(model, "cpu", options=options)
+    for step in range(6):
+        x = torch.randn(4, 12)
+        for runner in (plain, model):
+            if step % 3 == 0:
+                runner.zero_grad()
+            with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                loss = loss_of(runner, x)
+            loss.backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    assert pipeline.summary().lowered == (6 if lowered else 4)
+    pipeline.detach()
+
+
+class CallsTwice(nn.Module):
+    """A unit that calls one of its layers twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.layer(x).sin())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_frozen_layers_are_lowered_however_often_they_are_called(calls: int, compiled: bool) -> None:
+    """Nothing adds up their gradients, until they are trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), CallsTwice(), CallsTwice(), CallsTwice())
+    model[1:].requires_grad_(False)
+    plain = copy.deepcopy(model)
+    options = PipelineOptions(k=1, compile=compiled, units=lambda name, _: name.isdigit(), debug=True)
+    pipeline = Pipeline(model, "cpu", options=options)
+    lowered = []
+    for step in range(6):
+        if step == 3:
+            plain.requires_grad_(True)
+            model.requires_grad_(True)
+        x = torch.randn(4, 12)
+        for runner in (plain, model):
+            runner.zero_grad()
+            with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                loss = sum(runner(x + number).float().square().mean() for number in range(calls))
+            loss.backward()
+        lowered.append(pipeline.summary().lowered)
+        if not compiled:  # which rounds in another order
+            grads = zip(plain.parameters(), model.parameters(), strict=True)
+            assert all(torch.equal(p.grad, q.grad) for p, q in grads if p.grad is not None)
+    pipeline.detach()
+    trained = 2 if calls == 1 else 0
+    assert lowered[2] == 6 + trained
+    assert lowered[5] == trained
+
+
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("k", [1, 3])
