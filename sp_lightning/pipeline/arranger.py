@@ -199,11 +199,7 @@ class Arranger:
 
     def _is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
-        return any(
-            type(entry.parameters.get(entry.key)) is Tensor
-            for member in self.arrangement.members
-            for entry in member.entries
-        )
+        return any(type(entry.current) is Tensor for member in self.arrangement.members for entry in member.entries)
 
     def _has_new_parameters(self) -> bool:
         """Tell whether modules were added or removed, or Parameters replaced (`load_state_dict(assign=True)`).
@@ -212,8 +208,7 @@ class Arranger:
         buffers.
         """
         return self._shape.has_changed() or any(
-            type(found := entry.parameters.get(entry.key)) in (nn.Parameter, type(None))
-            and found is not entry.weight.master
+            type(found := entry.current) in (nn.Parameter, type(None)) and found is not entry.weight.master
             for member in self.arrangement.members
             for entry in member.entries
         )

@@ -19,7 +19,7 @@ from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.lowered import begin_call
 from sp_lightning.pipeline.modules.lowering import LoweringSpy
 from sp_lightning.pipeline.outside import OutsideUse
-from sp_lightning.pipeline.weights.units import Entry, Member
+from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Weight
 
 _USED = "superpipeline used"  # in the metadata of a node: which weights are used by what runs again in its backward
@@ -55,7 +55,7 @@ class UnderAutocast:
             for entry in member.entries:
                 if entry.parameters is layer._parameters and entry.weight.lowered:
                     self._outside.keep_as_is(entry.weight)
-                    entry.parameters[entry.key] = self._outside.serve(entry.weight)
+                    entry.current = self._outside.serve(entry.weight)
 
         spy = LoweringSpy(self._arrangement.twins, self._device_type, keep_as_is)
         with spy:  # it does not see into compiled code
@@ -101,14 +101,8 @@ def _begins_to_use(member: Member) -> list[Weight]:
     """Return the weights that a call computes with and that gradients may reach, but for those of calls around it."""
     members = [] if member.unit is None else member.unit.members
     in_use = {entry.weight for other in members if other.running_calls for entry in other.entries}
-    used = [entry.weight for entry in member.entries if _is_in_place(entry) and entry.weight.master.requires_grad]
+    used = [entry.weight for entry in member.entries if entry.is_in_place and entry.weight.master.requires_grad]
     return [weight for weight in dict.fromkeys(used) if weight not in in_use]
-
-
-def _is_in_place(entry: Entry) -> bool:
-    """Tell whether its module computes with the weight itself, and not with what `functional_call` has put there."""
-    current = entry.parameters.get(entry.key)
-    return current is entry.weight.master or current is entry.weight.twin.parameter
 
 
 class _Region:

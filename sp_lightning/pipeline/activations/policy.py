@@ -243,7 +243,4 @@ class Activations:
 
 def _has_its_own_weights(member: Member) -> bool:
     """Tell whether no weight is replaced, as by `functional_call`: the replacement would be gone in backward."""
-    return all(
-        any(entry.parameters.get(entry.key) is own for own in (entry.weight.master, entry.weight.twin.parameter))
-        for entry in member.entries
-    )
+    return all(entry.is_in_place for entry in member.entries)

@@ -310,17 +310,17 @@ class UnitCall:
             id(twin.weight): twin for twin, _ in self._weights if twin.parameter is not twin.weight.twin.parameter
         }
         entries = [entry for entry in self.member.entries if id(entry.weight) in others]
-        now = [entry.parameters[entry.key] for entry in entries]
+        now = [entry.current for entry in entries]
         for entry in entries:
             twin = others[id(entry.weight)]
             self._saved.require(twin)
             wake(twin)
-            entry.parameters[entry.key] = twin.parameter
+            entry.current = twin.parameter
         try:
             yield
         finally:
             for entry, parameter in zip(entries, now, strict=True):
-                entry.parameters[entry.key] = parameter
+                entry.current = parameter
 
     def _differs(self) -> bool:
         return any(_checksum(kept.get(), self._saved.twins) != self._sums[index] for index, kept in self._alive())

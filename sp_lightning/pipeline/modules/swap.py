@@ -30,13 +30,13 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> bool:
             wake(twin)
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 prepare(twin)
-            current = entry.parameters.get(entry.key)
+            current = entry.current
             if current is weight.master:
-                entry.parameters[entry.key] = twin.parameter
+                entry.current = twin.parameter
             elif current is not None and current.device != twin.data.device:
                 has_others = True
     for module, weights in member.recurrent:
-        present = {id(entry.weight): entry.parameters.get(entry.key) for entry in member.entries}
+        present = {id(entry.weight): entry.current for entry in member.entries}
         module._flat_weights = [present[id(weight)] for weight in weights]
     return has_others
 
@@ -45,9 +45,9 @@ def swap_out(member: Member) -> None:
     """Put the masters back; what is neither a twin nor a master is the user's and stays."""
     for entry in member.entries:
         weight = entry.weight
-        current = entry.parameters.get(entry.key)
+        current = entry.current
         if current is not None and current is not weight.master and _is_twin(current, weight, member):
-            entry.parameters[entry.key] = weight.master
+            entry.current = weight.master
         if not weight.twin.group.resident:
             put_to_rest(weight.twin)
     for parameters in {id(entry.parameters): entry.parameters for entry in member.entries}.values():

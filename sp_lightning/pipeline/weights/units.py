@@ -26,6 +26,21 @@ class Entry:
     key: str
     weight: Weight
 
+    @property
+    def current(self) -> nn.Parameter | None:
+        """What the module has there now."""
+        return self.parameters.get(self.key)
+
+    @current.setter
+    def current(self, parameter: nn.Parameter | None) -> None:
+        self.parameters[self.key] = parameter
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether that is the weight, as its master or its twin, and not what `functional_call` has put there."""
+        current = self.current
+        return current is self.weight.master or current is self.weight.twin.parameter
+
 
 class Member:
     """A module whose call enters a unit (or, without a unit, only opens a step).
