@@ -8,11 +8,12 @@ is right. The next arrangement makes the former resident, and sends the latter i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import in_backward
+from sp_lightning.pipeline._private import graph_task, in_backward, running_node
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
@@ -29,6 +30,8 @@ from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.write_back import WriteBack
+
+_CASTS = "superpipeline casts"  # a key in the metadata of a node
 
 
 class OutsideUse:
@@ -68,6 +71,7 @@ class OutsideUse:
         self._journal = lasting.journal
         self._stats = lasting.stats
         self._at_work = lasting.at_work
+        self._saved = lasting.saved
         self._host_meets_device = lasting.host_meets_device
         self._window = window
         self._returns = returns
@@ -204,6 +208,19 @@ class OutsideUse:
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
         self._host_meets_device.note_alias()
+
+    def casts_in_new_graph(self, weight: Weight) -> list[range] | None:
+        """Return which elements of a weight a graph that is being built in backward casts, to add to; None if none is.
+
+        A reentrant checkpoint builds one each time that its node runs. Other checkpoints, and the engine, run a forward
+        again only for what it saves, which hooks of theirs collect.
+        """
+        node = running_node()
+        if node is None or not (torch.is_grad_enabled() and self._saved.are_alone()):
+            return None
+        metadata: Any = node.metadata
+        casts: dict[int, list[range]] = metadata.setdefault((_CASTS, graph_task()), {})
+        return casts.setdefault(id(weight), [])
 
     # ------------------------------------------------------------------------------------------- memory of their own
 

@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from sp_lightning.pipeline._private import graph_task, running_node
+from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
-from sp_lightning.pipeline.modules.lowered import begin_call
+from sp_lightning.pipeline.modules.lowered import ALL_ELEMENTS, begin_call
 from sp_lightning.pipeline.modules.lowering import LoweringSpy
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Weight
-
-_USED = "superpipeline used"  # in the metadata of a node: which weights are used by what runs again in its backward
 
 
 class UnderAutocast:
@@ -78,8 +76,7 @@ class UnderAutocast:
             if not entry.weight.twin.group.users:
                 begin_call(entry.weight.twin)
         has_cache = torch.is_autocast_cache_enabled()
-        recomputing = running_node()
-        if recomputing is None:
+        if not in_backward():
             region = self._region.current() if has_cache else None
             number = self._graphs.current.number
             for weight in _begins_to_use(member):
@@ -87,14 +84,12 @@ class UnderAutocast:
                     self._outside.keep_as_is(weight)
                 weight.last_graph, weight.last_region = number, region
         elif not has_cache:
-            # A reentrant checkpoint builds a graph of its own here, and its first forward has built none. For others
-            # this repeats uses that have been seen.
-            metadata: Any = recomputing.metadata
-            used = metadata.setdefault((_USED, graph_task()), set())
             for weight in _begins_to_use(member):
-                if id(weight) in used:
+                casts = self._outside.casts_in_new_graph(weight)
+                if casts:
                     self._outside.keep_as_is(weight)
-                used.add(id(weight))
+                elif casts is not None:
+                    casts.append(ALL_ELEMENTS)
 
 
 def _begins_to_use(member: Member) -> list[Weight]:

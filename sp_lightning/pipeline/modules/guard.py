@@ -70,6 +70,9 @@ class Owner(Protocol):
     def serve_on_host(self, weight: Weight) -> Tensor:
         """Return a copy on the host, for an operation outside of the weight's unit that needs a gradient."""
 
+    def casts_in_new_graph(self, weight: Weight) -> list[range] | None:
+        """Return which elements of a weight a graph that is being built in backward casts; None if none is."""
+
     def note_use(self, weights: Iterable[Weight]) -> None:
         """Note that an operation outside of their units has used weights, as they were served."""
 

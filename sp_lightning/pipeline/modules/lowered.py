@@ -43,6 +43,7 @@ _VIEWS = {
     "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "narrow", "select", "chunk",
     "split", "tensor_split", "unbind", "contiguous",
 }  # fmt: skip
+ALL_ELEMENTS = range(sys.maxsize)
 _CONVERSIONS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
@@ -107,17 +108,21 @@ class _Lowering:
 
     def note_cast(self, operand: Tensor) -> bool:
         """Note a cast; tell whether gradients may leave it in the lower dtype, as no others are added to them."""
-        weight = self._parts()[1]
+        owner, weight = self._parts()
         if not weight.lowered:  # it was served, and may have been changed since; what runs again computes as before
-            return in_backward()
+            return in_backward() and owner.casts_in_new_graph(weight) is None
         if not (operand.requires_grad and torch.is_grad_enabled()):
             return True
+        casts = self._casts
         if not weight.twin.group.users:  # a checkpoint within the unit runs again in backward
+            in_new_graph = owner.casts_in_new_graph(weight)
+            if in_new_graph is None:
+                return True
+            casts = in_new_graph
+        if isinstance(operand, LoweredParameter) and not casts:
+            casts.append(self._elements)
             return True
-        if isinstance(operand, LoweredParameter) and not self._casts:
-            self._casts.append(self._elements)
-            return True
-        return note_elements(operand, self._casts)
+        return note_elements(operand, casts)
 
     def serve(self, operand: Tensor) -> Tensor:
         """Return the weight, or the same view of it, in its own dtype."""

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import parametrize
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline._private import storage_key
@@ -321,44 +321,68 @@ def test_weights_that_come_to_the_device_once_more(calls: int) -> None:
     assert all(map(torch.equal, expected, actual))
 
 
-def again_in_backward(inside: int, outside: int) -> Callable[[nn.Sequential, Tensor], Tensor]:
-    """Call a layer in a reentrant checkpoint, whose graph is built in backward, and then in the graph around it."""
+class Again(nn.Module):
+    """Calls a layer in a reentrant checkpoint, whose graph is built in backward, and then in the graph around it."""
 
-    def loss_of(model: nn.Sequential, x: Tensor) -> Tensor:
-        def run(x: Tensor) -> Tensor:
-            for _ in range(inside):
-                x = model[1](x).sin()
-            return x
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.inside, self.outside = 0, 1
 
-        x = checkpoint(run, model[0](x), use_reentrant=True)
-        for _ in range(outside):
-            x = model[1](x).sin()
-        return model[2](x).float().square().mean()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.repeat(self.outside, checkpoint(self.repeat, self.inside, self.first(x), use_reentrant=True))
 
-    return loss_of
+    def repeat(self, times: int, x: Tensor) -> Tensor:
+        for _ in range(times):
+            x = self.layer(x).sin()
+        return x
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("unit", [nn.Linear, Again])
 @pytest.mark.parametrize(
     ("inside", "outside", "lowered"), [(1, 0, True), (1, 1, True), (2, 0, False), (2, 1, False), (3, 1, False)]
 )
-def test_layers_that_a_checkpoint_calls_in_backward(inside: int, outside: int, lowered: bool, policy: Policy) -> None:
+def test_layers_that_a_checkpoint_calls_in_backward(
+    inside: int, outside: int, lowered: bool, unit: type[nn.Module], policy: Policy
+) -> None:
     """Also where backward has put a twin in place before; each backward adds up its gradients, without the others'."""
     torch.manual_seed(0)
-    plain = nn.Sequential(*[nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)])
-    model, loss_of = copy.deepcopy(plain), again_in_backward(inside, outside)
-    options = PipelineOptions(k=1, units=nn.Sequential, activations=policy, debug=True)
-    pipeline = Pipeline(model, "cpu", options=options)
+    plain = nn.Sequential(nn.Linear(12, 12), Again(), nn.Linear(12, 12))
+    model = copy.deepcopy(plain)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=unit, activations=policy, debug=True))
     for step in range(6):
         x = torch.randn(4, 12)
         for runner in (plain, model):
-            if step % 3 == 0:
+            if step == 2:  # the layer has been lowered by then
                 runner.zero_grad()
+                runner[1].inside, runner[1].outside = inside, outside
             with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                loss = loss_of(runner, x)
+                loss = runner(x).float().square().mean()
             loss.backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-    assert pipeline.summary().lowered == (6 if lowered else 4)
+    lowered_now = {weight.name for weight in pipeline.arrangement.weights if weight.lowered}
+    assert ("1.layer.weight" in lowered_now) is lowered
+    assert "1.first.weight" in lowered_now
+    pipeline.detach()
+
+
+@pytest.mark.parametrize("unit", [nn.Linear, Again])
+def test_what_runs_again_in_backward_for_what_it_saves_is_not_another_use(unit: type[nn.Module]) -> None:
+    """Checkpoints that are nested in one another run a layer again for each of them, if they do not stop early."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), Again(), nn.Linear(12, 12))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=unit, debug=True))
+
+    def run(depth: int, x: Tensor) -> Tensor:
+        return checkpoint(run, depth - 1, x, use_reentrant=False) if depth else model[1:](x).exp()
+
+    for _ in range(3):
+        cast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        with pipeline.step(), cast, set_checkpoint_early_stop(False):
+            loss = run(3, model[0](torch.randn(4, 12))).float().square().mean()
+        loss.backward()
+    assert {weight.name for weight in pipeline.arrangement.weights if weight.lowered} >= {"1.layer.weight"}
     pipeline.detach()
 
 
