@@ -1325,6 +1325,32 @@ def test_units_whose_inputs_change_are_not_recomputed(way: str, room: int, monke
         assert pipe.stats.recomputed == 1
 
 
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("policy", ["recompute", "recompute_offload"])
+def test_a_search_for_inputs_goes_on_with_what_autocast_has_cached(policy: str, debug: bool) -> None:
+    """A second forward would cast what the inputs are by then."""
+    torch.manual_seed(0)
+    plain = chain(4)
+    model = copy.deepcopy(plain)
+    with attached(model, activations=policy, debug=debug) as pipe:
+        for step in range(3):
+            gradients = []
+            for runner in (plain, model):
+                (found := Run.rows(step)).requires_grad_()
+                with pipe.step(), torch.autocast("cpu", torch.bfloat16):
+                    for _ in range(3):
+                        runner(found).float().square().sum().backward()
+                        gradients.append(found.grad)
+                        found.data.sub_(0.1 * found.grad)
+                        found.grad = None
+            assert all(map(torch.equal, gradients[:3], gradients[3:]))
+        for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(expected.grad, found.grad)
+        assert pipe.stats.recomputed == 3 * (3 * 4 - 2), (
+            "only the first block keeps what it saves, from its second call on"
+        )
+
+
 @pytest.mark.parametrize("room", [0, 20_000, 100_000, 10**9])
 @pytest.mark.parametrize(
     "name", ["gpt2-tied", "vit", "siamese", "stochastic-depth", "two-graphs", "checkpoint-inside-plain"]

@@ -10,12 +10,14 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sp_lightning.pipeline._private import in_backward, in_transform
 from sp_lightning.pipeline.activations.auto import AutoPolicy
@@ -73,6 +75,7 @@ class Activations:
         self._recorded: Counter[str] = Counter()  # calls of a member, by its name
         self._trusts_versions: dict[str, bool] = {}  # the same (see effects.py)
         self._warned: set[str] = set()
+        self._cast_before = WeakTensorKeyDictionary()  # inputs that autocast's cache may know
 
     def recompute_from_now_on(self) -> bool:
         """Stop choosing and recompute, for the least memory; return False if there was no choice to give up."""
@@ -159,7 +162,7 @@ class Activations:
         return (self._recorded[member.name] + 1).bit_count() == 1
 
     def _recompute(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, UnitCall]:
-        may_repeat = member.name not in self.never_again
+        may_repeat = member.name not in self.never_again and not self._may_be_outdated(tensors_in((args, kwargs)))
         trusts_versions = None if self._looks(member) else self._trusts_versions.get(member.name)
         self._recorded[member.name] += 1
         effects = SideEffects(member.module, units=self.units, trusts_versions=trusts_versions)
@@ -194,6 +197,19 @@ class Activations:
                 stacklevel=2,
             )
         return output, call
+
+    def _may_be_outdated(self, inputs: Sequence[Tensor]) -> bool:
+        """Tell whether autocast's cache may hold a cast of what an input was before it was changed.
+
+        A search for inputs (`x.data.sub_(x.grad)`) goes on computing with that cast, which a second forward would not
+        find. Autocast keeps casts of leaves that require a gradient, until its region ends.
+        """
+        if not (torch.is_autocast_enabled(self._device.type) and torch.is_autocast_cache_enabled()):
+            return False
+        leaves = [x for x in inputs if x.is_leaf and x.requires_grad and not isinstance(x, nn.Parameter)]
+        again = any(leaf in self._cast_before for leaf in leaves)
+        self._cast_before.update(dict.fromkeys(leaves))
+        return again
 
     @contextmanager
     def _repeating(self, call: UnitCall) -> Iterator[None]:
