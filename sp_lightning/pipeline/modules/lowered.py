@@ -43,8 +43,8 @@ _VIEWS = {
     "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "narrow", "select", "chunk",
     "split", "tensor_split", "unbind", "contiguous",
 }  # fmt: skip
-ALL_ELEMENTS = range(sys.maxsize)
 _CONVERSIONS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
+ALL_ELEMENTS = range(sys.maxsize)  # of any weight
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _OF_THE_LEAF = METADATA - {"element_size", "itemsize", "nbytes"} | {"grad", "_version", "untyped_storage"}
