@@ -48,7 +48,7 @@ def _adaptors() -> list[str]:
 
 
 _registered = _adaptors()
-for _adaptor in _registered:
+for _adaptor in reversed(_registered):  # Lightning's messages go to the logger of the namespace that is imported last
     import_module(_adaptor)
 
 

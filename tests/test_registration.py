@@ -74,6 +74,18 @@ def test_names_are_registered_in_the_loaded_namespace(before, registered, used):
 
 
 @pytest.mark.slow
+def test_messages_go_to_the_logger_of_lightning():
+    """Both namespaces share one logger, that of the namespace imported last: users silence it by its name."""
+    name = python("""
+        import sp_lightning
+        import lightning.pytorch
+        from lightning.fabric.utilities.rank_zero import rank_zero_module
+        print(rank_zero_module.log.name)
+    """)
+    assert name.startswith("lightning.pytorch.")
+
+
+@pytest.mark.slow
 def test_an_import_brings_nothing_heavy():
     code = """
         import lightning, sys
