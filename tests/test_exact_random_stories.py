@@ -498,7 +498,7 @@ def test_random_stories(
                 now.actions += 1
                 torch.manual_seed(number)
                 action(now, number)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError, KeyError):
             if run.pipe is None:
                 reject()  # plain training raises, too
             raise
