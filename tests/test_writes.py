@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from .helpers import Run, assert_same_story, note_state
+from .helpers import Run, assert_same_story, note_gradients, note_state
 from .lightning_modules import trainer
 from .zoo.blocks import WIDTH, Block, Chain, chain
 
@@ -344,6 +345,32 @@ def test_data_that_is_changed_between_forward_and_backward(
         return
     with pytest.raises(RuntimeError, match=error):
         edited_between(strategy, edit, precision)
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_data_that_is_changed_between_forward_and_backward_of_a_loop(in_scope: bool, activations: str) -> None:
+    """Also without the scope of a step, and where units send copies because somebody holds what masters lay in."""
+
+    def story(run: Run) -> None:
+        weights = list(run.model.parameters())
+        held = [weight.data for weight in weights]
+        for number in range(4):
+            run.model.uses_weight = number == 1  # from then on, units are arranged anew
+            with run.step() if in_scope else nullcontext():
+                loss = run.model(run.rows(number)).square().mean()
+                for weight in weights:
+                    weight.data.mul_(0.9)
+                loss.backward()
+            note_gradients(run.trace, f"step {number}", dict(run.model.named_parameters()))
+        for number, tensor in enumerate(held):
+            run.note(f"held {number}", tensor)
+        if run.pipe is not None:
+            sends_copies = [group for group in run.pipe.arrangement.groups if group.host.sends_copies]
+            assert sends_copies
+            assert not any(weight.lowered for group in sends_copies for weight in group.host.weights)
+
+    assert_same_story(story, partial(InAnotherOrder, uses_weight=False), k=2, activations=activations)
 
 
 class AveragesBetween(Trains):

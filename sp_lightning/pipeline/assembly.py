@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from sp_lightning.pipeline._private import in_backward, storage_key
+from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
 from sp_lightning.pipeline.division.parameters import weights_on_accelerators
@@ -222,8 +222,7 @@ class Assembly:
     def arm_guard(self) -> None:
         """Begin a step or a backward pass: guard masters, and have weights on the device checked before use."""
         if not self.guard.redirects:
-            if not (in_backward() and self._lasting.graphs.waiting()):  # not for the backward of the previous step
-                self.window.suspect_all()
+            self.window.suspect_all()
             self.guard.arm()
 
     def relax_guard(self) -> None:

@@ -284,7 +284,7 @@ class Calls:
         if in_backward():  # the call that it was inside of is over, but the backward of that is not
             around += [group for group in self._backward.in_use if group in member.called_in]
         bundle = self._offloader.current
-        lowered = [group for group in groups if group.host.keeps_lowered_copies]
+        lowered = [group for group in groups if group.host.sends_lowered]
         if lowered:  # what this call has written must not look like a change since then
             with self._at_work:
                 self._write_back.now(entry.weight for entry in member.entries)

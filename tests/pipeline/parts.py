@@ -155,7 +155,7 @@ class FakeHost:
     source: FakeSource
     version: int = 0
     looks: int = 0
-    keeps_lowered_copies: bool = False
+    sends_copies: bool = False
     weights: Sequence[Weight] = ()
     sections: list[Section] = field(init=False)
 

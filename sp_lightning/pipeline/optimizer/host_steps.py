@@ -115,7 +115,7 @@ class _GroupStep:
             host.refresh_copies([weight for _, share, _ in self._calls for weight in share.gradients])
         for unit_step, share, states in self._calls:
             gradients = [share.gradients.get(weight) for weight in host.weights]
-            inputs = StepInputs(gradients, states, host.lowered_copies())
+            inputs = StepInputs(gradients, states, host.copies())
             sections = unit_step.sections(share.optimizer, share.settings, share.scaling, inputs, self._wait_for_all)
             self._under_way.append(sections)
 

@@ -220,6 +220,10 @@ class GroupHost:
 
     Attributes:
         masters: The buffer that all masters lie in; None if they lie apart.
+        sends_copies: Whether copies are sent instead of the masters themselves.
+        sends_lowered: Whether some of the copies are in a lower dtype.
+        source: The memory that is sent.
+        source_offsets: Where each weight begins in it, in bytes.
         sections: The sections of the memory that is sent.
     """
 
@@ -234,7 +238,8 @@ class GroupHost:
         self.weights = list(weights)
         self._offsets, self.master_bytes = lay_out([weight.master.nbytes for weight in self.weights])
         self._backend = backend
-        sends_copies = bool(pieces) or any(weight.lowered for weight in self.weights)
+        self.sends_lowered = any(weight.lowered for weight in self.weights)
+        self.sends_copies = bool(pieces) or self.sends_lowered
         self._pieces: list[HostBuffer] = []
         if pieces:
             self._pieces = [
@@ -242,8 +247,8 @@ class GroupHost:
                 for weight, piece in zip(self.weights, pieces, strict=True)
             ]
         elif masters is None:
-            masters = self._new_masters(self.weights, self._offsets, self.master_bytes, pin and not sends_copies)
-        elif sends_copies:
+            masters = self._new_masters(self.weights, self._offsets, self.master_bytes, pin and not self.sends_copies)
+        elif self.sends_copies:
             masters.unpin()
         elif pin:
             masters.pin()
@@ -257,11 +262,11 @@ class GroupHost:
             ]
         self._sample_index = self._sampled_words()
         self._glance_index = self._sample_index[:: max(1, len(self._sample_index) // _GLANCE)].contiguous()
-        self._lowered_copies: list[Tensor] = []
-        if sends_copies:
+        self._copies: list[Tensor] = []
+        if self.sends_copies:
             self.source_offsets, nbytes = lay_out([weight.compute_bytes for weight in self.weights])
             self.source = HostBuffer(nbytes, backend, pin)
-            self._lowered_copies = [
+            self._copies = [
                 tensor_in(self.source.bytes, offset, weight.master, weight.compute_dtype)
                 for weight, offset in zip(self.weights, self.source_offsets, strict=True)
             ]
@@ -272,7 +277,7 @@ class GroupHost:
         self.sections = divide(
             [weight.master for weight in self.weights], self.source_offsets, dtypes, self.source.bytes.nbytes
         )
-        self._copied_state: MasterState | None = None  # of the masters when lowered copies were made of them
+        self._copied_state: MasterState | None = None  # of the masters when copies were made of them
 
     def state(self) -> MasterState:
         """Return the masters' present state."""
@@ -302,41 +307,38 @@ class GroupHost:
         with torch.inference_mode(False):
             return not torch.equal(self._read(self._sample_index), since.sample)
 
-    @property
-    def keeps_lowered_copies(self) -> bool:
-        """Whether copies are sent instead of the masters themselves, lowered or not."""
-        return bool(self._lowered_copies)
-
     def prepare(self, state: MasterState) -> Tensor:
-        """Return the bytes to send, with lowered copies brought up to date.
+        """Return the bytes to send, with copies brought up to date.
 
         Args:
             state: The masters' present state.
         """
-        if self._lowered_copies and self._copied_state is not state:
-            for weight, target in zip(self.weights, self._lowered_copies, strict=True):
+        if self.sends_copies and self._copied_state is not state:
+            for weight, target in zip(self.weights, self._copies, strict=True):
                 target.copy_(weight.host)
             self._copied_state = state
         return self.source.bytes
 
-    def lowered_copies(self) -> Sequence[Tensor | None]:
+    def copies(self) -> Sequence[Tensor | None]:
         """Return, for each weight, the copy that is sent, to write to; None where the master itself is sent."""
-        return self._lowered_copies or [None] * len(self.weights)
+        return self._copies or [None] * len(self.weights)
 
     def copies_match(self, state: MasterState | None) -> bool:
-        """Tell whether the lowered copies were made of masters in this state, and the masters still are in it."""
-        if not self._lowered_copies or state is None:
+        """Tell whether the copies were made of masters in this state, and the masters still are in it."""
+        if not self.sends_copies or state is None:
             return False
         return self._copied_state is state and not self.has_changed(state)
 
     def refresh_copies(self, stepped: Collection[Weight]) -> None:
-        """Bring the lowered copies up to date, except those of weights that are being stepped."""
-        for weight, target in zip(self.weights, self._lowered_copies, strict=False):
+        """Bring the copies up to date, except those of weights that are being stepped."""
+        if not self.sends_copies:
+            return
+        for weight, target in zip(self.weights, self._copies, strict=True):
             if weight not in stepped:
                 target.copy_(weight.host)
 
     def note_copies(self) -> MasterState:
-        """Note that the lowered copies are up to date, and return the masters' state."""
+        """Note that the copies are up to date, and return the masters' state."""
         self._copied_state = self.state()
         return self._copied_state
 
@@ -368,7 +370,7 @@ class GroupHost:
         return self.master_bytes + (self.source.bytes.nbytes if self.source is not self.masters else 0)
 
     def release_copies(self) -> None:
-        """Unpin the lowered copies; the masters' memory serves the next arrangement, too."""
+        """Unpin the copies; the masters' memory serves the next arrangement, too."""
         if self.source is not self.masters:
             self.source.release()
 

@@ -192,7 +192,7 @@ class Window:
         if not group.suspect or self._is_being_stepped(group):
             return
         group.suspect = False
-        if not (group.loaded or group.host.keeps_lowered_copies):
+        if not (group.loaded or group.host.sends_copies):
             group.state = None  # else other values may be loaded under it: an average, say, that is swapped in and out
             return
         if group.state is None or group.host.has_changed(group.state):

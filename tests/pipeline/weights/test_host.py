@@ -285,7 +285,7 @@ def test_other_memory_is_taken_back() -> None:
 def test_lowered_copies_are_written_once_per_change() -> None:
     """Accumulation micro-steps must not pay for a cast of the model."""
     group = group_of(torch.randn(8), lowered=torch.bfloat16)
-    assert group.keeps_lowered_copies
+    assert group.sends_copies
     state = group.state()
     source = group.prepare(state)
     source.zero_()
@@ -335,7 +335,7 @@ def test_masters_whose_memory_others_hold_do_not_move() -> None:
     (host,) = made.arrange((2, 1, 0))
     assert held.data_ptr() == made.parameters[0].data_ptr() == where[0]
     assert made.parameters[2].data_ptr() != where[2]
-    assert host.keeps_lowered_copies
+    assert host.sends_copies
     for tensor, weight in ((held, host.weights[2]), (made.parameters[2].data, host.weights[0])):
         state, glance = host.state(), host.glance()
         tensor.mul_(2)
@@ -348,7 +348,7 @@ def test_masters_whose_memory_others_hold_do_not_move() -> None:
     assert made.parameters[0].data_ptr() == where[0]
     del held, tensor
     (host,) = made.arrange((0, 1, 2))
-    assert not host.keeps_lowered_copies
+    assert not host.sends_copies
     assert made.parameters[0].data_ptr() == host.source.bytes.data_ptr() != where[0]
 
 
@@ -362,7 +362,7 @@ def test_masters_that_travelled_with_one_that_was_replaced_do_not_move_if_others
 
 
 def test_masters_that_are_not_sent_are_not_page_locked() -> None:
-    """Where a lowered copy is what is sent, page-locking the masters would be waste."""
+    """Where a copy is what is sent, page-locking the masters would be waste."""
     weight = Weight("w", nn.Parameter(torch.randn(6)))
     first = GroupHost([weight], RecordingBackend(), pin=True)
     weight.compute_dtype = torch.bfloat16
