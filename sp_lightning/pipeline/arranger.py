@@ -40,6 +40,7 @@ class Arranger:
     Attributes:
         assembly: The parts that stream the current arrangement.
         survey: A planner's view of the pipeline.
+        arrangements: Number of arrangements that were made.
 
     Raises:
         ValueError: If an option does not fit the module or the available memory.
@@ -66,6 +67,7 @@ class Arranger:
         self._keeper = keeper
         self._in_step = in_step
         self.survey = Survey(lasting, lambda: self.arrangement, lambda: self.assembly.returns.device_bytes())
+        self.arrangements = 0
         self._is_arranged = False
         self._arrange()
 
@@ -271,6 +273,7 @@ class Arranger:
         self._shape = Shape(lasting.module)
         self._is_arranged = True
         self._activations.auto = self._auto_policy()  # other units: measured anew
+        self.arrangements += 1
         lasting.stats.arrangements += 1
         if not arrangement.units and self._options.activations not in ("keep", "auto"):
             warnings.warn(

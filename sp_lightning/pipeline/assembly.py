@@ -87,7 +87,7 @@ class Assembly:
             replicated=self._replicated_weights(),
         )
         self.gradients = self.returns.gradients
-        self.steps = HostSteps(self.window, backend, lasting.known_optimizers, lasting.settle)
+        self.steps = HostSteps(self.window, backend)
         stepper = InBackward(
             self.steps, self.returns.take_back, stats, lasting.spent, is_nested=lambda: self.backward.is_nested()
         )
@@ -140,12 +140,12 @@ class Assembly:
 
     def _replicated_weights(self) -> ReplicatedWeights | None:
         lasting, weights = self._lasting, self.arrangement.weights_by_master
-        replicas, stats = lasting.replicas, lasting.stats
+        replicas, optimizers = lasting.replicas, lasting.optimizers
         if replicas is None:
             return None
         in_order = [weights[id(parameter)] for parameter in lasting.module.parameters() if id(parameter) in weights]
         elsewhere = list(self.arrangement.unmanaged.values())
-        return ReplicatedWeights(replicas, in_order, elsewhere, lambda: stats.optimizer_steps - replicas.steps_alone)
+        return ReplicatedWeights(replicas, in_order, elsewhere, lambda: optimizers.steps_taken - replicas.steps_alone)
 
     # ------------------------------------------------------------------------------------ installing and uninstalling
 

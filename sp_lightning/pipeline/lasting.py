@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -18,7 +17,6 @@ from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.modules.at_work import EngineAtWork
 from sp_lightning.pipeline.modules.one_device import HostMeetsDevice
-from sp_lightning.pipeline.optimizer.host_steps import KnownOptimizers
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
@@ -62,8 +60,6 @@ class Lasting:
         saved: The saved-tensor hooks.
         activations: Applies the policy for activations to each call.
         optimizers: Notices optimizer steps.
-        settle: Finishes all steps, of whatever arrangement there is by then.
-        known_optimizers: What is known of each optimizer that steps unit by unit.
         spent: Identities of masters whose gradients were used as they arrived, and not kept.
     """
 
@@ -98,8 +94,10 @@ class Lasting:
         self.saved = SavedTensors(require, self.meter, self.offloader)
         self.activations = Activations(options.activations, self.saved, device, self.stats, checks=options.debug)
         self.optimizers = Optimizers(
-            self.stats, self.at_work, relax_guard, must_overlap=options.overlap_optimizer is True
+            self.stats,
+            self.at_work,
+            relax_guard=relax_guard,
+            settle=settle,
+            must_overlap=options.overlap_optimizer is True,
         )
-        self.settle = settle
-        self.known_optimizers: KnownOptimizers = weakref.WeakKeyDictionary()
         self.spent: set[int] = set()

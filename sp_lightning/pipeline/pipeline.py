@@ -225,8 +225,7 @@ class Pipeline:
         stop_watching_transforms(self)
         self._assembly.uninstall()
         self.arrangement.give_up()
-        for steps in self._lasting.known_optimizers.values():
-            steps.forget()
+        self.optimizers.let_go()
         self._graphs.let_go()
         self._saved.let_go()
         self._activations.let_go()
@@ -338,7 +337,7 @@ class Pipeline:
     def choices(self) -> tuple[int, int]:
         """What decides about device memory, as counts: of arrangements, and of choices for activations since."""
         auto = self._activations.auto
-        return self.stats.arrangements, 0 if auto is None else auto.changes
+        return self._arranger.arrangements, 0 if auto is None else auto.changes
 
     @property
     def survey(self) -> Survey:

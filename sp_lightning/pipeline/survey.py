@@ -93,6 +93,11 @@ class Survey:
         return self._lasting.backend.allocation_retries()
 
     @property
+    def optimizer_steps(self) -> int:
+        """Number of optimizer steps."""
+        return self._lasting.optimizers.steps_taken
+
+    @property
     def backward_passes(self) -> int:
         """Number of backward passes that have ended."""
         return self._lasting.activations.backward_passes

@@ -139,7 +139,7 @@ class _Measurement:
         self._waits = trains and any(weight.master.requires_grad for weight in survey.arrangement.weights)
         self._steps = -1  # the first call comes before the first step
         self._complete = self._passes = 0
-        self._before = replace(survey.stats)
+        self._before, self._optimizer_steps_before = replace(survey.stats), survey.optimizer_steps
         self._scope: ExitStack | None = None
         self._policies: list[dict[str, Policy]] = []
         self._peak = self._turn = self._outside = 0
@@ -172,14 +172,14 @@ class _Measurement:
 
     def _saw_optimizer(self) -> bool:
         """Tell whether an optimizer has stepped meanwhile, or is not worth waiting for."""
-        steps = self._survey.stats.optimizer_steps - self._before.optimizer_steps
-        return not self._waits or steps > 0 or self._steps >= _PATIENCE
+        has_stepped = self._survey.optimizer_steps > self._optimizer_steps_before
+        return not self._waits or has_stepped or self._steps >= _PATIENCE
 
     def _start(self) -> None:
         self._waits &= self._steps < _PATIENCE
         self._steps = 0
         self._passes = self._survey.backward_passes
-        self._before = replace(self._survey.stats)
+        self._before, self._optimizer_steps_before = replace(self._survey.stats), self._survey.optimizer_steps
         self._in_use = self._survey.begin_watching_memory()
         self._scope = ExitStack()
         self.recording = self._scope.enter_context(self._survey.record())
@@ -206,7 +206,7 @@ class _Measurement:
             turn_bytes=self._turn,
             outside_bytes=self._outside,
             reserve_bytes=reserve,
-            optimizer_steps=now.optimizer_steps - before.optimizer_steps,
+            optimizer_steps=self._survey.optimizer_steps - self._optimizer_steps_before,
             overlapped=now.overlapped_steps - before.overlapped_steps,
             in_backward=now.steps_in_backward - before.steps_in_backward,
         )

@@ -54,12 +54,12 @@ class Attempt:
     ) -> None:
         self.run = run
         self.size = size
-        self._stats = pipeline.stats
+        self._stats, self._optimizers = pipeline.stats, pipeline.optimizers
         self._journal = pipeline.journal
         self._journal.begin()
         self._new_gradients = pipeline.new_gradients
         self._new_gradients.begin()
-        self._steps = self._stats.optimizer_steps, self._stats.steps_in_backward
+        self._steps = self._steps_taken()
         self._device = pipeline.device
         self._random = RandomStates(self._device)
         self._takes_its_batch = any(isinstance(value, Iterator) for value in inputs)
@@ -100,7 +100,10 @@ class Attempt:
 
     def has_stepped(self) -> bool:
         """Tell whether an optimizer has changed weights since the attempt began."""
-        return self._steps != (self._stats.optimizer_steps, self._stats.steps_in_backward)
+        return self._steps != self._steps_taken()
+
+    def _steps_taken(self) -> tuple[int, int]:
+        return self._optimizers.steps_taken, self._stats.steps_in_backward
 
     def undo(self) -> str | None:
         """Restore the state before the attempt that failed, and prepare for the next one to fail, too.

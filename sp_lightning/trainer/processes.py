@@ -177,13 +177,13 @@ class ProcessesMixin(_Base):
         if replicas is None:
             yield
             return
-        averaged, steps_before = replicas.averages, pipeline.stats.optimizer_steps
+        averaged, steps_before = replicas.averages, pipeline.optimizers.steps_taken
         replicas.averages = False
         try:
             yield
         finally:
             replicas.averages = averaged
-            replicas.steps_alone += pipeline.stats.optimizer_steps - steps_before
+            replicas.steps_alone += pipeline.optimizers.steps_taken - steps_before
 
     @property
     def _is_connected(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, asdict, fields
 import pytest
 import torch
 from torch import nn
+from torch.optim import Adam
 
 from sp_lightning import superpipeline
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Stats, Summary
@@ -39,6 +40,37 @@ def test_clearing_counters() -> None:
     stats.clear()
     left = {name: value for name, value in asdict(stats).items() if value}
     assert left == {"activation_bytes": held, "activation_peak_bytes": held}
+
+
+def test_nothing_is_decided_by_counters_that_users_may_clear() -> None:
+    module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    pipeline = superpipeline(module, "cpu", k=2)
+    optimizer = Adam(module.parameters())
+    for _ in range(3):
+        module(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+    before = pipeline.choices, pipeline.optimizers.steps_taken, pipeline.survey.optimizer_steps
+    assert before[1:] == (3, 3)
+    pipeline.stats.clear()
+    assert (pipeline.choices, pipeline.optimizers.steps_taken, pipeline.survey.optimizer_steps) == before
+    pipeline.detach()
+
+
+class OwnAdam(Adam):
+    """What it does is not known, so it steps all weights at once."""
+
+
+@pytest.mark.parametrize("make", [Adam, OwnAdam])
+def test_optimizer_state_is_counted_however_weights_are_stepped(make: type[Adam]) -> None:
+    module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    pipeline = superpipeline(module, "cpu", k=2)
+    optimizer = make(module.parameters())
+    module(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    pipeline.settle()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert pipeline.summary().optimizer_bytes == sum(value.nbytes for value in states) > 0
+    pipeline.detach()
 
 
 def test_the_summary_of_a_model() -> None:

@@ -433,6 +433,7 @@ def test_memory_for_operations_stays_free(counts: bool, reserve: int) -> None:
         arrangement=SimpleNamespace(weights=[]),
         activations=auto,
         activation_peak=60,
+        optimizer_steps=0,
         backward_passes=0,
         begin_watching_memory=lambda: 1000,
         end_watching_memory=lambda: 1100,

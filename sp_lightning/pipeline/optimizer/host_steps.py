@@ -6,14 +6,14 @@ overlap.py decides when a unit is stepped; stepping.py does it, in one pass over
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline._private import without_torch_function
@@ -27,29 +27,6 @@ from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
-
-
-class KnownOptimizer:
-    """Knowledge of an optimizer that outlives an arrangement, as the optimizer's state does.
-
-    Args:
-        optimizer: The optimizer.
-        settle: Finishes all steps; called before the optimizer's state is saved or loaded as a whole.
-    """
-
-    def __init__(self, optimizer: Optimizer, settle: Callable[[], None]) -> None:
-        self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: settle()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: settle()),
-        ]
-
-    def forget(self) -> None:
-        """Remove the hooks from the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-KnownOptimizers = weakref.WeakKeyDictionary[Optimizer, KnownOptimizer]
 
 
 @dataclass(eq=False)
@@ -130,15 +107,11 @@ class HostSteps:
     Args:
         window: Is told when a step outdates a group on the device.
         backend: Has the thread.
-        known: The optimizers known so far; outlives an arrangement.
-        settle: Finishes all that is under way, steps and anything else.
     """
 
-    def __init__(self, window: Window, backend: Backend, known: KnownOptimizers, settle: Callable[[], None]) -> None:
+    def __init__(self, window: Window, backend: Backend) -> None:
         self._window = window
         self._backend = backend
-        self._known = known
-        self._settle_all = settle
         self._under_way: list[Group] = []
         # of this arrangement's groups: those of another one would hold memory for state that lies elsewhere by now
         self._unit_steps: weakref.WeakKeyDictionary[Optimizer, dict[Group, UnitStep]] = weakref.WeakKeyDictionary()
@@ -182,8 +155,6 @@ class HostSteps:
             self.finish_optimizer(group)
 
     def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:
-        if optimizer not in self._known:
-            self._known[optimizer] = KnownOptimizer(optimizer, self._settle_all)
         unit_steps = self._unit_steps.setdefault(optimizer, {})
         if group not in unit_steps:
             unit_steps[group] = UnitStep([weight.master for weight in group.host.weights])
@@ -219,19 +190,6 @@ class HostSteps:
         self._window.settle()
         if errors:
             raise errors[0]
-
-    def optimizer_bytes(self, on_device: Collection[nn.Parameter]) -> int:
-        """Return the bytes of host memory that the optimizers' state takes.
-
-        Args:
-            on_device: Parameters whose state is on the device.
-        """
-        elsewhere = set(map(id, on_device))
-        with without_torch_function():
-            # lists, because the thread that steps may add state at the same time
-            states = [item for optimizer in self._known for item in list(optimizer.state.items())]
-            kept = [state for parameter, state in states if id(parameter) not in elsewhere]
-        return sum(value.nbytes for state in kept for value in list(state.values()) if isinstance(value, Tensor))
 
     def note_finished(self) -> bool:
         """Note which steps are over, and tell whether none is under way any more; does not wait."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, Protocol
@@ -48,20 +48,29 @@ class Optimizers:
         stats: Counters.
         at_work: Context entered around the engine's own work.
         relax_guard: Called after work between steps.
+        settle: Finishes all steps; called before an optimizer's state is saved or loaded as a whole.
         must_overlap: Whether it is an error if an optimizer cannot step unit by unit.
 
     Attributes:
-        seen: Optimizers that have stepped weights of the module.
+        steps_taken: Number of optimizer steps.
     """
 
     def __init__(
-        self, stats: Stats, at_work: EngineAtWork, relax_guard: Callable[[], None], must_overlap: bool
+        self,
+        stats: Stats,
+        at_work: EngineAtWork,
+        *,
+        relax_guard: Callable[[], None],
+        settle: Callable[[], None],
+        must_overlap: bool,
     ) -> None:
         self._stats = stats
         self._at_work = at_work
         self._relax_guard = relax_guard
+        self._settle = settle
         self._must_overlap = must_overlap
-        self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+        self.steps_taken = 0
         self._overlap: Overlap
         self._clipping: Clipping
         self._returns: GradientReturn
@@ -90,18 +99,16 @@ class Optimizers:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the weights that are stepped unit by unit out of an optimizer that is about to step."""
-        if optimizer not in self.seen:
+        if optimizer not in self._hooks:
             self._refuse_twins(optimizer)
             if not self._is_ours(optimizer):
                 return
+            self._get_to_know(optimizer)
         self._refuse_weights_at_work(optimizer)
         if self._must_overlap and (reason := self.why_not_overlapped(optimizer)) is not None:
             raise ValueError(
                 f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to let this optimizer step as in plain training."
             )
-        if optimizer not in self.seen:
-            self.seen.add(optimizer)
-            move_state(optimizer, self._with_state_elsewhere(optimizer))
         self._write_back()  # what is written to weights on the device has to be in the masters that are stepped
         with self._at_work:
             self._overlap.before_step(optimizer)
@@ -109,6 +116,13 @@ class Optimizers:
     def _is_ours(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer has any weight of the module, and not only weights of other models."""
         return any(id(parameter) in self._parameters for parameter in _parameters_of(optimizer))
+
+    def _get_to_know(self, optimizer: Optimizer) -> None:
+        self._hooks[optimizer] = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._settle()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle()),
+        ]
+        move_state(optimizer, self._with_state_elsewhere(optimizer))
 
     def _with_state_elsewhere(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the weights of the module whose state is on another device: they have moved since it was made."""
@@ -143,14 +157,38 @@ class Optimizers:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
-        if optimizer not in self.seen:
+        if optimizer not in self._hooks:
             self._window.suspect_all()  # another optimizer may wrap it, and copy what it has stepped
             return
         with self._at_work:
             self._overlap.after_step()
             self._window.suspect_all()
             self._stats.optimizer_steps += 1
+            self.steps_taken += 1
             self._relax_guard()
+
+    @property
+    def seen(self) -> list[Optimizer]:
+        """The optimizers that step weights of the module, as far as they are known."""
+        return list(self._hooks)
+
+    def let_go(self) -> None:
+        """Remove the hooks from all optimizers that were seen."""
+        for hook in chain.from_iterable(self._hooks.values()):
+            hook.remove()
+
+    def state_bytes(self, on_device: Collection[nn.Parameter]) -> int:
+        """Return the bytes of host memory that the optimizers' state takes.
+
+        Args:
+            on_device: Parameters whose state is on the device.
+        """
+        elsewhere = set(map(id, on_device))
+        with without_torch_function():
+            # lists, because the thread that steps may add state at the same time
+            states = [item for optimizer in self.seen for item in list(optimizer.state.items())]
+            kept = [state for parameter, state in states if id(parameter) not in elsewhere]
+        return sum(value.nbytes for state in kept for value in list(state.values()) if isinstance(value, Tensor))
 
     @property
     def step_by_unit(self) -> bool:
@@ -176,6 +214,8 @@ class Optimizers:
             keep_gradients: Keep gradients that arrive in a lower dtype until `zero_grad`. If they are not kept, it is
                 an error to read them after the step.
         """
+        if optimizer not in self._hooks:
+            self._get_to_know(optimizer)
         return self._overlap.stepping_in_backward(optimizer, clamp, keep_gradients)
 
     @contextmanager
