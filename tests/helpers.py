@@ -467,7 +467,7 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def is_on_host(self, address: int) -> bool:
-        found = self.pipe._assembly.returns._homes
+        found = self.pipe._assembly.gradient_return._homes
         homes = [home.memory for home in [*found._homes.values(), *found._lower.values()]]
         slabs = [slab.buffer.bytes for slab in self.pipe._lasting.pool._slabs]
         return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes for memory in homes + slabs)

@@ -372,11 +372,11 @@ def test_bf16_gradients_stay_in_bf16_until_they_are_read() -> None:
             backward(index)
             optimizer.step()
             optimizer.zero_grad()
-        small = pipeline._assembly.returns.host_bytes()
+        small = pipeline._assembly.gradient_return.host_bytes()
         backward(9)
-        assert pipeline._assembly.returns.host_bytes() == small
+        assert pipeline._assembly.gradient_return.host_bytes() == small
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-        assert pipeline._assembly.returns.host_bytes() > 1.8 * small
+        assert pipeline._assembly.gradient_return.host_bytes() > 1.8 * small
     finally:
         pipeline.detach()
 

@@ -24,8 +24,8 @@ from sp_lightning.pipeline.modules.resting import put_to_rest
 from sp_lightning.pipeline.modules.swap import swap_out
 from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.clipping import Clipping
+from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps
-from sp_lightning.pipeline.optimizer.in_backward import InBackward
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.weights.device import Group
@@ -48,7 +48,7 @@ class Assembly:
         arrangement: The units, and where their weights lie.
         schedule: Predicts which use comes next.
         window: Brings groups to the device.
-        returns: Moves gradients to the host.
+        gradient_return: Moves gradients to the host.
         gradients: The gradients that are on the host.
         steps: The optimizers' work on the host.
         overlap: Steps units while the device computes.
@@ -73,29 +73,33 @@ class Assembly:
             backend,
             stats,
             on_evict=self._on_evict,
-            before_loss=lambda group: self.write_back.before_loss(group),
+            before_discard=lambda group: self.write_back.before_discard(group),
         )
         self.write_back = WriteBack(lasting, self.window)
-        self.returns = GradientReturn(
+        self.gradient_return = GradientReturn(
             arrangement.all_units,
             backend,
             stats,
             arrangement.host_share.pin_gradients,
             on_arrival=lambda: self.backward.note(),
-            on_departure=self.write_back.again,
+            on_departure=self.write_back.write_again,
             finish_optimizer=self.window.finish_optimizer,
             replicated=self._replicated_weights(),
         )
-        self.gradients = self.returns.gradients
+        self.gradients = self.gradient_return.gradients
         self.steps = HostSteps(self.window, backend)
-        stepper = InBackward(
-            self.steps, self.returns.take_back, stats, lasting.spent, is_nested=lambda: self.backward.is_nested()
+        stepper = EarlyStepper(
+            self.steps,
+            self.gradient_return.take_back,
+            stats,
+            lasting.spent,
+            is_nested=lambda: self.backward.is_nested(),
         )
-        self.returns.stepper = stepper
+        self.gradient_return.stepper = stepper
         self.overlap = Overlap(
             arrangement.weights_by_master,
             self.steps,
-            self.returns,
+            self.gradient_return,
             stepper,
             stats,
             overlaps=lasting.options.overlap_optimizer is not False,
@@ -104,11 +108,11 @@ class Assembly:
         self.backward = BackwardPass(
             window=self.window,
             schedule=self.schedule,
-            returns=self.returns,
+            gradient_return=self.gradient_return,
             resident=arrangement.resident,
             stats=stats,
             at_work=lasting.at_work,
-            before_leave=lambda unit: self.write_back.in_backward(unit.weights),
+            before_leave=lambda unit: self.write_back.write_in_backward(unit.weights),
             on_begin=self._begin_backward,
             on_end=self._end_backward,
         )
@@ -116,8 +120,8 @@ class Assembly:
             arrangement,
             lasting,
             window=self.window,
-            returns=self.returns,
-            in_backward=stepper,
+            gradient_return=self.gradient_return,
+            stepper=stepper,
             backward=self.backward,
             write_back=self.write_back,
             settle=self.settle,
@@ -131,7 +135,7 @@ class Assembly:
             backward=self.backward,
             outside=self.outside,
             write_back=self.write_back,
-            returns=self.returns,
+            gradient_return=self.gradient_return,
             in_step=in_step,
         )
         self._clipping = Clipping(
@@ -168,10 +172,10 @@ class Assembly:
         lasting.optimizers.work_with(
             self.overlap,
             self._clipping,
-            self.returns,
+            self.gradient_return,
             self.window,
             lasting.module.parameters(),
-            write_back=self.write_back.of_served,
+            write_back=self.write_back.write_served,
         )
         move_buffers(lasting.module, lasting.device)
         move_unmanaged(arrangement.unmanaged.values(), lasting.device)
@@ -179,7 +183,7 @@ class Assembly:
         stay = (*lasting.module.buffers(), *arrangement.unmanaged.values(), *arrangement.on_device)
         lasting.meter.uncounted = set(map(storage_key, stay))
         for twin in arrangement.twins.values():  # now, because torch.func forbids it inside its transforms
-            self.returns.follow_requires_grad(twin)
+            self.gradient_return.follow_requires_grad(twin)
         if lasting.options.compile:
             for member in arrangement.streamed_members:
                 member.compiled = compiled_call(member.module)
@@ -208,10 +212,10 @@ class Assembly:
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
                 twin.gradient_hook.remove()
             twin.refuse_gradients()
-        self.returns.close()
+        self.gradient_return.close()
         self.guard.disarm()
         lasting.backend.drain()
-        self.returns.give_up_memory()
+        self.gradient_return.give_up_memory()
         arrangement.release_copies()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.on_device, *weights_on_accelerators(lasting.module)])
@@ -255,7 +259,7 @@ class Assembly:
         self.window.abandon()
 
     def _on_evict(self, group: Group) -> None:
-        self.write_back.again()  # while the group can be read
+        self.write_back.write_again()  # while the group can be read
         self.backward.evict(group)
 
     def _begin_backward(self) -> None:

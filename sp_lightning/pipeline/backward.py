@@ -33,7 +33,7 @@ class BackwardPass:
     Args:
         window: Brings groups to the device.
         schedule: Records the order in which units are used.
-        returns: Brings gradients to the host.
+        gradient_return: Brings gradients to the host.
         resident: The unit of resident weights.
         stats: Counters.
         at_work: Context entered around the engine's own work.
@@ -53,7 +53,7 @@ class BackwardPass:
         *,
         window: Window,
         schedule: Schedule,
-        returns: GradientReturn,
+        gradient_return: GradientReturn,
         resident: Unit,
         stats: Stats,
         at_work: EngineAtWork,
@@ -66,7 +66,7 @@ class BackwardPass:
         self.task = -1
         self._window = window
         self._schedule = schedule
-        self._returns = returns
+        self._gradient_return = gradient_return
         self._resident = resident
         self._stats = stats
         self._at_work = at_work
@@ -115,15 +115,15 @@ class BackwardPass:
             self.note()
             self._graphs.add(graph)
             self._schedule.visit(member.index, Pass.BACKWARD)
-            self._returns.ship_all_but([unit, self._resident])
+            self._gradient_return.ship_all_but([unit, self._resident])
             for group in groups:
                 self._window.bring(group)
-            self._returns.fetch_sums(unit)
+            self._gradient_return.fetch_sums(unit)
             if unit not in self._reached:
                 self._reached.append(unit)
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
                 if all(group in groups or _is_valid(group) for group in other.groups):
-                    swap_in(other, self._returns.follow_requires_grad)
+                    swap_in(other, self._gradient_return.follow_requires_grad)
             self.in_use = [*groups, *around]
             self._window.prefetch(self.in_use)
 
@@ -141,7 +141,7 @@ class BackwardPass:
         """Bring a weight that backward unpacks to the device."""
         wake(twin)
         group = twin.group
-        is_expected = group.kept or group in self.in_use
+        is_expected = group.has_own_place or group in self.in_use
         if self.running and is_expected and _is_valid(group):
             return
         with self._at_work:
@@ -175,7 +175,7 @@ class BackwardPass:
         """Reset after an exception that ended the pass before autograd could call back."""
         self._leave_units()
         self._graphs.clear()  # not done: whoever still holds one may run backward again
-        self._returns.abandon()
+        self._gradient_return.abandon()
         self.running = False
 
     def _end(self) -> None:
@@ -186,7 +186,7 @@ class BackwardPass:
             for graph in self._graphs:
                 graph.done = True
             self._graphs.clear()
-            self._returns.finish()
+            self._gradient_return.finish()
             self.running = False
             self._on_end()
 

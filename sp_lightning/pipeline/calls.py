@@ -50,7 +50,7 @@ class Calls:
         backward: Follows backward passes.
         outside: Makes weights resident that cannot stay in their group.
         write_back: Copies what is written to weights on the device to the masters.
-        returns: Moves gradients to the host.
+        gradient_return: Moves gradients to the host.
         in_step: Tells whether the scope of a step is open.
     """
 
@@ -64,7 +64,7 @@ class Calls:
         backward: BackwardPass,
         outside: OutsideUse,
         write_back: WriteBack,
-        returns: GradientReturn,
+        gradient_return: GradientReturn,
         in_step: Callable[[], bool],
     ) -> None:
         self._arrangement = arrangement
@@ -81,7 +81,7 @@ class Calls:
         self._backward = backward
         self._outside = outside
         self._write_back = write_back
-        self._returns = returns
+        self._gradient_return = gradient_return
         self._in_step = in_step
         self._under_autocast = UnderAutocast(arrangement, lasting, outside)
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
@@ -145,7 +145,7 @@ class Calls:
         """Run a call of which no saved-tensor hooks can see what it saves: its weights stay (see transforms.py)."""
         with self._at_work:
             self._outside.keep_on_device(member)
-            has_others = swap_in(member, self._returns.follow_requires_grad)
+            has_others = swap_in(member, self._gradient_return.follow_requires_grad)
             member.running_calls += 1
         try:
             with OperandsOnOneDevice() if has_others else nullcontext():
@@ -208,7 +208,7 @@ class Calls:
     def _begin(self, member: Member) -> bool:
         """Put weights in their places, and tell whether others are there, on the host (see `swap_in`)."""
         with self._at_work:
-            has_others = swap_in(member, self._returns.follow_requires_grad)
+            has_others = swap_in(member, self._gradient_return.follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
             if len(self._inside) == 1 and not in_backward():
                 self._backend.trace.begin(Kind.FORWARD, member.unit_name)
@@ -224,9 +224,9 @@ class Calls:
             is_backward = in_backward()
             if not self._inside and not is_backward:
                 self._backend.trace.end()
-            self._write_back.now(entry.weight for entry in member.entries)
+            self._write_back.write(entry.weight for entry in member.entries)
             for entry in member.entries:
-                self._returns.adopt_requires_grad(entry.weight.twin)
+                self._gradient_return.adopt_requires_grad(entry.weight.twin)
             if member.entered == 1 and not is_backward:
                 _warn_of_kept_views(member)
             if not member.running_calls and not self._backward.has_reached(member.unit):
@@ -241,7 +241,7 @@ class Calls:
         if member.looks_into is None:
             return forward(*args, **kwargs)
         # nn.TransformerEncoder inspects its first layer's weights to decide on a fast path: it must see ordinary ones.
-        swap_in(member.looks_into, self._returns.follow_requires_grad)
+        swap_in(member.looks_into, self._gradient_return.follow_requires_grad)
         try:
             return forward(*args, **kwargs)
         finally:
@@ -287,7 +287,7 @@ class Calls:
         lowered = [group for group in groups if group.host.sends_lowered]
         if lowered:  # what this call has written must not look like a change since then
             with self._at_work:
-                self._write_back.now(entry.weight for entry in member.entries)
+                self._write_back.write(entry.weight for entry in member.entries)
         glances = Glances(member, lowered)
 
         def reach() -> None:

@@ -23,7 +23,7 @@ from sp_lightning.pipeline.modules.hooks import hold_while_needed
 from sp_lightning.pipeline.modules.lowered import guard_lowered
 from sp_lightning.pipeline.modules.on_host import OnHost
 from sp_lightning.pipeline.modules.resting import wake
-from sp_lightning.pipeline.optimizer.in_backward import InBackward
+from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.units import Member
@@ -41,8 +41,8 @@ class OutsideUse:
         arrangement: The arrangement.
         lasting: The parts that outlive it.
         window: Brings groups to the device.
-        returns: Moves gradients to the host.
-        in_backward: Knows which weights have already been stepped in backward.
+        gradient_return: Moves gradients to the host.
+        stepper: Knows which weights have already been stepped in backward.
         backward: Follows backward passes.
         write_back: Copies what is written to weights on the device to the masters.
         settle: Waits until gradients have landed and optimizer steps are done.
@@ -58,8 +58,8 @@ class OutsideUse:
         lasting: Lasting,
         *,
         window: Window,
-        returns: GradientReturn,
-        in_backward: InBackward,
+        gradient_return: GradientReturn,
+        stepper: EarlyStepper,
         backward: BackwardPass,
         write_back: WriteBack,
         settle: Callable[[], None],
@@ -74,9 +74,9 @@ class OutsideUse:
         self._saved = lasting.saved
         self._host_meets_device = lasting.host_meets_device
         self._window = window
-        self._returns = returns
-        self._gradients = returns.gradients
-        self._in_backward = in_backward
+        self._gradient_return = gradient_return
+        self._gradients = gradient_return.gradients
+        self._stepper = stepper
         self._backward = backward
         self._write_back = write_back
         self._settle = settle
@@ -114,7 +114,7 @@ class OutsideUse:
         if weight.lowered:
             self.keep_as_is(weight)
         if weight.twin.parameter.requires_grad != weight.master.requires_grad:
-            self._returns.follow_requires_grad(weight.twin)
+            self._gradient_return.follow_requires_grad(weight.twin)
         return weight.twin
 
     def unblock(self, member: Member) -> None:
@@ -159,20 +159,20 @@ class OutsideUse:
             with self._at_work:
                 self._window.finish_optimizer(weight.unit.group)
                 self._window.finish_copies(weight.unit.group)
-                self._write_back.now([weight])
+                self._write_back.write([weight])
         else:
             self._settle()
 
     def before_gradient_read(self, weight: Weight) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it."""
         self._check_not_used(weight)
-        if self._returns.has_arrived(weight):
+        if self._gradient_return.has_arrived(weight):
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
                 "`register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
-        if self._in_backward.gradient_was_used(weight):
+        if self._stepper.gradient_was_used(weight):
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} was used by the optimizer as it arrived, and not kept. Read "
                 "it before the step, in `on_before_optimizer_step`, or train with `overlap_optimizer=False`."
@@ -187,14 +187,14 @@ class OutsideUse:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
         self._check_not_used(weight)
         self._gradients.drop(weight)
-        self._in_backward.forget_spent(weight)
+        self._stepper.forget_spent(weight)
 
     def _check_not_used(self, weight: Weight) -> None:
         """Raise if a gradient is read or changed between a weight's step in backward and the call of `step()`."""
-        if self._in_backward.awaits_step(weight):
+        if self._stepper.awaits_step(weight):
             with self._at_work:
                 self._backward.forget_failed()
-            self._in_backward.check_not_used(weight)
+            self._stepper.check_not_used(weight)
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""
@@ -233,7 +233,7 @@ class OutsideUse:
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device until the next arrangement, which is due."""
         self._window.finish_optimizer(weight.unit.group)  # it is sent at once
-        self._write_back.now([weight])
+        self._write_back.write([weight])
         self._stats.promotions += 1
         twin = self._arrangement.make_resident(weight)
         self._learned.outdated = True

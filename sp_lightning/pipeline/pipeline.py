@@ -174,7 +174,7 @@ class Pipeline:
         yield
         if self.replicas is not None and self.replicas.passes == before:
             with self._at_work:
-                self._assembly.returns.finish(takes_part=True)
+                self._assembly.gradient_return.finish(takes_part=True)
 
     def weights_changed(self) -> None:
         """Tell the engine that weights on the host were written to: those on the device are checked before next use."""
@@ -425,7 +425,7 @@ class Pipeline:
             self._lasting.meter.begin_step()
             self._assembly.schedule.begin_step()
             if torch.is_grad_enabled():
-                self._assembly.returns.reserve()
+                self._assembly.gradient_return.reserve()
         self._offloader.begin()
         self.arrangement.unused_in_step = not goes_on
         self._assembly.arm_guard()

@@ -34,25 +34,25 @@ class WriteBack:
         self.served: set[Weight] = set()
         self._written: set[Weight] = set()
 
-    def of_served(self) -> None:
+    def write_served(self) -> None:
         """Write back what code outside of units has written to weights through views of them (`w[0].zero_()`)."""
         with self._at_work:
-            self.now(self.served)
+            self.write(self.served)
 
     def end_step(self) -> None:
         """Write back the same at the end of a step: the next one may not use these weights."""
         try:
-            self.of_served()
+            self.write_served()
         finally:
             self.served.clear()
 
-    def again(self) -> None:
+    def write_again(self) -> None:
         """Write back what a checkpoint within a unit writes to weights when backward runs it again."""
         if self._written:
             with self._at_work:
-                self.now(self._written)
+                self.write(self._written)
 
-    def in_backward(self, weights: Sequence[Weight]) -> None:
+    def write_in_backward(self, weights: Sequence[Weight]) -> None:
         """Write back what hooks on modules' backward have written to these weights.
 
         Raises:
@@ -67,11 +67,11 @@ class WriteBack:
                 )
         self._write_back(touched)
 
-    def before_loss(self, group: Group) -> None:
+    def before_discard(self, group: Group) -> None:
         """Write back what was written to a group on the device, where its weights are about to be discarded."""
-        self.now(weight for weight in group.host.weights if weight.twin.group is group)
+        self.write(weight for weight in group.host.weights if weight.twin.group is group)
 
-    def now(self, weights: Iterable[Weight]) -> None:
+    def write(self, weights: Iterable[Weight]) -> None:
         """Copy weights that were written to on the device to the masters, which hold the authoritative values."""
         self._write_back(_touched(weights))
 

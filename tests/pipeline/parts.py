@@ -286,7 +286,7 @@ class GradientScene:
         self.stats = Stats()
         self.arrivals = 0
         self.stepper = FakeStepper()
-        self.returns = GradientReturn(
+        self.gradient_return = GradientReturn(
             [self.placed.unit],
             backend,
             self.stats,
@@ -295,9 +295,9 @@ class GradientScene:
             lambda: None,
             lambda group: self.stepper.finish_optimizer(group),
         )
-        self.returns.stepper = self.stepper
+        self.gradient_return.stepper = self.stepper
         for twin in self.placed.twins:
-            self.returns.watch(twin)
+            self.gradient_return.watch(twin)
         if isinstance(backend, RecordingBackend):
             backend.calls.clear()
 
@@ -312,17 +312,17 @@ class GradientScene:
 
     def backward(self, *values: float | Tensor | None) -> None:
         self.arrive(*values)
-        self.returns.finish()
+        self.gradient_return.finish()
 
     def clear(self) -> None:
         """What `zero_grad` does."""
         for weight in self.weights:
-            self.returns.gradients.drop(weight)
+            self.gradient_return.gradients.drop(weight)
             weight.master.grad = None
 
     def gradients(self) -> list[list[float] | None]:
         """The values in each `.grad`, for somebody who asks for all of them."""
-        self.returns.gradients.show_all()
+        self.gradient_return.gradients.show_all()
         return [None if master.grad is None else sorted(set(master.grad.flatten().tolist())) for master in self.masters]
 
 
@@ -339,7 +339,7 @@ def gradient_scene(
     try:
         yield made
     finally:
-        made.returns.close()
+        made.gradient_return.close()
         if threads is not None:
             threads.close()
 

@@ -59,7 +59,7 @@ def few_landing_buffers(units: int, together: int) -> int:
 
 
 class Stepper(Protocol):
-    """The interface through which `GradientReturn` has units stepped in backward (implemented in in_backward.py)."""
+    """The interface through which `GradientReturn` has units stepped in backward (implemented in early_steps.py)."""
 
     @property
     def keeps_gradients(self) -> bool:

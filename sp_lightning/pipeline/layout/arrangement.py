@@ -194,7 +194,7 @@ class Arrangement:
 
     def device_bytes(self) -> int:
         """Return the device memory for weights, and for all state of units that live on the device."""
-        kept = sum(group.nbytes for group in self.groups if group.kept)
+        kept = sum(group.nbytes for group in self.groups if group.has_own_place)
         return self._arena_bytes + kept + self._layout.on_device_bytes
 
     def streaming_bytes(self) -> int:
@@ -239,14 +239,14 @@ class Arrangement:
         host = GroupHost(weights, self._backend, self.host_share.pin, masters, pieces)
         self._memory.keep(host)
         name = ", ".join(unit.name for unit in units)
-        kept = units[0] in self._layout.kept
-        group = Group(index, len(units), host, resident=units[0].resident, kept=kept, name=name)
+        is_kept = units[0] in self._layout.kept
+        group = Group(index, len(units), host, resident=units[0].resident, has_own_place=is_kept, name=name)
         for unit in units:
             unit.group = group
         return group
 
     def _assign_places(self) -> None:
-        streamed = [group for group in self.groups if not group.kept]
+        streamed = [group for group in self.groups if not group.has_own_place]
         sizes = [group.nbytes for group in streamed]
         offsets, self._arena_bytes = place_in_arena(sizes, self._layout.slots)
         self._backend.gather_free_memory()
@@ -254,7 +254,7 @@ class Arrangement:
         for group, offset, others in zip(streamed, offsets, overlaps(offsets, sizes), strict=True):
             group.place = self.arena[offset : offset + group.nbytes]
             group.conflicts = frozenset(streamed[other] for other in others)
-        for group in [group for group in self.groups if group.kept]:
+        for group in [group for group in self.groups if group.has_own_place]:
             group.place = self._backend.allocate(group.nbytes)
 
     def _make_twins(self) -> None:

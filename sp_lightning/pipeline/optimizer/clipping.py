@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
-from sp_lightning.pipeline.optimizer.in_backward import InBackward
+from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -29,7 +29,7 @@ class Clipping:
         on_device: Parameters that live on the device.
         backend: Has the thread for work on host memory.
         gradients: The gradients of the weights.
-        in_backward: Knows which weights have been stepped already.
+        stepper: Knows which weights have been stepped already.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Clipping:
         on_device: Sequence[nn.Parameter],
         backend: Backend,
         gradients: HostGradients,
-        in_backward: InBackward,
+        stepper: EarlyStepper,
     ) -> None:
         self._weights = weights
         self._on_device = set(map(id, on_device))
         self._backend = backend
         self._gradients = gradients
-        self._in_backward = in_backward
+        self._stepper = stepper
 
     def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> bool:
         """Clip gradients by their total norm when they are read, as `clip_grad_norm_` would now.
@@ -101,7 +101,7 @@ class Clipping:
     def not_stepped(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of the parameters that have not been clipped and stepped in backward."""
         weights = ((parameter, self._weights.get(id(parameter))) for parameter in parameters)
-        return [p for p, weight in weights if weight is None or not self._in_backward.awaits_step(weight)]
+        return [p for p, weight in weights if weight is None or not self._stepper.awaits_step(weight)]
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Multiply gradients by the inverse of a loss scale when they are read; those on the device now.

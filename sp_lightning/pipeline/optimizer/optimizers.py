@@ -73,7 +73,7 @@ class Optimizers:
         self.steps_taken = 0
         self._overlap: Overlap
         self._clipping: Clipping
-        self._returns: GradientReturn
+        self._gradient_return: GradientReturn
         self._window: Window
         self._parameters: set[int]
         self._write_back: Callable[[], None]
@@ -82,7 +82,7 @@ class Optimizers:
         self,
         overlap: Overlap,
         clipping: Clipping,
-        returns: GradientReturn,
+        gradient_return: GradientReturn,
         window: Window,
         parameters: Iterable[nn.Parameter],
         write_back: Callable[[], None],
@@ -90,7 +90,7 @@ class Optimizers:
         """Work with the parts of another arrangement from now on."""
         self._parameters = set(map(id, parameters))
         self._write_back = write_back
-        self._overlap, self._clipping, self._returns = overlap, clipping, returns
+        self._overlap, self._clipping, self._gradient_return = overlap, clipping, gradient_return
         self._window = window
 
     def before_closure(self) -> None:
@@ -221,11 +221,11 @@ class Optimizers:
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
         """Have gradients of the backward pass in this scope bring their norms, for `clip_grad_norm` and `unscale`."""
-        self._returns.measures_norms = True
+        self._gradient_return.measures_norms = True
         try:
             yield
         finally:
-            self._returns.measures_norms = False
+            self._gradient_return.measures_norms = False
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_norm_` does; where possible, while the optimizer reads the gradients."""

@@ -7,7 +7,7 @@ nothing else. Those taken out are then stepped unit by unit, on the thread for w
 [Note: when a unit is stepped]
 *After backward*, by default: `step()` returns at once, and each unit is sent to the device when it is done. Everything
 that decides about a step (clipping, a loss scaler, a user's hook that looks at gradients) has happened by then.
-*In backward*, where somebody vouches that nothing of the kind will happen (in_backward.py).
+*In backward*, where somebody vouches that nothing of the kind will happen (early_steps.py).
 Of the units that can be stepped, the one that the next forward needs first comes first. So when backward ends, the
 units whose gradients came last are stepped first, and those whose gradients came first may wait until after the next
 forward has begun.
@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline._private import has_foreign_step_hooks
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.optimizer.early_steps import EarlyStep, EarlyStepper, is_aliased
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
-from sp_lightning.pipeline.optimizer.in_backward import EarlyStep, InBackward, is_aliased
 from sp_lightning.pipeline.optimizer.stepping import HAVE_FUSED_KERNELS, fused_kernel_works, why_not_by_unit
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.device import Group
@@ -44,8 +44,8 @@ class Overlap:
     Args:
         weights: All weights, by the identity of their masters.
         steps: Gives steps to the thread.
-        returns: Brings the gradients, and hands them over in backward.
-        in_backward: Steps units before backward ends.
+        gradient_return: Brings the gradients, and hands them over in backward.
+        stepper: Steps units before backward ends.
         stats: Counters.
         overlaps: Whether steps overlap with computing; if not, they are done when `step()` returns.
         fused: Whether to take torch's fused CPU kernels where the user left the choice to torch.
@@ -55,16 +55,16 @@ class Overlap:
         self,
         weights: Mapping[int, Weight],
         steps: HostSteps,
-        returns: GradientReturn,
-        in_backward: InBackward,
+        gradient_return: GradientReturn,
+        stepper: EarlyStepper,
         stats: Stats,
         overlaps: bool,
         fused: bool,
     ) -> None:
         self._weights = weights
         self._steps = steps
-        self._returns = returns
-        self._gradients = returns.gradients
+        self._gradient_return = gradient_return
+        self._gradients = gradient_return.gradients
         self._stats = stats
         self._overlaps = overlaps
         self._fused = fused
@@ -73,7 +73,7 @@ class Overlap:
         self._to_step: dict[Group, list[Share]] = {}
         self._held: set[Group] = set()  # with gradients that users hold, and may change when `step()` has returned
         self._had_state: set[int] = set()
-        self._in_backward = in_backward
+        self._stepper = stepper
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
 
@@ -86,9 +86,9 @@ class Overlap:
         known = [self._weights[id(p)] for p in parameters if id(p) in self._weights]
         if not known:
             return
-        self._returns.check_averaged(known)
+        self._gradient_return.check_averaged(known)
         why_not = self.why_not(optimizer)
-        stepped = self._in_backward.conclude(optimizer, known, why_not)
+        stepped = self._stepper.conclude(optimizer, known, why_not)
         if why_not is not None:
             self._steps.settle()
             self._gradients.show_all()
@@ -216,9 +216,9 @@ class Overlap:
         def look_up_settings() -> list[dict[str, Any]]:
             return [self._settings(optimizer, param_group) for param_group in optimizer.param_groups]
 
-        return self._in_backward.scope(EarlyStep(optimizer, param_group_of, look_up_settings, clamp, keep))
+        return self._stepper.scope(EarlyStep(optimizer, param_group_of, look_up_settings, clamp, keep))
 
     @property
     def settled(self) -> bool:
         """Whether all masters are as they would be in plain training."""
-        return self._steps.note_finished() and self._in_backward.is_concluded
+        return self._steps.note_finished() and self._stepper.is_concluded

@@ -50,7 +50,7 @@ class Group:
         place: The device memory that it is copied to.
         resident: Whether it holds resident weights.
         name: The names of its units, for recordings.
-        kept: Whether it has a place of its own, so that it is loaded only when its masters have changed.
+        has_own_place: Whether it has a place of its own, so that it is loaded only when its masters have changed.
         conflicts: Groups whose places overlap its own.
         users: Forward calls that are inside one of its units now; while there are any, it may not be evicted.
         residency: Whether its bytes are on the device.
@@ -63,7 +63,14 @@ class Group:
     """
 
     def __init__(
-        self, index: int, unit_count: int, host: GroupHost, *, resident: bool, kept: bool = False, name: str = ""
+        self,
+        index: int,
+        unit_count: int,
+        host: GroupHost,
+        *,
+        resident: bool,
+        has_own_place: bool = False,
+        name: str = "",
     ) -> None:
         self.index = index
         self.unit_count = unit_count
@@ -71,7 +78,7 @@ class Group:
         self.resident = resident
         self.name = name
         self.place: Tensor
-        self.kept = resident or kept
+        self.has_own_place = resident or has_own_place
         self.conflicts: frozenset[Group] = frozenset()
         self.users = 0
         self.residency = Residency.ABSENT

@@ -33,7 +33,7 @@ class Lookahead:
         self._uses: dict[Group, deque[int]] = {}
         self._covered_up_to = 0
         self._lost: set[Group] = set()
-        self._next_loss = _NEVER
+        self._next_lost = _NEVER
         self._blocked: tuple[int, Group, Group] | None = None
 
     def uncovered(self, in_use: Collection[Group]) -> Iterator[tuple[int, Group]]:
@@ -62,10 +62,10 @@ class Lookahead:
     def _lost_uses(self, in_use: Collection[Group]) -> Iterator[tuple[int, Group]]:
         """Yield the next use of each lost group, soonest first, up to the use of a group that is lost meanwhile."""
         self._lost = {group for group in self._lost if self.next_use(group) != _NEVER}
-        self._next_loss = _NEVER
+        self._next_lost = _NEVER
         for group in sorted(self._lost.difference(in_use), key=self.next_use):
             number = self.next_use(group)
-            if number > self._next_loss:
+            if number > self._next_lost:
                 return
             yield number, group
 
@@ -87,13 +87,13 @@ class Lookahead:
         uses = self._upcoming(group)
         return uses[0] if uses and uses[0] <= self._covered_up_to else _NEVER
 
-    def lose(self, group: Group) -> None:
+    def note_lost(self, group: Group) -> None:
         """Note that a group is not on the device any more, or that its weights may have changed."""
         self._blocked = None
         number = self.next_use(group)
         if number != _NEVER and group not in self._lost:
             self._lost.add(group)
-            self._next_loss = min(self._next_loss, number)
+            self._next_lost = min(self._next_lost, number)
 
     def forget(self) -> None:
         """Start over: no use is covered."""

@@ -42,8 +42,8 @@ class Window:
         backend: Makes the copies.
         stats: Counts them.
         on_evict: Called with a group before its place is given to another one.
-        before_loss: Called with a group that computing can read, before its copy on the device is discarded because its
-            masters have changed, or are about to.
+        before_discard: Called with a group that computing can read, before its copy on the device is discarded
+            because its masters have changed, or are about to.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Window:
         backend: Backend,
         stats: Stats,
         on_evict: Callable[[Group], None],
-        before_loss: Callable[[Group], None],
+        before_discard: Callable[[Group], None],
     ) -> None:
         self.groups = groups
         self._backend = backend
         self._stats = stats
         self._on_evict = on_evict
-        self._before_loss = before_loss
+        self._before_discard = before_discard
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         self._ahead = Lookahead(schedule, group_of_member)
 
@@ -81,7 +81,7 @@ class Window:
     def suspect(self, group: Group) -> None:
         """Check this group's masters before it is used again: someone may be about to write to them."""
         group.suspect, group.state = True, None
-        self._ahead.lose(group)
+        self._ahead.note_lost(group)
 
     def abandon(self) -> None:
         """After an exception: treat every group as absent, with no call inside."""
@@ -201,12 +201,12 @@ class Window:
 
     def _discard(self, group: Group) -> None:
         if group.readable:
-            self._before_loss(group)
-        self._lose(group)
+            self._before_discard(group)
+        self._mark_absent(group)
 
-    def _lose(self, group: Group) -> None:
+    def _mark_absent(self, group: Group) -> None:
         group.residency = Residency.ABSENT
-        self._ahead.lose(group)
+        self._ahead.note_lost(group)
 
     def _in_the_way_of(self, group: Group) -> list[Group]:
         """Return the groups on the device that occupy its place, or part of it."""
@@ -258,7 +258,7 @@ class Window:
             self.finish_optimizer(group)
         was_readable = group.readable
         self._on_evict(group)
-        self._lose(group)
+        self._mark_absent(group)
         if was_readable:  # otherwise a copy into the place may still run, and only another copy is ordered after that
             self._backend.invalidate(group.place)
 

@@ -89,20 +89,20 @@ def test_reading_waits_for_gradients_on_their_way(accumulates: bool) -> None:
     with host_backend(poison=True) as backend, gradient_scene((3,), backend=backend) as s:
         if accumulates:
             s.backward(10)
-            s.returns.gradients.settle()
+            s.gradient_return.gradients.settle()
         gate = threading.Event()
         backend._down.submit(lambda: (gate.wait(10), None)[1])
         s.arrive(1)
         if not accumulates:
             assert s.masters[0].grad is None, "before backward ends nobody knows of it"
-        s.returns.finish()
-        (ticket,) = s.returns.gradients.tickets_of(s.weights)
+        s.gradient_return.finish()
+        (ticket,) = s.gradient_return.gradients.tickets_of(s.weights)
         assert not ticket.done
-        assert not s.returns.gradients.settled
+        assert not s.gradient_return.gradients.settled
         threading.Timer(0.05, gate.set).start()
         assert s.gradients() == [[11 if accumulates else 1]]
-        assert s.returns.gradients.settled
-        assert s.returns.gradients.tickets_of(s.weights) == []
+        assert s.gradient_return.gradients.settled
+        assert s.gradient_return.gradients.tickets_of(s.weights) == []
 
 
 def test_tickets_of_one_weight() -> None:
@@ -125,7 +125,7 @@ def test_a_kept_gradient_is_not_overwritten(keep: Callable[[Tensor], Tensor]) ->
     """PCGrad and the like keep old gradients, or views of them."""
     with gradient_scene((2, 2), (3,)) as s:
         s.backward(1, 2)
-        s.returns.gradients.settle()
+        s.gradient_return.gradients.settle()
         kept = keep(s.masters[0].grad)
         s.clear()
         s.backward(5, 6)
@@ -173,7 +173,7 @@ def test_several_arrivals_in_one_backward_are_added() -> None:
         s.arrive(1, 2)
         s.arrive(10, None)
         s.arrive(100, 200)
-        s.returns.finish()
+        s.gradient_return.finish()
         assert s.gradients() == [[111], [202]]
         assert s.arrivals == 5
 
@@ -199,7 +199,7 @@ def test_sparse_gradients_stay_sparse() -> None:
         for _ in range(2):
             for row in (1, 1, 3):
                 nn.functional.embedding(torch.tensor([row]), twin.parameter, sparse=True).sum().backward()
-            s.returns.finish()
+            s.gradient_return.finish()
         assert s.masters[0].grad.is_sparse
         assert s.masters[0].grad.to_dense()[:, 0].tolist() == [0, 4, 0, 2]
 
@@ -214,9 +214,9 @@ def test_sparse_and_dense_gradients_of_one_weight(order: tuple[bool, bool], one_
             loss = nn.functional.embedding(torch.tensor([1]), twin, sparse=True) if sparse else 2 * twin
             loss.sum().backward()
             if not one_backward:
-                s.returns.finish()
+                s.gradient_return.finish()
         if one_backward:
-            s.returns.finish()
+            s.gradient_return.finish()
         assert s.masters[0].grad.to_dense()[:, 0].tolist() == [2, 3, 2, 2]
 
 
@@ -253,8 +253,8 @@ def test_abandoned_gradients_are_forgotten() -> None:
     with gradient_scene((3,), (2,)) as s:
         s.backward(1, 2)
         s.arrive(50, None)
-        s.returns.ship_all_but([])
-        s.returns.abandon()
+        s.gradient_return.ship_all_but([])
+        s.gradient_return.abandon()
         s.clear()
         s.backward(3, 4)
         assert s.gradients() == [[3], [4]]
@@ -274,11 +274,11 @@ def test_gathered_gradients_leave_when_backward_moves_on() -> None:
     """Gradients do not pile up on the device while a unit misses one of its weights."""
     with gradient_scene((3,), (2,)) as s:
         s.arrive(1, None)
-        s.returns.ship_all_but([s.placed.unit])
+        s.gradient_return.ship_all_but([s.placed.unit])
         assert s.backend.said("download") == []
-        s.returns.ship_all_but([])
+        s.gradient_return.ship_all_but([])
         assert s.backend.said("download") == ["download"]
-        s.returns.finish()
+        s.gradient_return.finish()
         assert s.gradients() == [[1], None]
 
 

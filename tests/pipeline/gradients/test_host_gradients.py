@@ -39,14 +39,14 @@ def test_lower_gradients_stay_as_they_came() -> None:
     """Half the memory, and half the traffic for the optimizer that reads them."""
     with gradient_scene((1024,), (512,), lowered=BF16) as s:
         s.backward(3, 4)
-        assert [s.returns.gradients.get(weight).dtype for weight in s.weights] == [BF16, BF16]
+        assert [s.gradient_return.gradients.get(weight).dtype for weight in s.weights] == [BF16, BF16]
         assert [master.grad for master in s.masters] == [None, None]
         gradients, norms = (1024 + 512) * 2, 256
-        assert s.returns.host_bytes() == gradients + norms
-        s.returns.gradients.settle()
-        assert not s.returns.gradients.settled, "`.grad` is not yet what plain training would have there"
+        assert s.gradient_return.host_bytes() == gradients + norms
+        s.gradient_return.gradients.settle()
+        assert not s.gradient_return.gradients.settled, "`.grad` is not yet what plain training would have there"
         assert s.gradients() == [[3], [4]]
-        assert s.returns.gradients.settled
+        assert s.gradient_return.gradients.settled
         assert [master.grad.dtype for master in s.masters] == [torch.float32, torch.float32]
 
 
@@ -55,7 +55,7 @@ def test_memory_of_lower_gradients_is_used_again() -> None:
         seen = set()
         for _ in range(3):
             s.backward(1)
-            seen.add(s.returns.gradients.get(s.weights[0]).data_ptr())
+            seen.add(s.gradient_return.gradients.get(s.weights[0]).data_ptr())
             s.clear()
         assert len(seen) == 1
 
@@ -63,11 +63,11 @@ def test_memory_of_lower_gradients_is_used_again() -> None:
 def test_one_gradient_is_shown_at_a_time() -> None:
     with gradient_scene((3,), (4,), lowered=BF16) as s:
         s.backward(1, 2)
-        s.returns.gradients.settle()
-        s.returns.gradients.show(s.weights[1])
+        s.gradient_return.gradients.settle()
+        s.gradient_return.gradients.show(s.weights[1])
         assert s.masters[0].grad is None
         assert s.masters[1].grad.tolist() == [2] * 4
-        assert s.returns.gradients.get(s.weights[1]) is s.masters[1].grad
+        assert s.gradient_return.gradients.get(s.weights[1]) is s.masters[1].grad
 
 
 @pytest.mark.parametrize("shown_after", [None, 0, 1])
@@ -86,8 +86,8 @@ def test_sums_of_lower_gradients_are_those_of_plain_training(shown_after: int | 
                     total = expected[index]
                     expected[index] = gradient.float() if total is None else total + gradient.float()
             if batch == shown_after:
-                s.returns.gradients.show_all()
-        s.returns.gradients.show_all()
+                s.gradient_return.gradients.show_all()
+        s.gradient_return.gradients.show_all()
         assert all(map(torch.equal, [master.grad for master in s.masters], expected))
 
 
@@ -97,8 +97,8 @@ def test_lower_gradients_that_arrive_several_times_in_one_backward() -> None:
         s.arrive(256, 1)
         s.arrive(1, None)
         s.arrive(1, 1)
-        s.returns.finish()
-        assert s.returns.gradients.get(s.weights[0]).dtype is torch.float32
+        s.gradient_return.finish()
+        assert s.gradient_return.gradients.get(s.weights[0]).dtype is torch.float32
         assert s.gradients() == [[258], [2]]
 
 
@@ -108,7 +108,7 @@ def test_a_sum_is_kept_at_home() -> None:
         for _ in range(3):
             s.backward(1)
         assert s.gradients() == [[3]]
-        assert s.returns.host_bytes() == (2048 + 256) + (4096 + 256) + (2048 + 256)
+        assert s.gradient_return.host_bytes() == (2048 + 256) + (4096 + 256) + (2048 + 256)
 
 
 def test_lower_gradients_of_weights_that_change() -> None:
@@ -136,28 +136,28 @@ def test_scaling_is_applied_once_and_in_order(lowered: torch.dtype | None, read:
         (gradient,) = random_gradients(s)
         inverse, factor = torch.tensor(0.125), torch.tensor(0.7)
         s.backward(gradient)
-        s.returns.gradients.multiply(s.weights, inverse)
-        s.returns.gradients.multiply(s.weights, factor)
-        s.returns.gradients.clamp(s.weights, 0.05)
+        s.gradient_return.gradients.multiply(s.weights, inverse)
+        s.gradient_return.gradients.multiply(s.weights, factor)
+        s.gradient_return.gradients.clamp(s.weights, 0.05)
         expected = gradient.float().mul_(inverse).mul_(factor).clamp_(-0.05, 0.05)
-        assert not s.returns.gradients.settled
+        assert not s.gradient_return.gradients.settled
         if read == "taken":
-            taken, scaling = s.returns.gradients.take(s.weights[0])
+            taken, scaling = s.gradient_return.gradients.take(s.weights[0])
             assert taken.dtype is gradient.dtype
             stepped_with = taken.float() if lowered else taken  # as the optimizer does, which writes it back
             scaling.apply_(stepped_with)
             assert torch.equal(stepped_with, expected)
         for _ in range(2):
-            s.returns.gradients.show_all()
+            s.gradient_return.gradients.show_all()
             assert torch.equal(s.masters[0].grad, expected)
-        assert not s.returns.gradients.take(s.weights[0])[1]
+        assert not s.gradient_return.gradients.take(s.weights[0])[1]
 
 
 def test_only_the_given_weights_are_scaled() -> None:
     with gradient_scene((3,), (4,)) as s:
         s.backward(8, 8)
-        s.returns.gradients.multiply(s.weights[:1], torch.tensor(0.5))
-        s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
+        s.gradient_return.gradients.multiply(s.weights[:1], torch.tensor(0.5))
+        s.gradient_return.gradients.multiply(s.weights, torch.tensor(0.5))
         assert s.gradients() == [[2], [4]]
 
 
@@ -165,16 +165,16 @@ def test_weights_scaled_alike_share_a_scaling() -> None:
     """So they can be stepped as one."""
     with gradient_scene((3,), (4,), (5,)) as s:
         s.backward(1, 1, 1)
-        s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
-        s.returns.gradients.clamp(s.weights[:2], 0.1)
-        scalings = [s.returns.gradients.take(weight)[1] for weight in s.weights]
+        s.gradient_return.gradients.multiply(s.weights, torch.tensor(0.5))
+        s.gradient_return.gradients.clamp(s.weights[:2], 0.1)
+        scalings = [s.gradient_return.gradients.take(weight)[1] for weight in s.weights]
         assert scalings[0] is scalings[1] is not scalings[2]
 
 
 def test_without_anything_to_do_gradients_are_shared_as_they_are() -> None:
     with gradient_scene((3,), (4,)) as s:
         s.backward(1, 2)
-        taken = [s.returns.gradients.take(weight) for weight in s.weights]
+        taken = [s.gradient_return.gradients.take(weight) for weight in s.weights]
         assert [gradient is master.grad for (gradient, _), master in zip(taken, s.masters, strict=True)] == [True, True]
         assert not any(scaling for _, scaling in taken)
 
@@ -183,14 +183,14 @@ def test_without_anything_to_do_gradients_are_shared_as_they_are() -> None:
 def test_dropping_a_gradient_drops_its_scaling(lowered: torch.dtype | None) -> None:
     """`zero_grad`, and the next one starts anew."""
     with gradient_scene((3,), lowered=lowered) as s:
-        s.returns.measures_norms = True
+        s.gradient_return.measures_norms = True
         s.backward(8)
-        s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
+        s.gradient_return.gradients.multiply(s.weights, torch.tensor(0.5))
         s.clear()
-        assert s.returns.gradients.get(s.weights[0]) is None
-        assert s.returns.gradients.norms_of(s.weights) is None
-        s.returns.gradients.settle()
-        assert s.returns.gradients.settled
+        assert s.gradient_return.gradients.get(s.weights[0]) is None
+        assert s.gradient_return.gradients.norms_of(s.weights) is None
+        s.gradient_return.gradients.settle()
+        assert s.gradient_return.gradients.settled
         s.backward(8)
         assert s.gradients() == [[8]]
 
@@ -214,9 +214,9 @@ def test_a_gradient_that_is_added_to_is_not_scaled_again(lowered: torch.dtype | 
     with gradient_scene((3,), lowered=lowered) as s:
         s.backward(8)
         if what == "multiplied":
-            s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
+            s.gradient_return.gradients.multiply(s.weights, torch.tensor(0.5))
         else:
-            s.returns.gradients.clamp(s.weights, 4.0)
+            s.gradient_return.gradients.clamp(s.weights, 4.0)
         s.backward(8)
         assert s.gradients() == [[12]]
 
@@ -225,16 +225,16 @@ def test_clipping_by_value_keeps_its_position() -> None:
     """Clipped by value, then multiplied, is not multiplied, then clipped."""
     with gradient_scene((3,)) as s:
         s.backward(8)
-        s.returns.gradients.clamp(s.weights, 4.0)
-        s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
+        s.gradient_return.gradients.clamp(s.weights, 4.0)
+        s.gradient_return.gradients.multiply(s.weights, torch.tensor(0.5))
         assert s.gradients() == [[2]]
 
 
 def test_clipping_twice_is_clipping_by_the_least() -> None:
     with gradient_scene((3,)) as s:
         s.backward(8)
-        s.returns.gradients.clamp(s.weights, 1.0)
-        s.returns.gradients.clamp(s.weights, 4.0)
+        s.gradient_return.gradients.clamp(s.weights, 1.0)
+        s.gradient_return.gradients.clamp(s.weights, 4.0)
         assert s.gradients() == [[1]]
 
 
@@ -284,14 +284,14 @@ def test_norms_are_those_of_plain_training(lowered: torch.dtype | None, count: i
 def test_norms_are_read_when_they_have_landed() -> None:
     """They are known at once, as memory that the copy fills."""
     with host_backend(poison=True) as backend, gradient_scene((4,), backend=backend) as s:
-        s.returns.measures_norms = True
+        s.gradient_return.measures_norms = True
         gate = threading.Event()
         backend._down.submit(lambda: (gate.wait(10), None)[1])
         s.backward(2)
-        (norm,) = s.returns.gradients.norms_of(s.weights)
+        (norm,) = s.gradient_return.gradients.norms_of(s.weights)
         assert norm.isnan()
         gate.set()
-        s.returns.gradients.settle()
+        s.gradient_return.gradients.settle()
         assert norm == 4
 
 
@@ -299,24 +299,24 @@ def test_norms_that_were_not_measured_are_unknown() -> None:
     """Neither of weights without gradients, nor of gradients from before it was asked for."""
     with gradient_scene((4,), (9,)) as s:
         s.backward(1, 1)
-        assert s.returns.gradients.norms_of(s.weights) is None
-        s.returns.measures_norms = True
+        assert s.gradient_return.gradients.norms_of(s.weights) is None
+        s.gradient_return.measures_norms = True
         s.backward(1, None)
-        assert s.returns.gradients.norms_of(s.weights) is None
-        assert s.returns.gradients.norms_of(s.weights[:1])[0] == 4
+        assert s.gradient_return.gradients.norms_of(s.weights) is None
+        assert s.gradient_return.gradients.norms_of(s.weights[:1])[0] == 4
         s.backward(None, 1)
-        assert [norm.item() for norm in s.returns.gradients.norms_of(s.weights)] == [4, 6]
-        assert s.returns.gradients.norms_of([]) == []
+        assert [norm.item() for norm in s.gradient_return.gradients.norms_of(s.weights)] == [4, 6]
+        assert s.gradient_return.gradients.norms_of([]) == []
 
 
 def test_a_norm_is_forgotten_when_its_gradient_goes_on_without_it() -> None:
     """Measured in one batch, added to in the next: the old norm is not the sum's."""
     with gradient_scene((4,)) as s:
-        s.returns.measures_norms = True
+        s.gradient_return.measures_norms = True
         s.backward(1)
-        s.returns.measures_norms = False
+        s.gradient_return.measures_norms = False
         s.backward(1)
-        assert s.returns.gradients.norms_of(s.weights) is None
+        assert s.gradient_return.gradients.norms_of(s.weights) is None
 
 
 FORGETS: dict[str, Callable[[GradientReturn, GradientScene], object]] = {
@@ -333,23 +333,23 @@ def test_a_norm_is_forgotten_when_its_gradient_may_change(
 ) -> None:
     """Who reads a gradient may write to it."""
     with gradient_scene((4,), (9,), lowered=lowered) as s:
-        s.returns.measures_norms = True
+        s.gradient_return.measures_norms = True
         s.backward(1, 1)
-        assert s.returns.gradients.norms_of(s.weights) is not None
-        forget(s.returns, s)
-        assert s.returns.gradients.norms_of(s.weights) is None
-        assert s.returns.gradients.norms_of(s.weights[1:])[0] == 3
+        assert s.gradient_return.gradients.norms_of(s.weights) is not None
+        forget(s.gradient_return, s)
+        assert s.gradient_return.gradients.norms_of(s.weights) is None
+        assert s.gradient_return.gradients.norms_of(s.weights[1:])[0] == 3
 
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_the_norm_of_a_gradient_that_a_hook_changes_is_unknown(batches: int) -> None:
     with gradient_scene((4,), (9,)) as s:
-        s.returns.measures_norms = True
+        s.gradient_return.measures_norms = True
         s.masters[0].register_hook(lambda gradient: 10 * gradient)
         for _ in range(batches):
             s.backward(1, 1)
-        assert s.returns.gradients.norms_of(s.weights) is None
-        assert s.returns.gradients.norms_of(s.weights[1:])[0] == 3 * batches
+        assert s.gradient_return.gradients.norms_of(s.weights) is None
+        assert s.gradient_return.gradients.norms_of(s.weights[1:])[0] == 3 * batches
         assert s.gradients() == [[10 * batches], [batches]]
 
 
@@ -373,11 +373,11 @@ def test_norms_of_other_masters_are_not_measured(dtype: torch.dtype, batches: in
 
 def test_sparse_gradients_have_no_norm() -> None:
     with gradient_scene((4, 2)) as s:
-        s.returns.measures_norms = True
+        s.gradient_return.measures_norms = True
         s.backward(1)
         nn.functional.embedding(torch.tensor([1]), s.placed.twins[0].parameter, sparse=True).sum().backward()
-        s.returns.finish()
-        assert s.returns.gradients.norms_of(s.weights) is None
+        s.gradient_return.finish()
+        assert s.gradient_return.gradients.norms_of(s.weights) is None
 
 
 # -------------------------------------------------------------------------------------------------- who holds gradients
@@ -388,12 +388,12 @@ def test_a_held_gradient_is_the_sum_when_backward_ends(holds: str | None) -> Non
     """Nobody can tell when `.grad` changes, as looking at it is noticed; but whoever kept the tensor can."""
     with host_backend(poison=True) as backend, gradient_scene((4,), backend=backend) as s:
         s.backward(1)
-        s.returns.gradients.settle()
+        s.gradient_return.gradients.settle()
         held = {None: None, "the gradient": s.masters[0].grad, "a view": s.masters[0].grad[1:]}[holds]
         gate = threading.Event()
         backend._down.submit(lambda: (gate.wait(0.05), None)[1])
         s.backward(10)
-        assert s.returns.gradients.settled is (held is not None)
+        assert s.gradient_return.gradients.settled is (held is not None)
         if held is not None:
             assert set(held.tolist()) == {11}
         gate.set()
@@ -416,7 +416,7 @@ def test_a_gradient_that_was_given_other_memory_is_added_to_there(lowered: torch
     """`p.grad.data = ...`, with memory that the user may hold, and then looks at when backward ends."""
     with gradient_scene((4,), (3,), lowered=lowered, delay=0.01) as s:
         s.backward(1, 2)
-        s.returns.gradients.show_all()
+        s.gradient_return.gradients.show_all()
         other: Tensor | None = torch.full((4,), 5.0)
         s.masters[0].grad.data = other
         if not held:
@@ -436,10 +436,10 @@ def test_a_gradient_that_was_given_other_memory_is_added_to_there(lowered: torch
 def test_a_gradient_that_was_given_another_dtype_keeps_it(lowered: torch.dtype | None, dtype: torch.dtype) -> None:
     """Autograd adds to it in the precision of both, and rounds to its dtype; and so until it is cleared."""
     with gradient_scene(*SHAPES, lowered=lowered, delay=0.004) as s:
-        s.returns.measures_norms = True
+        s.gradient_return.measures_norms = True
         expected = []
         s.backward(*random_gradients(s))
-        s.returns.gradients.show_all()
+        s.gradient_return.gradients.show_all()
         for master in s.masters:
             master.grad.data = master.grad.data.to(dtype)
             expected.append(master.grad.clone())
@@ -448,14 +448,14 @@ def test_a_gradient_that_was_given_another_dtype_keeps_it(lowered: torch.dtype |
             s.backward(*gradients)
             for total, gradient in zip(expected, gradients, strict=True):
                 total += gradient.float()
-            assert s.returns.gradients.norms_of(s.weights) is None
-        s.returns.gradients.show_all()
+            assert s.gradient_return.gradients.norms_of(s.weights) is None
+        s.gradient_return.gradients.show_all()
         assert [master.grad.dtype for master in s.masters] == [dtype] * len(SHAPES)
         assert all(map(torch.equal, [master.grad for master in s.masters], expected))
         s.clear()
         gradients = random_gradients(s)
         s.backward(*gradients)
-        s.returns.gradients.show_all()
+        s.gradient_return.gradients.show_all()
         assert all(map(torch.equal, [master.grad for master in s.masters], [g.float() for g in gradients]))
 
 
@@ -488,7 +488,7 @@ def test_a_stepped_units_gradients_go_to_the_stepper(lowered: torch.dtype | None
         assert s.stepper.calls == ["finish step", "end of backward"]
         if lowered:
             assert [master.grad for master in s.masters] == [None, None]
-            assert s.returns.host_bytes() == 2048 + 256 + 256
+            assert s.gradient_return.host_bytes() == 2048 + 256 + 256
             shipment.buffer.release()
         else:
             assert s.gradients() == [[5], [6]]
@@ -502,7 +502,7 @@ def test_gradients_of_a_stepped_unit_are_kept_where_they_may_be_read() -> None:
         s.backward(5, 6)
         (shipment,) = s.stepper.shipments
         assert shipment.buffer is None
-        assert s.returns.host_bytes() == 2048 + 256 + 256
+        assert s.gradient_return.host_bytes() == 2048 + 256 + 256
         assert s.gradients() == [[5], [6]]
 
 
@@ -510,8 +510,8 @@ def test_the_first_home_becomes_a_landing_buffer() -> None:
     """In the first step nothing can be stepped in backward; making other memory for buffers would take time."""
     with gradient_scene((1024,), (3,), lowered=BF16) as s:
         s.backward(5, 6)
-        s.returns.gradients.settle()
-        (first,) = s.returns._homes._lower.values()
+        s.gradient_return.gradients.settle()
+        (first,) = s.gradient_return._homes._lower.values()
         memory = first.memory.data_ptr()
         del first
         s.clear()
@@ -520,7 +520,7 @@ def test_the_first_home_becomes_a_landing_buffer() -> None:
         (shipment,) = s.stepper.shipments
         assert shipment.buffer is not None
         assert shipment.buffer.memory.data_ptr() == memory
-        assert s.returns.host_bytes() == 2048 + 256 + 256
+        assert s.gradient_return.host_bytes() == 2048 + 256 + 256
         shipment.buffer.release()
 
 
@@ -554,7 +554,7 @@ def test_sums_with_another_kind_of_gradient_are_not_given_to_the_stepper(
     """Only the optimizer's own code knows what to do with it."""
     with gradient_scene((2, 3), (3,)) as s:
         s.backward(1, 1)
-        s.returns.gradients.show_all()
+        s.gradient_return.gradients.show_all()
         s.masters[0].grad.data = elsewhere(s.masters[0].grad.data)
         s.stepper.wanted.add(s.placed.unit)
         s.backward(1, 1)
@@ -567,7 +567,7 @@ def test_gradients_that_were_not_stepped_are_kept(lowered: torch.dtype | None) -
     """The other unit of its group did not complete."""
     with gradient_scene((4,), (3,), lowered=lowered, delay=0.005) as s:
         s.stepper.wanted.add(s.placed.unit)
-        s.stepper.end_of_backward = lambda: [s.returns.take_back(made) for made in s.stepper.shipments]  # type: ignore[method-assign,return-value]
+        s.stepper.end_of_backward = lambda: [s.gradient_return.take_back(made) for made in s.stepper.shipments]  # type: ignore[method-assign,return-value]
         s.backward(5, 6)
         s.stepper.wanted.clear()
         s.stepper.shipments.clear()
@@ -582,7 +582,7 @@ def test_a_gradient_that_comes_too_late_is_an_error() -> None:
         s.stepper.stepped.update(s.weights)
         with pytest.raises(RuntimeError, match=r"'unit.0' got another gradient.*`overlap_optimizer=False`"):
             s.arrive(1)
-        s.returns.abandon()
+        s.gradient_return.abandon()
 
 
 def test_a_step_reads_its_gradients_before_the_next_ones_come() -> None:
@@ -608,9 +608,9 @@ def test_a_failed_copy_raises_once(lowered: torch.dtype | None, threads: bool) -
         fail_next_download(s.backend)
         s.backward(1, 1)
         with pytest.raises(OSError, match="the bus is gone"):
-            s.returns.gradients.settle()
-        s.returns.abandon()
-        assert s.returns.gradients.tickets_of(s.weights) == []
+            s.gradient_return.gradients.settle()
+        s.gradient_return.abandon()
+        assert s.gradient_return.gradients.tickets_of(s.weights) == []
         s.clear()
         for _ in range(5):
             s.backward(1, 2)
@@ -620,7 +620,7 @@ def test_a_failed_copy_raises_once(lowered: torch.dtype | None, threads: bool) -
 def test_an_interrupted_wait_for_a_gradient_leaves_it_under_way() -> None:
     """It was forgotten, and the next one went into its memory while it still came."""
     with gradient_scene((4,)) as s:
-        gradients, ticket = s.returns.gradients, InterruptedTicket()
+        gradients, ticket = s.gradient_return.gradients, InterruptedTicket()
         gradients.mark_under_way(s.weights, ticket)
         with pytest.raises(KeyboardInterrupt):
             gradients.wait_until_landed(s.weights)
@@ -701,7 +701,7 @@ def test_abandoned_gradients_give_back_their_buffers() -> None:
         (shipment,) = s.stepper.shipments
         assert shipment.buffer is not None
         assert not shipment.buffer.is_free
-        s.returns.abandon()
+        s.gradient_return.abandon()
         assert shipment.buffer.is_free
 
 
@@ -710,7 +710,7 @@ def test_gradients_that_were_there_survive_an_exception() -> None:
     with gradient_scene((4,), (3,), lowered=BF16, delay=0.004) as s:
         s.backward(1, 2)
         s.arrive(50, None)
-        s.returns.abandon()
+        s.gradient_return.abandon()
         s.clear()
         s.backward(3, 4)
         s.backward(3, 4)
@@ -721,5 +721,5 @@ def test_closing_shows_everything() -> None:
     """After `detach` the user's masters have plain gradients."""
     with gradient_scene((4,), (3,), lowered=BF16, delay=0.01) as s:
         s.backward(1, 2)
-        s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
+        s.gradient_return.gradients.multiply(s.weights, torch.tensor(0.5))
     assert [master.grad.tolist() for master in s.masters] == [[0.5] * 4, [1] * 3]

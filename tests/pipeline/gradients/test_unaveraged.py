@@ -22,7 +22,7 @@ def summed(*values: float, lowered: torch.dtype | None = None) -> Iterator[tuple
     shapes = [(2, 3), (4,), (5,)][: len(values)]
     with gradient_scene(*shapes, lowered=lowered) as s:
         replicas = SimpleNamespace(accumulates=True, summed_here=set())
-        sums = Unaveraged(cast("Any", replicas), s.returns.gradients, s.backend, s.stats)
+        sums = Unaveraged(cast("Any", replicas), s.gradient_return.gradients, s.backend, s.stats)
         sums.note(s.weights)
         s.backward(*values)
         replicas.accumulates = False
@@ -56,10 +56,10 @@ def test_the_host_does_not_wait_for_gradients_that_are_still_added() -> None:
     """The copy does."""
     with host_backend(poison=True) as backend, gradient_scene((3,), (4,), backend=backend) as s:
         replicas = SimpleNamespace(accumulates=True, summed_here=set())
-        sums = Unaveraged(cast("Any", replicas), s.returns.gradients, backend, s.stats)
+        sums = Unaveraged(cast("Any", replicas), s.gradient_return.gradients, backend, s.stats)
         sums.note(s.weights)
         s.backward(1, 2)
-        s.returns.gradients.settle()
+        s.gradient_return.gradients.settle()
         gate, opened = threading.Event(), []
         backend._host.submit(lambda: opened.append(gate.wait(10)))
         s.backward(10, None)
@@ -115,7 +115,7 @@ def test_nothing_is_fetched_before_the_last_micro_batch() -> None:
 def test_pending_scaling_is_applied_to_a_sum_first() -> None:
     """Clipping between micro-batches."""
     with summed(2, 3) as (s, sums, _):
-        s.returns.gradients.multiply(s.weights, torch.tensor(0.5))
+        s.gradient_return.gradients.multiply(s.weights, torch.tensor(0.5))
         assert [tensor.unique().tolist() for tensor in sums.take(s.weights).values()] == [[1], [1.5]]
 
 

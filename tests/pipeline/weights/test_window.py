@@ -38,7 +38,7 @@ class Scene:
             self.backend,
             self.stats,
             on_evict=lambda group: self.evicted.append(group.index),
-            before_loss=lambda group: self.lost.append(group.index),
+            before_discard=lambda group: self.lost.append(group.index),
         )
 
     def use(self, index: int, direction: Pass = Pass.INFERENCE) -> None:
@@ -501,7 +501,7 @@ class Twice:
             afresh.backend,
             afresh.stats,
             on_evict=afresh.window._on_evict,
-            before_loss=afresh.window._before_loss,
+            before_discard=afresh.window._before_discard,
         )
         window.schedule, afresh.window = afresh.schedule, window
         self.inside: list[int] = []

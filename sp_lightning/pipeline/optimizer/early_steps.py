@@ -88,7 +88,7 @@ class EarlyStep:
         )
 
 
-class InBackward:
+class EarlyStepper:
     """Steps units while backward runs; the `Stepper` of the gradients.
 
     Args:
