@@ -34,7 +34,6 @@ from sp_lightning.trainer.materialize import materialize
 from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.precision import host_precision, lend, take_back
 from sp_lightning.trainer.processes import ProcessesMixin
-from sp_lightning.trainer.refusals import check_processes
 from sp_lightning.trainer.steps import Steps
 from sp_lightning.trainer.when_to_step import SteppingPlan
 
@@ -190,7 +189,11 @@ class SuperpipelineMixin(ProcessesMixin):
     @override
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
-        check_processes(self.options, self.is_distributed, self.lightning)
+        self.lightning.check(
+            not (self.is_distributed and self.options.resident_optimizer),
+            "`resident_optimizer=True` works on one device only: which units live on the device would differ between"
+            " processes. Leave it out, or set `Trainer(devices=1, num_nodes=1)`.",
+        )
 
     @override
     def setup_environment(self) -> None:

@@ -21,7 +21,7 @@ class Evidence:
     Attributes:
         numbers: Where the time of a recorded step went.
         recomputed: Number of units that computed their forward twice in a step.
-        retries: Number of times in a step that device memory ran short, and what torch had cached was freed.
+        retries: How often in a step the allocator ran out of memory, freed its cache and tried again.
         summary: The plan.
         options: The user's options.
         device_peak: Peak device memory.

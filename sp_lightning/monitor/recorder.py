@@ -26,7 +26,7 @@ class Recorder:
     Attributes:
         latest: The latest recording; None before the first.
         recomputed: Number of units that computed their forward twice in a step of the latest recording.
-        retries: Number of times that memory ran short in such a step, and what was cached was freed.
+        retries: How often in such a step the allocator ran out of memory, freed its cache and tried again.
     """
 
     def __init__(self, pipeline: Pipeline, steps: int, interval: int, expected: float) -> None:

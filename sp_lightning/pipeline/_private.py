@@ -112,7 +112,7 @@ def graph_task() -> int:
 
 def in_backward() -> bool:
     """Tell whether this thread runs a node of a backward pass: in a checkpoint's recomputation, not in a forward."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return graph_task() != -1
 
 
 def running_node() -> Node | None:

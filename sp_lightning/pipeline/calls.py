@@ -300,7 +300,7 @@ class Calls:
     def _reach(
         self, member: Member, graph: Graph, groups: list[Group], around: list[Group], bundle: Bundle | None
     ) -> None:
-        """Bring a member's unit back: backward is about to run the nodes of its call (see [Note: before backward])."""
+        """Bring a unit back: backward is about to run the nodes of its call ([Note: before backward] in hooks.py)."""
         if self._backward.closed:
             return  # if it matters, unpacking raises
         if torch.is_grad_enabled() and not self._in_step():

@@ -1,4 +1,4 @@
-"""Weights used outside of their unit, accesses to masters while a step runs, and weights written to on the device.
+"""Weights used outside of their unit, and accesses to masters while a step runs.
 
 The guard (guard.py) notices accesses to masters; this module responds. A weight that is used outside of its unit's
 calls, or in another dtype than the one it is sent in, gets memory of its own on the device at once, so that this step

@@ -143,8 +143,9 @@ class Pipeline:
             self._backend.close()
             raise
         listen_to_optimizers(self.optimizers)
-        watch_functions(self)
-        watch_transforms(self)
+        if not _attached:
+            watch_functions()
+            watch_transforms()
         _attached.add(self)
         atexit.register(self._end_threads, os.getpid())
 
@@ -161,11 +162,9 @@ class Pipeline:
         with guards_resumed(), self._host_meets_device.paused(), self._scope(look_for_new_parameters=True):
             yield
 
-    @contextmanager
-    def record(self) -> Iterator[Recording]:
+    def record(self) -> AbstractContextManager[Recording]:
         """Record what the lanes do in this scope: units computing, copies, work on the host, and stalls."""
-        with self._backend.trace.record() as recording:
-            yield recording
+        return self._backend.trace.record()
 
     @contextmanager
     def in_all_processes(self) -> Iterator[None]:
@@ -221,8 +220,9 @@ class Pipeline:
         atexit.unregister(self._end_threads)
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
-        stop_watching_functions(self)
-        stop_watching_transforms(self)
+        if not _attached:
+            stop_watching_functions()
+            stop_watching_transforms()
         self._assembly.uninstall()
         self.arrangement.give_up()
         self.optimizers.let_go()

@@ -59,7 +59,7 @@ class Survey:
     def budget(self) -> int | None:
         """Device memory for weights, gradients on their way and activations; None if no limit is known.
 
-        It shrinks each time that it did not suffice for what was chosen, because memory gets fragmented.
+        It shrinks each time that memory ran out although the plan fitted: fragmentation took the rest.
         """
         budget = self.arrangement.budget
         if budget is None:
@@ -89,7 +89,7 @@ class Survey:
 
     @property
     def allocation_retries(self) -> int:
-        """How often so far the device's allocator found no memory, freed all that it had cached, and tried again."""
+        """How often the device's allocator ran out of memory, freed its cache and tried again."""
         return self._lasting.backend.allocation_retries()
 
     @property

@@ -108,8 +108,8 @@ class Offloader:
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
         self._open: list[Bundle | None] = []
         self._last_bundle: Bundle | None = None
-        self._number = 0  # of the call of a unit,
-        self._called: set[Member] = set()  # and the members that it has called
+        self._number = 0  # of the unit's call that is under way
+        self._called: set[Member] = set()  # the members that it has called so far
         self._staying: deque[Bundle] = deque()
         self._leaving: list[_Leaving] = []
         self._fetched: list[ref[Activation]] = []

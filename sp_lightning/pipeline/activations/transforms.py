@@ -20,7 +20,6 @@ from sp_lightning.pipeline._private import (
     top_saved_tensor_hooks,
 )
 
-_users: set[object] = set()
 _disable: Any = graph.disable_saved_tensors_hooks
 
 
@@ -32,22 +31,14 @@ class StepsAside(Protocol):
         """Prepare for a transform: what is saved in it will not be seen."""
 
 
-def watch_transforms(user: object) -> None:
-    """Have the engine's hooks step aside for transforms.
-
-    Args:
-        user: The object that asks for it, until it calls `stop_watching_transforms`.
-    """
-    if not _users:
-        graph.disable_saved_tensors_hooks = _disable_but_ours  # which transforms call
-    _users.add(user)
+def watch_transforms() -> None:
+    """Have the engine's hooks step aside for transforms."""
+    graph.disable_saved_tensors_hooks = _disable_but_ours  # which transforms call
 
 
-def stop_watching_transforms(user: object) -> None:
+def stop_watching_transforms() -> None:
     """Undo `watch_transforms`."""
-    _users.discard(user)
-    if not _users:
-        graph.disable_saved_tensors_hooks = _disable
+    graph.disable_saved_tensors_hooks = _disable
 
 
 @contextmanager

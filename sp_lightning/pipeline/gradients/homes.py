@@ -161,7 +161,7 @@ class Home:
 
         Args:
             weight: The weight.
-            gradient: The `id` of a tensor for which the caller has one name.
+            gradient: The `id` of the gradient, to which the caller must hold exactly one reference: it is counted.
         """
         index = self.indices.get(weight)
         if index is None or id(self.tensors[index]) != gradient or _references(self.tensors, index) > _SHOWN_REFERENCES:

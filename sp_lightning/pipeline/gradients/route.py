@@ -8,16 +8,16 @@ import enum
 class Route(enum.Enum):
     """A route to the host."""
 
-    HOME = "home"
+    HOME = enum.auto()
     """To their home, in their masters' dtypes: they are the masters' `.grad`."""
 
-    HOME_AS_THEY_CAME = "home as they came"
+    HOME_AS_THEY_CAME = enum.auto()
     """To their home, in a lower dtype: they become `.grad` when somebody asks for it."""
 
-    SUM = "sum"
+    SUM = enum.auto()
     """Through a landing buffer into a sum."""
 
-    OPTIMIZER = "optimizer"
+    OPTIMIZER = enum.auto()
     """Into a landing buffer, from which the optimizer reads them; then they are gone."""
 
     @property

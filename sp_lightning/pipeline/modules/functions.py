@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -11,26 +10,17 @@ from sp_lightning.pipeline._private import sees_torch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.modules.lowered import Served
 
-_users: weakref.WeakSet[Any] = weakref.WeakSet()
 _original_apply: Any = torch.autograd.Function.__dict__["apply"]
 
 
-def watch_functions(user: object) -> None:
-    """Redirect guarded weights that a `torch.autograd.Function` is applied to.
-
-    Args:
-        user: The object that asks for it, until it calls `stop_watching_functions`.
-    """
-    if not _users:
-        torch.autograd.Function.apply = classmethod(_apply)
-    _users.add(user)
+def watch_functions() -> None:
+    """Redirect guarded weights that a `torch.autograd.Function` is applied to."""
+    torch.autograd.Function.apply = classmethod(_apply)
 
 
-def stop_watching_functions(user: object) -> None:
+def stop_watching_functions() -> None:
     """Undo `watch_functions`."""
-    _users.discard(user)
-    if not _users:
-        torch.autograd.Function.apply = _original_apply
+    torch.autograd.Function.apply = _original_apply
 
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ to the weight on the device, which the pipeline makes resident from then on. Rea
 [Note: masters that are not finished]
 After a backward or an optimizer step, gradients may still be on their way, and weights still be stepped. Until that is
 done, masters keep the guarded class, now only to notice accesses: the first access to any master waits, and from then
-on all of them are ordinary. So nobody sees half a step, and nobody waits who does not look.
+on all of them are ordinary. So nobody sees half a step, and only code that looks has to wait.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class GoesFirst:
 class Guard:
     """Turns masters into guarded Parameters and back.
 
-    Attributes:
-        armed: Whether masters are guarded.
-        redirects: Whether operations on them are redirected; otherwise accesses are only noticed.
-
     Args:
         owner: Decides what follows from an access.
         weights: All weights.
+
+    Attributes:
+        armed: Whether masters are guarded.
+        redirects: Whether operations on them are redirected; otherwise accesses are only noticed.
     """
 
     def __init__(self, owner: Owner, weights: Iterable[Weight]) -> None:

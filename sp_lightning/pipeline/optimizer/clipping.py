@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
+from sp_lightning.pipeline.optimizer.stepping import parameters_of
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -109,7 +110,7 @@ class Clipping:
         Returns:
             Whether one of them is not finite; None if only reading all of them could tell, and nothing was done.
         """
-        found = self._with_gradients(p for group in optimizer.param_groups for p in group["params"])
+        found = self._with_gradients(parameters_of(optimizer))
         norms = None if found is None else self._gradients.norms_of(found.weights)
         if found is None or norms is None:
             return None

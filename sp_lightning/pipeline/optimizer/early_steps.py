@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline._private import post_accumulate_hooks, users_of_storage
+from sp_lightning.pipeline._private import post_accumulate_hooks
 from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
@@ -30,8 +30,6 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
-
-_OWN_USERS = 2  # of a master's memory: the master itself, and `Weight.host`
 
 
 @dataclass(eq=False)
@@ -190,7 +188,7 @@ class EarlyStepper:
             return False
         return all(
             self._current.steps_with_state(weight)
-            and not is_aliased(weight)
+            and not weight.is_aliased
             and not post_accumulate_hooks(weight.master)  # they are called when backward has ended
             for weight in _trainable(unit.group)
         )
@@ -263,11 +261,6 @@ class EarlyStepper:
                 "because nobody was expected to read or change gradients before `step()`. Train with "
                 "`overlap_optimizer=False`."
             )
-
-
-def is_aliased(weight: Weight) -> bool:
-    """Tell whether others hold a master's memory, and so could look at it unnoticed."""
-    return users_of_storage(weight.host) > _OWN_USERS
 
 
 def _trainable(group: Group) -> list[Weight]:

@@ -164,8 +164,8 @@ class HostSteps:
         """Wait until no step reads or writes the memory of a group any more.
 
         Raises:
-            Exception: The error of a step. All steps are over then: others have mostly failed for the same reason, and
-                must not raise an error later, too.
+            Exception: The first error of a step. All other steps have ended by then, and their errors are dropped: they
+                mostly have the same cause.
         """
         try:
             self._window.finish_optimizer(group)

@@ -26,6 +26,7 @@ from sp_lightning.pipeline.modules.suspension import guards_resumed, resume_guar
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.on_device import is_elsewhere, move_state
 from sp_lightning.pipeline.optimizer.overlap import Overlap
+from sp_lightning.pipeline.optimizer.stepping import parameters_of
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.window import Window
 
@@ -115,7 +116,7 @@ class Optimizers:
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer has any weight of the module, and not only weights of other models."""
-        return any(id(parameter) in self._parameters for parameter in _parameters_of(optimizer))
+        return any(id(parameter) in self._parameters for parameter in parameters_of(optimizer))
 
     def _get_to_know(self, optimizer: Optimizer) -> None:
         self._hooks[optimizer] = [
@@ -126,13 +127,13 @@ class Optimizers:
 
     def _with_state_elsewhere(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the weights of the module whose state is on another device: they have moved since it was made."""
-        own = [parameter for parameter in _parameters_of(optimizer) if id(parameter) in self._parameters]
+        own = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._parameters]
         with without_torch_function():  # looking state up by a guarded weight would wait for its gradient
             return [parameter for parameter in own if is_elsewhere(optimizer.state.get(parameter, {}), parameter)]
 
     def _refuse_twins(self, optimizer: Optimizer) -> None:
         # A twin has no gradient, so an optimizer would silently skip it.
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_of(optimizer):
             name = parameter.__dict__.get("twin_of")
             if name is not None:
                 raise RuntimeError(
@@ -146,7 +147,7 @@ class Optimizers:
     def _refuse_weights_at_work(self, optimizer: Optimizer) -> None:
         """Raise if a forward that is under way computes with weights that are to be stepped: it has the old values."""
         groups = [group for group in self._window.groups if group.users]
-        stepped = set(map(id, _parameters_of(optimizer))) if groups else set()
+        stepped = set(map(id, parameters_of(optimizer))) if groups else set()
         for weight in [weight for group in groups for weight in group.host.weights]:
             if id(weight.master) in stepped and weight.twin.group.users:
                 raise RuntimeError(
@@ -259,10 +260,6 @@ class Optimizers:
             overflow = self._clipping.unscale(optimizer, inverse_scale)
             self._relax_guard()
             return overflow
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -30,9 +29,14 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline._private import has_foreign_step_hooks
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
-from sp_lightning.pipeline.optimizer.early_steps import EarlyStep, EarlyStepper, is_aliased
+from sp_lightning.pipeline.optimizer.early_steps import EarlyStep, EarlyStepper
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
-from sp_lightning.pipeline.optimizer.stepping import HAVE_FUSED_KERNELS, fused_kernel_works, why_not_by_unit
+from sp_lightning.pipeline.optimizer.stepping import (
+    HAVE_FUSED_KERNELS,
+    fused_kernel_works,
+    parameters_of,
+    why_not_by_unit,
+)
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.weight import Weight
@@ -82,8 +86,7 @@ class Overlap:
         self.restore_param_groups()
         self._to_step.clear()  # left by a step that ended with an exception
         self._held.clear()
-        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        known = [self._weights[id(p)] for p in parameters if id(p) in self._weights]
+        known = [self._weights[id(p)] for p in parameters_of(optimizer) if id(p) in self._weights]
         if not known:
             return
         self._gradient_return.check_averaged(known)
@@ -120,7 +123,7 @@ class Overlap:
             self._steps.begin(group, shares, after)
             self._stats.overlapped_steps += group.unit_count * self._overlaps
         for group, shares in self._to_step.items():
-            is_held = group in self._held or any(is_aliased(weight) for share in shares for weight in share.gradients)
+            is_held = group in self._held or any(weight.is_aliased for share in shares for weight in share.gradients)
             # state made in a first step depends on settings of the process (torch's default dtype): wait for it
             if is_held or not self._overlaps or not first_steps.isdisjoint(shares):
                 self._steps.finish_optimizer(group)
@@ -130,7 +133,7 @@ class Overlap:
 
     def _put_new_state_in_order(self, optimizer: Optimizer) -> None:
         """Put new state in the order of the parameters, as torch's own code does, not in that of the units' steps."""
-        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        for parameter in parameters_of(optimizer):
             if id(parameter) not in self._had_state and parameter in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(parameter)
 

@@ -1,8 +1,8 @@
 """Weights of a unit that an optimizer can step as one: they lie side by side, and so do their gradients and copies.
 
-To the optimizer's code a *run* is one flat weight, whole or cut into parts; one of a large weight is cut at least
-where its sections end (sections.py). A weight that can be neither joined nor cut is a *single*: it is stepped as in
-plain training, in its own shape and with its own state.
+To the optimizer's code a *run* is one flat weight, whole or cut into parts. The run of a large weight is cut where its
+sections end (sections.py), and perhaps elsewhere. A weight that can be neither joined nor cut is a *single*: it is
+stepped as in plain training, in its own shape and with its own state.
 """
 
 from __future__ import annotations

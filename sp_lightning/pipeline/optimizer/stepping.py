@@ -72,6 +72,11 @@ def why_not_by_unit(optimizer: Optimizer, group: dict[str, Any], weights: Iterab
     return None
 
 
+def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Iterate over the parameters of all param groups."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
 def keeps_state(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
     """Tell whether one of these optimizers keeps state of a weight.
 

@@ -158,7 +158,7 @@ class Backend(Lanes):
         return None
 
     def allocation_retries(self) -> int:
-        """Return how often memory ran short so far, and whatever was cached was freed; 0 if nobody counts that."""
+        """Return how often the allocator ran out of memory, freed its cache and tried again; 0 if unknown."""
         return 0
 
     def close(self) -> None:

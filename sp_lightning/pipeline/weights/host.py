@@ -180,7 +180,7 @@ class MasterMemory:
             del self._pieces[master]
 
     def leave(self, weight: Weight) -> None:
-        """Have the next arrangement make new memory for a weight, and for those with it which nobody else holds."""
+        """Forget the memory of a weight, and of the weights with it that nobody else holds: they get new memory."""
         self._pieces.pop(id(weight.master), None)
         for key in [key for key in self._buffers if id(weight.master) in key]:
             self._buffers.pop(key).release()

@@ -55,8 +55,8 @@ class Schedule:
         self._repeats = False  # whether this step has equalled the recorded one so far
         self._predicted: deque[int] = deque()
         self._last_two = -1, -1  # uses, predicted ones included
-        self._followed: list[int] = []  # the record that predictions are taken from ...
-        self._last_position: int | None = None  # ... and where in it the last one is; None if pairs predict
+        self._followed: list[int] = []  # the record that predictions are taken from
+        self._last_position: int | None = None  # of the last prediction in that record; None if pairs predict
 
     def begin_step(self) -> None:
         """Note that the next use is the first one of a step."""

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 _DATA: Any = Tensor.data
-_OWN_USERS = 2  # of a twin's memory: its data and its parameter, which may hold an alias
+_OWN_USERS_OF_TWIN = 2  # of its memory: its data and its parameter, which may hold an alias
+_OWN_USERS_OF_MASTER = 2  # of its memory: the master itself, and `Weight.host`
 
 
 def outdated_graph_error(what: str) -> RuntimeError:
@@ -116,7 +117,7 @@ class Twin:
     @property
     def is_aliased(self) -> bool:
         """Whether others hold its memory without a handle, as a checkpoint does until backward has read it."""
-        return users_of_storage(self.data) > _OWN_USERS + (self._alias is not None) + self.saved_views
+        return users_of_storage(self.data) > _OWN_USERS_OF_TWIN + (self._alias is not None) + self.saved_views
 
     @property
     def is_replaced(self) -> bool:
@@ -228,6 +229,11 @@ class Weight:
     def is_elsewhere(self) -> bool:
         """Whether the master was given other memory (`p.data = ...`)."""
         return self.master.data_ptr() != self.host.data_ptr()
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether others hold the master's memory, and so could look at it unnoticed."""
+        return users_of_storage(self.host) > _OWN_USERS_OF_MASTER
 
     @property
     def is_replaced(self) -> bool:
