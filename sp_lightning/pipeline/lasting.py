@@ -22,8 +22,8 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.graphs import Graphs
-from sp_lightning.pipeline.weights.host import MasterMemory
 from sp_lightning.pipeline.weights.journal import Journal
+from sp_lightning.pipeline.weights.master_memory import MasterMemory
 from sp_lightning.pipeline.weights.weight import Twin
 
 

@@ -17,8 +17,9 @@ from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.transfer.threads import ThreadTicket
+from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.device import Group
-from sp_lightning.pipeline.weights.host import GroupHost, tensor_in
+from sp_lightning.pipeline.weights.host import GroupHost
 from sp_lightning.pipeline.weights.sections import Section
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight

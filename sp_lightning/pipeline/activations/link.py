@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.weights.host import HostBuffer
+from sp_lightning.pipeline.weights.buffers import HostBuffer
 
 _HIDDEN_COST = 0.1  # the part of its time that a copy costs even if computing hides it
 _PROBE_BYTES = 16 << 20

@@ -19,7 +19,7 @@ from sp_lightning.pipeline._private import weak_storage
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.pool import Piece
 from sp_lightning.pipeline.transfer.lanes import Ticket
-from sp_lightning.pipeline.weights.host import ALIGNMENT
+from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 
 _WASTE = 2  # memory is not worth a copy if less than one part in so many of it was saved
 

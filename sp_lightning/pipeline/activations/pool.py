@@ -17,7 +17,7 @@ from torch import Tensor
 from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.weights.host import ALIGNMENT, HostBuffer
+from sp_lightning.pipeline.weights.buffers import ALIGNMENT, HostBuffer
 
 _LEAST_SLAB = 32 << 20
 _GROWTH = 8  # a slab is at least an eighth of what the pool holds already: few slabs, little waste

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sp_lightning.pipeline.weights.host import is_dense
+from sp_lightning.pipeline.weights.buffers import is_dense
 
 
 def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:

@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.weights.host import lay_out, tensor_in
+from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 from sp_lightning.pipeline.weights.sections import Section, divide
 from sp_lightning.pipeline.weights.weight import Weight
 

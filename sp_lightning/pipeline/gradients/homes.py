@@ -15,7 +15,7 @@ from torch import Tensor
 from sp_lightning.pipeline._private import users_of_storage, users_of_tensor
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.weights.host import HostBuffer
+from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 

@@ -20,7 +20,7 @@ from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.transfer.trace import Kind
-from sp_lightning.pipeline.weights.host import as_bytes
+from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 

@@ -22,12 +22,10 @@ from sp_lightning.pipeline.modules.resting import put_to_rest, wake
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.device import Group, overlaps, place_in_arena
-from sp_lightning.pipeline.weights.host import (
-    GroupHost,
-    MasterMemory,
-    tensor_in,
-)
+from sp_lightning.pipeline.weights.host import GroupHost
+from sp_lightning.pipeline.weights.master_memory import MasterMemory
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 

@@ -8,8 +8,8 @@ from sp_lightning.pipeline.gradients.landing import PIECES, gradient_bytes
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.weights.buffers import lay_out
 from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
-from sp_lightning.pipeline.weights.host import lay_out
 from sp_lightning.pipeline.weights.units import Division, Unit
 
 _DEFAULT_SLOTS = 2  # one computes, one arrives

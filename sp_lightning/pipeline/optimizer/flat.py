@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.weights.host import tensor_in
+from sp_lightning.pipeline.weights.buffers import tensor_in
 
 VECTOR_MULTIPLE = 64
 """Weights are joined with others, and cut, at multiples of this many elements only.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE, FlatState, flat, side_by_side
-from sp_lightning.pipeline.weights.host import is_dense
+from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.sections import cuts_in
 
 State = dict[str, Any]

@@ -28,7 +28,7 @@ from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE, FlatState
 from sp_lightning.pipeline.optimizer.runs import Candidate, Part, Run, Single, State, StepInputs, group_neighbors
-from sp_lightning.pipeline.weights.host import is_dense
+from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.sections import cuts_in
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)

@@ -1,201 +1,29 @@
-"""Host memory: one contiguous buffer of exact size per group, with the masters as tensors inside it.
+"""The host side of a group: its masters, what is sent of them, and whether they have changed.
 
 A group goes to the device in one copy, so everything that it sends must lie together. Where weights are sent in the
 dtype in which they are kept, the masters themselves are sent; where autocast would lower one of them, a second buffer
-holds copies in the dtypes that are sent, written once per change of the masters.
-
-A master whose memory others hold (`kept = p.data`, a `state_dict()`) stays where it is when other units travel
-together: whoever holds it expects to see what becomes of the weight, and may write to it. The group it is in by then
-sends copies, too.
+holds copies in the dtypes that are sent, written once per change of the masters. So does one for masters that have to
+stay where they are, apart (master_memory.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import sys
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import users_of_storage
 from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.weights.sections import divide
 from sp_lightning.pipeline.weights.weight import Weight
 
-ALIGNMENT = 256  # bytes; the strictest that kernels and quantized formats require of a tensor's address
 _GLANCE = 256  # words
 _WORD = 4  # bytes compared at once
-_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # Linux's MADV_WIPEONFORK and MADV_KEEPONFORK, for which Python has no names
 _LEAST_SAMPLES, _MOST_SAMPLES = 64, 1 << 17  # per weight
-_OWN_USERS = 3  # of a master's memory while units are arranged anew: the master, the former and the new `Weight.host`
-
-
-def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return aligned offsets for pieces of these sizes, and the bytes in all."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return offsets, end
-
-
-def tensor_in(memory: Tensor, offset: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make a tensor with the shape and strides of `like` over bytes of `memory`, with a storage of its own.
-
-    A view of the buffer would drag the whole buffer into `torch.save`, would make safetensors think that all weights
-    are tied, and would share one version counter with everything else in the buffer.
-    """
-    start = memory.storage_offset() + offset
-    storage = memory.untyped_storage()[start : start + like.numel() * dtype.itemsize]
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, like.size(), like.stride())
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor fills its memory exactly once (in any order of dimensions, so channels_last is dense)."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _map_pages(nbytes: int) -> mmap.mmap:
-    if hasattr(mmap, "MAP_PRIVATE"):  # Python's default is MAP_SHARED: forked workers would write into our weights
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, nbytes)
-
-
-def _advise(pages: mmap.mmap, advice: int) -> None:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a kernel older than the advice
-            pages.madvise(advice)
-
-
-class HostBuffer:
-    """Page-aligned host memory of exactly the bytes asked for, pinned (page-locked) where asked for and possible.
-
-    Beside an accelerator, forked processes such as a loader's workers find zeros in it until it is released. Otherwise
-    the first write to a page after a fork would copy the page: memory would be taken twice, and the device might go on
-    reading the old one. In plain training, workers cannot use weights either, as these lie on the device.
-
-    Attributes:
-        bytes: The memory.
-        pinned: Whether it is pinned.
-        tensors: The tensors through which `Weight.host` holds the weights in it. They are the same in all arrangements,
-            so that a count of a storage's users tells whether somebody else holds one, too.
-    """
-
-    def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | None = None) -> None:
-        self._wiped: mmap.mmap | None = None
-        if memory is None:
-            pages = _map_pages(max(nbytes, 1))
-            if backend.device.type != "cpu":
-                _advise(pages, _WIPE_ON_FORK)
-                self._wiped = pages
-            with torch.inference_mode(False):
-                memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-        self.bytes = memory
-        self.tensors: list[Tensor] = []
-        self._backend = backend
-        self.pinned = False
-        if pin:
-            self.pin()
-
-    def pin(self) -> None:
-        """Pin the memory, if that is possible."""
-        if not self.pinned and self.bytes.nbytes:
-            self.pinned = self._backend.pin(self.bytes)
-
-    def unpin(self) -> None:
-        """Undo `pin`."""
-        if self.pinned:
-            self._backend.unpin(self.bytes)
-            self.pinned = False
-
-    def release(self) -> None:
-        """Unpin the memory, and share it with forked processes again. It lives as long as a tensor lies in it."""
-        self.unpin()
-        if self._wiped is not None:
-            _advise(self._wiped, _KEEP_ON_FORK)
-            self._wiped = None
-
-
-class MasterMemory:
-    """The host memory that masters lie in. It outlives an arrangement: masters that stay together do not move."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[int, ...], HostBuffer] = {}  # by the identities of the masters in them
-        self._pieces: dict[int, HostBuffer] = {}  # what each master lies in, by its identity
-
-    def __bool__(self) -> bool:
-        return bool(self._buffers)
-
-    def find(self, weights: Sequence[Weight]) -> HostBuffer | None:
-        """Return the memory that the masters of just these weights lie in, if they lie together."""
-        return self._buffers.get(_key(weights))
-
-    def find_pieces(self, weights: Sequence[Weight]) -> list[HostBuffer | None]:
-        """Return a piece of memory for each master, if they do not lie together but others hold one of them.
-
-        Returns:
-            For each weight the memory that its master must stay in, or None; an empty list if all of them may move.
-        """
-        if self.find(weights) is not None:
-            return []
-        pieces = [self._pieces[id(weight.master)] if self._is_held(weight) else None for weight in weights]
-        return pieces if any(pieces) else []
-
-    def _is_held(self, weight: Weight) -> bool:
-        """Tell whether others hold the memory that a master has from us."""
-        piece = self._pieces.get(id(weight.master))
-        if piece is None or weight.master.data_ptr() != piece.bytes.data_ptr():
-            return False
-        return users_of_storage(piece.tensors[0]) > _OWN_USERS
-
-    def keep(self, host: GroupHost) -> None:
-        """Keep the memory that the masters of a group lie in now."""
-        if host.masters is not None:
-            self._buffers[_key(host.weights)] = host.masters
-        self._pieces.update((id(weight.master), host.piece_of(weight)) for weight in host.weights)
-
-    def release_all_but(self, groups: Iterable[Sequence[Weight]]) -> None:
-        """Release the memory in which no masters lie any more.
-
-        Args:
-            groups: For each memory that is in use, the weights in it.
-        """
-        in_use = set(map(_key, groups))
-        for key in self._buffers.keys() - in_use:
-            self._buffers.pop(key).release()
-        for master in self._pieces.keys() - set(chain.from_iterable(in_use)):
-            del self._pieces[master]
-
-    def leave(self, weight: Weight) -> None:
-        """Forget the memory of a weight, and of the weights with it that nobody else holds: they get new memory."""
-        self._pieces.pop(id(weight.master), None)
-        for key in [key for key in self._buffers if id(weight.master) in key]:
-            self._buffers.pop(key).release()
-
-
-def _key(weights: Sequence[Weight]) -> tuple[int, ...]:
-    return tuple(id(weight.master) for weight in weights)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's memory as a tensor of bytes."""
-    with torch.inference_mode(False):
-        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        start = tensor.storage_offset() * tensor.element_size()
-        return empty.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
 
 
 class MasterState(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import without_torch_function
-from sp_lightning.pipeline.weights.host import as_bytes
+from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 
 _LARGEST = 1 << 24  # bytes that are copied: enough for a scale that is clamped; a model that is averaged is too much

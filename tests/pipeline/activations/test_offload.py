@@ -21,7 +21,7 @@ from sp_lightning.pipeline.activations.memory import Stage
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Bundle, Offloader
 from sp_lightning.pipeline.activations.pool import HostPool
-from sp_lightning.pipeline.weights.host import ALIGNMENT
+from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 from sp_lightning.pipeline.weights.units import Member, Unit
 
 from ..parts import RecordingBackend

@@ -10,7 +10,7 @@ import pytest
 
 from sp_lightning.pipeline.activations import pool as pool_module
 from sp_lightning.pipeline.activations.pool import HostPool, Piece
-from sp_lightning.pipeline.weights.host import ALIGNMENT
+from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 
 from ..parts import RecordingBackend
 

@@ -19,7 +19,7 @@ from sp_lightning.pipeline.gradients.landing import (
     gradient_bytes,
     unit_of,
 )
-from sp_lightning.pipeline.weights.host import HostBuffer
+from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.weight import Weight
 
 from ..parts import DoneTicket, RecordingBackend, place

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.optimizer.flat import FlatState, flat, side_by_side
-from sp_lightning.pipeline.weights.host import tensor_in
+from sp_lightning.pipeline.weights.buffers import tensor_in
 
 
 def in_a_row(*sizes: int, gap: int = 0) -> list[Tensor]:

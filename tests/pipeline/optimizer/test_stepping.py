@@ -48,7 +48,7 @@ from sp_lightning.pipeline.optimizer.stepping import (
     why_not_by_unit,
 )
 from sp_lightning.pipeline.weights import sections
-from sp_lightning.pipeline.weights.host import lay_out, tensor_in
+from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 
 # Some fill whole vectors and lie side by side, some do not, some are no rows of numbers at all.
 SHAPES = [(128,), (16, 32), (8, 16), (256,), (5,), (128,), (33, 7), (), (0, 3), (1,), (2, 64), (64, 9), (64,), (64, 2)]

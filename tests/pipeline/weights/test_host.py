@@ -1,28 +1,16 @@
-"""Host memory: exact, aligned, one storage per weight, and every change of a master noticed."""
+"""The host side of a group: one storage per weight, and every change of a master noticed."""
 
 from __future__ import annotations
 
 import io
-import mmap
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.weights.host import (
-    ALIGNMENT,
-    GroupHost,
-    HostBuffer,
-    MasterMemory,
-    as_bytes,
-    is_dense,
-    lay_out,
-    tensor_in,
-)
+from sp_lightning.pipeline.weights.buffers import as_bytes, tensor_in
+from sp_lightning.pipeline.weights.host import GroupHost
 from sp_lightning.pipeline.weights.weight import Weight
 
 from ..parts import RecordingBackend
@@ -34,52 +22,6 @@ def group_of(*tensors: Tensor, lowered: torch.dtype | None = None) -> GroupHost:
     for weight in weights:
         weight.compute_dtype = lowered or weight.compute_dtype
     return GroupHost(weights, RecordingBackend(), pin=False)
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 255, 4096, 4097, 100_000])
-def test_buffers_are_exact_and_page_aligned(nbytes: int) -> None:
-    """cudaHostRegister takes whole pages; torch's own pinned allocator would take up to twice the bytes."""
-    buffer = HostBuffer(nbytes, RecordingBackend(), pin=False)
-    assert buffer.bytes.nbytes == nbytes
-    assert buffer.bytes.untyped_storage().nbytes() <= max(nbytes, 1)
-    if nbytes:
-        assert buffer.bytes.data_ptr() % mmap.PAGESIZE == 0
-
-
-def test_a_page_lock_is_undone_once() -> None:
-    backend = RecordingBackend()
-    buffer = HostBuffer(100, backend, pin=True)
-    assert buffer.pinned
-    assert backend.pinned == {buffer.bytes.data_ptr()}
-    buffer.release()
-    buffer.release()
-    assert not buffer.pinned
-    assert not backend.pinned
-
-
-def test_layout_is_aligned_and_without_gaps() -> None:
-    assert lay_out([1, 256, 257, 0, 3]) == ([0, 256, 512, 1024, 1024], 1280)
-    assert lay_out([]) == ([], 0)
-    assert ALIGNMENT == 256
-
-
-@pytest.mark.parametrize(
-    ("tensor", "dense"),
-    [
-        (torch.zeros(3, 4), True),
-        (torch.zeros(3, 4).t(), True),
-        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-        (torch.zeros(()), True),
-        (torch.zeros(0, 4), True),
-        (torch.zeros(1, 4).expand(3, 4), False),
-        (torch.zeros(3, 8)[:, ::2], False),
-        (torch.zeros(3, 8)[:, :4], False),
-        (torch.zeros(1, 8)[:, :4], True),
-    ],
-)
-def test_dense(tensor: Tensor, dense: bool) -> None:
-    """A tensor that fills its bytes exactly once, in any order of dimensions."""
-    assert is_dense(tensor) is dense
 
 
 @pytest.mark.parametrize(
@@ -145,12 +87,6 @@ def test_tensors_in_memory_made_under_inference_mode_can_train() -> None:
     assert not data.is_inference()
     assert not group.weights[0].host.is_inference()
     assert not as_bytes(data).is_inference()
-
-
-def test_bytes_of_a_tensor_are_its_memory() -> None:
-    tensor = torch.arange(12, dtype=torch.int16)[4:8]
-    assert as_bytes(tensor).data_ptr() == tensor.data_ptr()
-    assert as_bytes(tensor).tolist() == [4, 0, 5, 0, 6, 0, 7, 0]
 
 
 def write(tensor: Tensor) -> None:
@@ -306,61 +242,6 @@ def test_a_buffer_of_an_earlier_arrangement_is_used_again() -> None:
     assert again.source.pinned
 
 
-class Arrangements:
-    """Arranges weights in one group after the other, as a pipeline that divides its units anew does."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self.parameters = [nn.Parameter(tensor) for tensor in tensors]
-        self.memory = MasterMemory()
-        self.backend = RecordingBackend(can_pin=True)
-
-    def arrange(self, *groups: tuple[int, ...]) -> list[GroupHost]:
-        """Make groups of the parameters with these indices."""
-        hosts = []
-        for group in groups:
-            weights = [Weight(str(index), self.parameters[index]) for index in group]
-            masters, pieces = self.memory.find(weights), self.memory.find_pieces(weights)
-            hosts.append(GroupHost(weights, self.backend, True, masters, pieces))
-            self.memory.keep(hosts[-1])
-        self.memory.release_all_but(host.weights for host in hosts)
-        return hosts
-
-
-def test_masters_whose_memory_others_hold_do_not_move() -> None:
-    """Only they stay where they are, and only for as long as somebody holds them."""
-    made = Arrangements(*(torch.randn(number) for number in (5, 0, 7)))
-    made.arrange((0, 1), (2,))
-    held = made.parameters[0].data
-    where = [parameter.data_ptr() for parameter in made.parameters]
-    (host,) = made.arrange((2, 1, 0))
-    assert held.data_ptr() == made.parameters[0].data_ptr() == where[0]
-    assert made.parameters[2].data_ptr() != where[2]
-    assert host.sends_copies
-    for tensor, weight in ((held, host.weights[2]), (made.parameters[2].data, host.weights[0])):
-        state, glance = host.state(), host.glance()
-        tensor.mul_(2)
-        assert host.has_changed(state)
-        assert host.changed_past_versions(glance) == {weight}
-    sent = host.prepare(host.state())
-    for weight, offset in zip(host.weights, host.source_offsets, strict=True):
-        assert torch.equal(tensor_in(sent, offset, weight.master, weight.compute_dtype), weight.master)
-    made.arrange((0, 1), (2,))
-    assert made.parameters[0].data_ptr() == where[0]
-    del held, tensor
-    (host,) = made.arrange((0, 1, 2))
-    assert not host.sends_copies
-    assert made.parameters[0].data_ptr() == host.source.bytes.data_ptr() != where[0]
-
-
-def test_masters_that_travelled_with_one_that_was_replaced_do_not_move_if_others_hold_them() -> None:
-    made = Arrangements(torch.randn(5), torch.randn(7))
-    (host,) = made.arrange((0, 1))
-    held = made.parameters[0].data
-    made.memory.leave(host.weights[1])
-    made.arrange((0, 1))
-    assert held.data_ptr() == made.parameters[0].data_ptr()
-
-
 def test_masters_that_are_not_sent_are_not_page_locked() -> None:
     """Where a copy is what is sent, page-locking the masters would be waste."""
     weight = Weight("w", nn.Parameter(torch.randn(6)))
@@ -369,41 +250,3 @@ def test_masters_that_are_not_sent_are_not_page_locked() -> None:
     lowered = GroupHost([weight], RecordingBackend(), True, first.masters)
     assert not lowered.masters.pinned
     assert lowered.source.pinned
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hide memory from forked processes")
-def test_forked_processes_share_nothing_with_a_device() -> None:
-    """Beside an accelerator, a shared page would be copied behind its back; masters once lowered were shared."""
-    code = """
-        import os, torch
-        from types import SimpleNamespace
-        from sp_lightning.pipeline.weights.host import GroupHost, HostBuffer
-        from sp_lightning.pipeline.weights.weight import Weight
-
-        def seen_by_a_worker(buffer):
-            child = os.fork()
-            if not child:
-                os._exit(int(buffer.bytes[0]))
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-        for kind in ("cpu", "cuda"):
-            backend = SimpleNamespace(device=torch.device(kind))
-            buffer = HostBuffer(8, backend, pin=False)
-            buffer.bytes.fill_(7)
-            attached = seen_by_a_worker(buffer)
-            buffer.release()
-            print(kind, attached, seen_by_a_worker(buffer))
-
-            weight, masters, seen = Weight("w", torch.nn.Parameter(torch.ones(2))), None, []
-            for dtype in (torch.float32, torch.bfloat16, torch.float32):
-                weight.compute_dtype = dtype
-                masters = GroupHost([weight], backend, False, masters).masters
-                masters.bytes.fill_(7)
-                seen.append(seen_by_a_worker(masters))
-            masters.release()
-            print("as sent, lowered, as sent, released:", *seen, seen_by_a_worker(masters))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    masters = "as sent, lowered, as sent, released:"
-    expected = ["cpu 7 7", f"{masters} 7 7 7 7", "cuda 0 7", f"{masters} 0 0 0 7"]
-    assert done.stdout.splitlines() == expected, done.stderr

@@ -1,0 +1,121 @@
+"""Memory for tensors that travel together: how they are laid out in it, and the host's page-aligned buffers.
+
+Everything that is copied between host and device lies in one of these buffers: weights, gradients, activations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sp_lightning.pipeline.transfer.backend import Backend
+
+ALIGNMENT = 256  # bytes; the strictest that kernels and quantized formats require of a tensor's address
+_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # Linux's MADV_WIPEONFORK and MADV_KEEPONFORK, for which Python has no names
+
+
+def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return aligned offsets for pieces of these sizes, and the bytes in all."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def tensor_in(memory: Tensor, offset: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Make a tensor with the shape and strides of `like` over bytes of `memory`, with a storage of its own.
+
+    A view of the buffer would drag the whole buffer into `torch.save`, would make safetensors think that all weights
+    are tied, and would share one version counter with everything else in the buffer.
+    """
+    start = memory.storage_offset() + offset
+    storage = memory.untyped_storage()[start : start + like.numel() * dtype.itemsize]
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, like.size(), like.stride())
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's memory as a tensor of bytes."""
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        start = tensor.storage_offset() * tensor.element_size()
+        return empty.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tell whether a tensor fills its memory exactly once (in any order of dimensions, so channels_last is dense)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _map_pages(nbytes: int) -> mmap.mmap:
+    if hasattr(mmap, "MAP_PRIVATE"):  # Python's default is MAP_SHARED: forked workers would write into our weights
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, nbytes)
+
+
+def _advise(pages: mmap.mmap, advice: int) -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel older than the advice
+            pages.madvise(advice)
+
+
+class HostBuffer:
+    """Page-aligned host memory of exactly the bytes asked for, pinned (page-locked) where asked for and possible.
+
+    Beside an accelerator, forked processes such as a loader's workers find zeros in it until it is released. Otherwise
+    the first write to a page after a fork would copy the page: memory would be taken twice, and the device might go on
+    reading the old one. In plain training, workers cannot use weights either, as these lie on the device.
+
+    Attributes:
+        bytes: The memory.
+        pinned: Whether it is pinned.
+        tensors: The tensors through which `Weight.host` holds the weights in it. They are the same in all arrangements,
+            so that a count of a storage's users tells whether somebody else holds one, too.
+    """
+
+    def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | None = None) -> None:
+        self._wiped: mmap.mmap | None = None
+        if memory is None:
+            pages = _map_pages(max(nbytes, 1))
+            if backend.device.type != "cpu":
+                _advise(pages, _WIPE_ON_FORK)
+                self._wiped = pages
+            with torch.inference_mode(False):
+                memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+        self.bytes = memory
+        self.tensors: list[Tensor] = []
+        self._backend = backend
+        self.pinned = False
+        if pin:
+            self.pin()
+
+    def pin(self) -> None:
+        """Pin the memory, if that is possible."""
+        if not self.pinned and self.bytes.nbytes:
+            self.pinned = self._backend.pin(self.bytes)
+
+    def unpin(self) -> None:
+        """Undo `pin`."""
+        if self.pinned:
+            self._backend.unpin(self.bytes)
+            self.pinned = False
+
+    def release(self) -> None:
+        """Unpin the memory, and share it with forked processes again. It lives as long as a tensor lies in it."""
+        self.unpin()
+        if self._wiped is not None:
+            _advise(self._wiped, _KEEP_ON_FORK)
+            self._wiped = None

@@ -1,0 +1,78 @@
+"""The host memory that masters lie in, from one arrangement to the next.
+
+A master whose memory others hold (`kept = p.data`, a `state_dict()`) stays where it is when other units travel
+together: whoever holds it expects to see what becomes of the weight, and may write to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from sp_lightning.pipeline._private import users_of_storage
+from sp_lightning.pipeline.weights.buffers import HostBuffer
+from sp_lightning.pipeline.weights.host import GroupHost
+from sp_lightning.pipeline.weights.weight import Weight
+
+_OWN_USERS = 3  # of a master's memory while units are arranged anew: the master, the former and the new `Weight.host`
+
+
+class MasterMemory:
+    """The host memory that masters lie in. It outlives an arrangement: masters that stay together do not move."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, ...], HostBuffer] = {}  # by the identities of the masters in them
+        self._pieces: dict[int, HostBuffer] = {}  # what each master lies in, by its identity
+
+    def __bool__(self) -> bool:
+        return bool(self._buffers)
+
+    def find(self, weights: Sequence[Weight]) -> HostBuffer | None:
+        """Return the memory that the masters of just these weights lie in, if they lie together."""
+        return self._buffers.get(_key(weights))
+
+    def find_pieces(self, weights: Sequence[Weight]) -> list[HostBuffer | None]:
+        """Return a piece of memory for each master, if they do not lie together but others hold one of them.
+
+        Returns:
+            For each weight the memory that its master must stay in, or None; an empty list if all of them may move.
+        """
+        if self.find(weights) is not None:
+            return []
+        pieces = [self._pieces[id(weight.master)] if self._is_held(weight) else None for weight in weights]
+        return pieces if any(pieces) else []
+
+    def _is_held(self, weight: Weight) -> bool:
+        """Tell whether others hold the memory that a master has from us."""
+        piece = self._pieces.get(id(weight.master))
+        if piece is None or weight.master.data_ptr() != piece.bytes.data_ptr():
+            return False
+        return users_of_storage(piece.tensors[0]) > _OWN_USERS
+
+    def keep(self, host: GroupHost) -> None:
+        """Keep the memory that the masters of a group lie in now."""
+        if host.masters is not None:
+            self._buffers[_key(host.weights)] = host.masters
+        self._pieces.update((id(weight.master), host.piece_of(weight)) for weight in host.weights)
+
+    def release_all_but(self, groups: Iterable[Sequence[Weight]]) -> None:
+        """Release the memory in which no masters lie any more.
+
+        Args:
+            groups: For each memory that is in use, the weights in it.
+        """
+        in_use = set(map(_key, groups))
+        for key in self._buffers.keys() - in_use:
+            self._buffers.pop(key).release()
+        for master in self._pieces.keys() - set(chain.from_iterable(in_use)):
+            del self._pieces[master]
+
+    def leave(self, weight: Weight) -> None:
+        """Forget the memory of a weight, and of the weights with it that nobody else holds: they get new memory."""
+        self._pieces.pop(id(weight.master), None)
+        for key in [key for key in self._buffers if id(weight.master) in key]:
+            self._buffers.pop(key).release()
+
+
+def _key(weights: Sequence[Weight]) -> tuple[int, ...]:
+    return tuple(id(weight.master) for weight in weights)

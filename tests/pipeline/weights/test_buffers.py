@@ -1,0 +1,107 @@
+"""Memory for tensors that travel together: exact, aligned, page-aligned, and hidden from forked processes."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_lightning.pipeline.weights.buffers import ALIGNMENT, HostBuffer, as_bytes, is_dense, lay_out
+
+from ..parts import RecordingBackend
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 255, 4096, 4097, 100_000])
+def test_buffers_are_exact_and_page_aligned(nbytes: int) -> None:
+    """cudaHostRegister takes whole pages; torch's own pinned allocator would take up to twice the bytes."""
+    buffer = HostBuffer(nbytes, RecordingBackend(), pin=False)
+    assert buffer.bytes.nbytes == nbytes
+    assert buffer.bytes.untyped_storage().nbytes() <= max(nbytes, 1)
+    if nbytes:
+        assert buffer.bytes.data_ptr() % mmap.PAGESIZE == 0
+
+
+def test_a_page_lock_is_undone_once() -> None:
+    backend = RecordingBackend()
+    buffer = HostBuffer(100, backend, pin=True)
+    assert buffer.pinned
+    assert backend.pinned == {buffer.bytes.data_ptr()}
+    buffer.release()
+    buffer.release()
+    assert not buffer.pinned
+    assert not backend.pinned
+
+
+def test_layout_is_aligned_and_without_gaps() -> None:
+    assert lay_out([1, 256, 257, 0, 3]) == ([0, 256, 512, 1024, 1024], 1280)
+    assert lay_out([]) == ([], 0)
+    assert ALIGNMENT == 256
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.zeros(3, 4), True),
+        (torch.zeros(3, 4).t(), True),
+        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.zeros(()), True),
+        (torch.zeros(0, 4), True),
+        (torch.zeros(1, 4).expand(3, 4), False),
+        (torch.zeros(3, 8)[:, ::2], False),
+        (torch.zeros(3, 8)[:, :4], False),
+        (torch.zeros(1, 8)[:, :4], True),
+    ],
+)
+def test_dense(tensor: Tensor, dense: bool) -> None:
+    """A tensor that fills its bytes exactly once, in any order of dimensions."""
+    assert is_dense(tensor) is dense
+
+
+def test_bytes_of_a_tensor_are_its_memory() -> None:
+    tensor = torch.arange(12, dtype=torch.int16)[4:8]
+    assert as_bytes(tensor).data_ptr() == tensor.data_ptr()
+    assert as_bytes(tensor).tolist() == [4, 0, 5, 0, 6, 0, 7, 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hide memory from forked processes")
+def test_forked_processes_share_nothing_with_a_device() -> None:
+    """Beside an accelerator, a shared page would be copied behind its back; masters once lowered were shared."""
+    code = """
+        import os, torch
+        from types import SimpleNamespace
+        from sp_lightning.pipeline.weights.buffers import HostBuffer
+        from sp_lightning.pipeline.weights.host import GroupHost
+        from sp_lightning.pipeline.weights.weight import Weight
+
+        def seen_by_a_worker(buffer):
+            child = os.fork()
+            if not child:
+                os._exit(int(buffer.bytes[0]))
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        for kind in ("cpu", "cuda"):
+            backend = SimpleNamespace(device=torch.device(kind))
+            buffer = HostBuffer(8, backend, pin=False)
+            buffer.bytes.fill_(7)
+            attached = seen_by_a_worker(buffer)
+            buffer.release()
+            print(kind, attached, seen_by_a_worker(buffer))
+
+            weight, masters, seen = Weight("w", torch.nn.Parameter(torch.ones(2))), None, []
+            for dtype in (torch.float32, torch.bfloat16, torch.float32):
+                weight.compute_dtype = dtype
+                masters = GroupHost([weight], backend, False, masters).masters
+                masters.bytes.fill_(7)
+                seen.append(seen_by_a_worker(masters))
+            masters.release()
+            print("as sent, lowered, as sent, released:", *seen, seen_by_a_worker(masters))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    masters = "as sent, lowered, as sent, released:"
+    expected = ["cpu 7 7", f"{masters} 7 7 7 7", "cuda 0 7", f"{masters} 0 0 0 7"]
+    assert done.stdout.splitlines() == expected, done.stderr
