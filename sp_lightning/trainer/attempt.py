@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline._private import without_torch_function
@@ -34,14 +34,7 @@ class Attempt:
     Attributes:
         run: Runs the step.
         size: Bytes of its inputs.
-        loss: The loss that it returned, with the module's graph.
-        lightning_loss: The leaf that Lightning got in its place.
-        with_gradients: The parameters that had gradients when the step had run, by identity.
     """
-
-    loss: Tensor | None = None
-    lightning_loss: Tensor
-    with_gradients: set[int]
 
     def __init__(
         self,

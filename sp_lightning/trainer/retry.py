@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -73,13 +74,17 @@ class StepRetry:
         Raises:
             torch.OutOfMemoryError: If it does not fit, and nothing is left to give up or it cannot run again.
         """
-        self._forget_attempt()
-        with self._pipeline.about_to_step():
-            attempt = self._begin(inputs, run)
-            output = run() if attempt is None else self._until_it_works(attempt, run)
+        output, attempt = self._run(inputs, run)
         if attempt is not None:
             self._note_success(attempt)
         return output
+
+    def _run(self, inputs: tuple[Any, ...], run: Callable[[], T]) -> tuple[T, Attempt | None]:
+        """Run a step; return what it has returned, and the state before it if the step was watched."""
+        self._forget_attempt()
+        with self._pipeline.about_to_step():
+            attempt = self._begin(inputs, run)
+            return run() if attempt is None else self._until_it_works(attempt, run), attempt
 
     def _begin(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Attempt | None:
         """Note the state that a step may change; None if the step will not run again."""
@@ -154,35 +159,31 @@ class TrainingRetry(StepRetry):
     Arguments and attributes are those of `StepRetry`.
     """
 
-    _attempt: Attempt | None = None
+    _pending: _PendingBackward | None = None
 
     @override
     def step(self, inputs: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Run a training step; arguments and errors are those of an evaluation step."""
-        self._attempt = None
-        self._forget_attempt()
-        with self._pipeline.about_to_step():
-            attempt = self._begin(inputs, run)
-            output = run() if attempt is None else self._until_it_works(attempt, run)
+        self._pending = None
+        output, attempt = self._run(inputs, run)
         if attempt is None:
             return output
         self._pipeline.journal.conclude()
         if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
             self._note_success(attempt)
             return output
-        attempt.with_gradients = self._pipeline.with_gradients()
-        attempt.loss, attempt.lightning_loss = loss, loss.detach().requires_grad_()
-        attempt.lightning_loss.register_post_accumulate_grad_hook(_refuse_other_backward)  # type: ignore[no-untyped-call]
+        lightning_loss = loss.detach().requires_grad_()
+        lightning_loss.register_post_accumulate_grad_hook(_refuse_other_backward)  # type: ignore[no-untyped-call]
         trainer: Any = self._module.trainer
         if any(overridden([self._module, *trainer.callbacks], _IN_BETWEEN)):
             attempt.watch_hooks()
-        self._attempt = attempt
-        return {**output, "loss": attempt.lightning_loss} if isinstance(output, Mapping) else attempt.lightning_loss
+        self._pending = _PendingBackward(attempt, loss, lightning_loss, self._pipeline.with_gradients())
+        return {**output, "loss": lightning_loss} if isinstance(output, Mapping) else lightning_loss
 
     @property
     def is_probing(self) -> bool:
         """Whether the step under way is the first one with what is chosen, or has larger inputs than all before."""
-        return self._attempt is not None and not self._is_proven(self._attempt.size)
+        return self._pending is not None and not self._is_proven(self._pending.attempt.size)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         """Run the backward pass of the last training step.
@@ -195,46 +196,64 @@ class TrainingRetry(StepRetry):
             torch.OutOfMemoryError: If it does not fit, and nothing is left to give up or the step cannot run again.
             RuntimeError: If a unit cannot recompute its activations, and the step cannot run again.
         """
-        attempt = self._attempt
-        if attempt is None:
+        pending = self._pending
+        if pending is None:
             run(loss)
             return
         try:
-            self._backward(attempt, loss, run)
+            self._backward(pending, loss, run)
         finally:
-            self._attempt = None
-        self._note_success(attempt)
+            self._pending = None
+        self._note_success(pending.attempt)
 
-    def _backward(self, attempt: Attempt, loss: Tensor, run: Callable[[Tensor], None]) -> None:
+    def _backward(self, pending: _PendingBackward, loss: Tensor, run: Callable[[Tensor], None]) -> None:
+        attempt = pending.attempt
         attempt.note_hooks()
-        (scale,) = torch.autograd.grad(loss, attempt.lightning_loss)
+        (scale,) = torch.autograd.grad(loss, pending.lightning_loss)
         value = loss.detach()
         with_gradients = self._pipeline.with_gradients()
 
         def backward() -> None:
-            if attempt.loss is None:
+            if pending.loss is None:
                 with self._lightning.in_hook(self._module, "training_step"):
-                    attempt.loss = _loss_in(attempt.run())
+                    pending.loss = _loss_in(attempt.run())
                 self._pipeline.drop_gradients(but=with_gradients)  # as `zero_grad` before backward did
                 attempt.redo_hooks()
-                self._check_loss(attempt)
-            joined, attempt.loss = _Joined.apply(attempt.loss, value, scale), None
+                self._check_loss(pending)
+            joined, pending.loss = _Joined.apply(pending.loss, value, scale), None
             run(joined)
 
-        if not with_gradients <= attempt.with_gradients:  # a hook made some, which does not run again
+        if not with_gradients <= pending.with_gradients:  # a hook made some, which does not run again
             backward()
         else:
             self._until_it_works(attempt, backward)
 
-    def _check_loss(self, attempt: Attempt) -> None:
+    def _check_loss(self, pending: _PendingBackward) -> None:
         """Warn if the loss of a step that has run again is another one."""
-        first, second = attempt.lightning_loss.detach(), attempt.loss
+        first, second = pending.lightning_loss.detach(), pending.loss
         if second is not None and not torch.allclose(second.detach(), first, rtol=0, atol=0, equal_nan=True):
             self._lightning.warn(
                 f"When the step ran again, its loss was {second.item()}, and {first.item()} before. It depends on "
                 "something that could not be put back, such as weights that a hook changes before backward, a random "
                 "generator of another library, or an operation that does not repeat itself."
             )
+
+
+@dataclass
+class _PendingBackward:
+    """A training step that has run, and whose backward is still to come.
+
+    Attributes:
+        attempt: The state before the step.
+        loss: The loss that it returned, with the module's graph; None if the step has to compute it again.
+        lightning_loss: The leaf that Lightning got in its place.
+        with_gradients: The parameters that had gradients when the step had run, by identity.
+    """
+
+    attempt: Attempt
+    loss: Tensor | None
+    lightning_loss: Tensor
+    with_gradients: set[int]
 
 
 class _Proven(NamedTuple):
