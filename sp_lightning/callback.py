@@ -69,8 +69,8 @@ class CallbackMixin(_Base):
         strategy = trainer.strategy
         if not isinstance(strategy, SuperpipelineMixin):
             self.lightning.warn(
-                f"`{type(self).__name__}` does nothing: it describes `Trainer(strategy='superpipeline')`, but this"
-                f" Trainer runs `{type(strategy).__name__}`."
+                f"`{type(self).__name__}` does nothing: it describes `Trainer(strategy='superpipeline')`, but this "
+                f"Trainer runs `{type(strategy).__name__}`."
             )
 
     # The strategy sets up after `setup` above and is torn down before `on_fit_end`: these hooks run in between.

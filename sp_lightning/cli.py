@@ -131,8 +131,8 @@ def run_in(name: str, arguments: list[str]) -> None:
         trainer_defaults={"strategy": {"class_path": _STRATEGIES[name]}},
         parser_kwargs={
             "prog": PROGRAM,
-            "description": "Train and use models larger than the memory of the device, with PyTorch Lightning."
-            f" Before that, `{PROGRAM} plan --help`: what a model would take, on a machine of any kind.",
+            "description": "Train and use models larger than the memory of the device, with PyTorch Lightning. "
+            f"Before that, `{PROGRAM} plan --help`: what a model would take, on a machine of any kind.",
             **quiet,
             **{command: dict(quiet) for command in RUNS},
         },

@@ -53,15 +53,15 @@ def _parser(program: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=program,
         exit_on_error=False,
-        description="What a model would take on the device and on the host, and how long a step would take, for several"
-        " k. Needs neither weights nor a GPU: numbers are estimates, from shapes and from what is assumed.",
+        description="What a model would take on the device and on the host, and how long a step would take, for "
+        "several k. Needs neither weights nor a GPU: numbers are estimates, from shapes and from what is assumed.",
     )
     parser.add_argument(
         "--model",
         type=str,
         required=True,
-        help=f"{', '.join(SHAPES)}; or the class of a LightningModule or nn.Module, whose arguments follow as"
-        " `--model.name value`; or a configuration of transformers: a folder, a config.json, a name on the hub",
+        help=f"{', '.join(SHAPES)}; or the class of a LightningModule or nn.Module, whose arguments follow as "
+        "`--model.name value`; or a configuration of transformers: a folder, a config.json, a name on the hub",
     )
     parser.add_argument("--batch_size", type=PositiveInt, default=1, help="texts or images in a step, for transformers")
     parser.add_argument("--length", type=PositiveInt, default=2048, help="tokens in each text, for transformers")

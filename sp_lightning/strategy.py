@@ -191,8 +191,8 @@ class SuperpipelineMixin(ProcessesMixin):
         super().set_world_ranks()
         self.lightning.check(
             not (self.is_distributed and self.options.resident_optimizer),
-            "`resident_optimizer=True` works on one device only: which units live on the device would differ between"
-            " processes. Leave it out, or set `Trainer(devices=1, num_nodes=1)`.",
+            "`resident_optimizer=True` works on one device only: which units live on the device would differ between "
+            "processes. Leave it out, or set `Trainer(devices=1, num_nodes=1)`.",
         )
 
     @override
@@ -208,8 +208,8 @@ class SuperpipelineMixin(ProcessesMixin):
             self._threads_before = use_all_cores(self.num_processes)
             if self._threads_before is not None:
                 self.lightning.info(
-                    f"The optimizer steps on the host: torch uses {torch.get_num_threads()} threads there, and not the"
-                    f" {self._threads_before} of OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}."
+                    f"The optimizer steps on the host: torch uses {torch.get_num_threads()} threads there, and not the "
+                    f"{self._threads_before} of OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}."
                 )
 
     @contextmanager

@@ -65,17 +65,17 @@ def diagnose(evidence: Evidence) -> list[str]:
 def _memory(evidence: Evidence) -> Iterator[str]:
     if evidence.retries >= 1:
         yield (
-            f"The device's memory runs short {evidence.retries:.0f} times in a step: torch then waits for the device,"
-            " to free what it has cached. A smaller `memory_budget`, or smaller batches, leave it room."
+            f"The device's memory runs short {evidence.retries:.0f} times in a step: torch then waits for the device, "
+            "to free what it has cached. A smaller `memory_budget`, or smaller batches, leave it room."
         )
 
 
 def _computing(evidence: Evidence) -> Iterator[str]:
     if evidence.recomputed >= 1 and evidence.free:
         yield (
-            f"{evidence.recomputed:.0f} units compute their forward twice in a step, and"
-            f" {readable_bytes(evidence.free)} of the device are free: `activations='keep'`, or 'offload', computes it"
-            " once."
+            f"{evidence.recomputed:.0f} units compute their forward twice in a step, and "
+            f"{readable_bytes(evidence.free)} of the device are free: `activations='keep'`, or 'offload', computes it "
+            "once."
         )
 
 
@@ -95,8 +95,8 @@ def _copies(evidence: Evidence, of_activations: Kind, what_they_do: str) -> Iter
         yield f"{part:.0%} of these copies are activations that {what_they_do}: `activations='recompute'` moves none."
     if evidence.free:
         yield (
-            f"{readable_bytes(evidence.free)} of the device are free: a larger batch computes more for the same"
-            " copies of weights and gradients."
+            f"{readable_bytes(evidence.free)} of the device are free: a larger batch computes more for the same "
+            "copies of weights and gradients."
         )
 
 
@@ -105,8 +105,8 @@ def _host(evidence: Evidence) -> Iterator[str]:
     stepping = readable_seconds(numbers.kinds[Kind.STEP] / numbers.steps)
     if evidence.part_of_lane(Kind.STEP) > _MUCH:
         yield (
-            f"The optimizer's steps take {stepping} of the host's time in a step: a larger batch, or"
-            " `accumulate_grad_batches`, steps less often for the same data."
+            f"The optimizer's steps take {stepping} of the host's time in a step: a larger batch, or "
+            "`accumulate_grad_batches`, steps less often for the same data."
         )
     if evidence.options.host_threads == "auto" and user_chose_threads():
         limit, cores = os.environ["OMP_NUM_THREADS"], len(allowed_cores())

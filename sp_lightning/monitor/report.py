@@ -72,8 +72,8 @@ def planned(plan: WindowPlan) -> str:
     if plan.on_device:
         chosen.append(f"{len(plan.on_device)} units with their optimizer state on the device")
     return (
-        f"chosen by the first steps: {', '.join(chosen)}. A step should take {readable_seconds(plan.step_seconds)} and"
-        f" {readable_bytes(plan.device_bytes)} of the device; most of the time goes to {_WORK[plan.bottleneck]}."
+        f"chosen by the first steps: {', '.join(chosen)}. A step should take {readable_seconds(plan.step_seconds)} and "
+        f"{readable_bytes(plan.device_bytes)} of the device; most of the time goes to {_WORK[plan.bottleneck]}."
     )
 
 
@@ -108,12 +108,12 @@ def outcome(stats: Stats, summary: Summary) -> str:
     """
     living = f"\nLiving on the device: {summary.living_on_device}." if summary.living_on_device else ""
     return (
-        f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {readable_bytes(stats.bytes_to_device)} to the"
-        f" device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late.\n"
-        f"Weights on {summary.device}, k={summary.k}, k_prime={summary.k_prime}: at most"
-        f" {readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)}"
+        f"Superpipeline: {stats.steps} steps, {stats.loads} unit loads, {readable_bytes(stats.bytes_to_device)} to the "
+        f"device, {readable_bytes(stats.bytes_to_host)} back; {stats.misses} loads came late.\n"
+        f"Weights on {summary.device}, k={summary.k}, k_prime={summary.k_prime}: at most "
+        f"{readable_bytes(summary.device_bytes)} of {readable_bytes(summary.model_bytes)}"
         f", {summary.saved:.0%} less.\n"
-        f"On the host: weights {readable_bytes(summary.host_bytes)}, gradients"
-        f" {readable_bytes(summary.host_gradient_bytes)}, optimizer {readable_bytes(summary.optimizer_bytes)};"
-        f" {summary.host_bytes_per_parameter:.1f} bytes per parameter.{living}"
+        f"On the host: weights {readable_bytes(summary.host_bytes)}, gradients "
+        f"{readable_bytes(summary.host_gradient_bytes)}, optimizer {readable_bytes(summary.optimizer_bytes)}; "
+        f"{summary.host_bytes_per_parameter:.1f} bytes per parameter.{living}"
     )

@@ -89,8 +89,8 @@ def transformers_model(name: str, batch_size: int, length: int) -> Model:
             config = transformers.AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{name!r} is neither a class, nor one of {', '.join(SHAPES)}, nor a configuration of transformers:"
-                f" {error}"
+                f"{name!r} is neither a class, nor one of {', '.join(SHAPES)}, nor a configuration of transformers: "
+                f"{error}"
             ) from error
     is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     auto: Any = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel

@@ -100,8 +100,8 @@ class Report:
         if units:
             largest = max(units, key=lambda unit: unit.weight_bytes)
             yield (
-                f"{len(units)} units, the largest {largest.name} with {readable_bytes(largest.weight_bytes)};"
-                f" {readable_bytes(resident.weight_bytes)} of weights always stay on the device"
+                f"{len(units)} units, the largest {largest.name} with {readable_bytes(largest.weight_bytes)}; "
+                f"{readable_bytes(resident.weight_bytes)} of weights always stay on the device"
             )
 
     def _assumed(self) -> Iterator[str]:
@@ -114,8 +114,8 @@ class Report:
             f"step; {given.compute:g} TFLOP/s;"
         )
         yield (
-            f"{given.to_device:g} GB/s to the device, {given.to_host:g} GB/s back;"
-            f" {given.host_bandwidth:g} GB/s of host memory for the optimizer;"
+            f"{given.to_device:g} GB/s to the device, {given.to_host:g} GB/s back; "
+            f"{given.host_bandwidth:g} GB/s of host memory for the optimizer;"
         )
         yield f"precision {given.precision}; optimizer {optimizer}; activations {given.activations}."
         if self.not_followed is not None:

@@ -53,6 +53,6 @@ def _check(callback: Any, lightning: Namespace) -> None:
     name, chosen = type(callback).__name__, callback._device
     lightning.check(
         chosen is None or torch.device(chosen).type == "cpu",
-        f"`{name}(device={chosen!r})` keeps a second copy of the whole model on the device, but"
-        f" `strategy='superpipeline'` keeps weights in host memory. Leave `device` out, or set it to 'cpu'.",
+        f"`{name}(device={chosen!r})` keeps a second copy of the whole model on the device, but "
+        f"`strategy='superpipeline'` keeps weights in host memory. Leave `device` out, or set it to 'cpu'.",
     )

@@ -31,9 +31,9 @@ def materialize(module: nn.Module, lightning: Namespace) -> None:
         reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
         lightning.check(
             callable(reset),
-            f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the meta device and no"
-            " `reset_parameters()` to fill them. Define that method, or build this module without"
-            " `torch.device('meta')`.",
+            f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the meta device and no "
+            "`reset_parameters()` to fill them. Define that method, or build this module without "
+            "`torch.device('meta')`.",
         )
         for tensor in tensors:
             _give_memory(tensor)

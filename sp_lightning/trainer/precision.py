@@ -87,9 +87,9 @@ def host_scaler(scaler: torch.amp.GradScaler, lightning: Namespace) -> torch.amp
         return host
     lightning.check(
         scaler._device == "cpu",
-        f"`MixedPrecision(scaler={type(scaler).__name__}(device={scaler._device!r}))` keeps its scale on the device,"
-        " but `strategy='superpipeline'` keeps gradients in host memory. Build the scaler with `device='cpu'`, or"
-        " derive it from `sp_lightning.trainer.precision.HostGradScaler`.",
+        f"`MixedPrecision(scaler={type(scaler).__name__}(device={scaler._device!r}))` keeps its scale on the device, "
+        "but `strategy='superpipeline'` keeps gradients in host memory. Build the scaler with `device='cpu'`, or "
+        "derive it from `sp_lightning.trainer.precision.HostGradScaler`.",
     )
     if scaler._scale is None:  # torch would put the scale on the device of the first loss, whatever `device` says
         scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
@@ -165,9 +165,9 @@ def host_precision(plugin: Any, lightning: Namespace) -> Any:
     harmless = not builtin and cls.convert_module is lightning.precision.convert_module
     lightning.check(
         cls is lightning.precision or isinstance(plugin, lightning.precisions) or harmless,
-        f"`{cls.__name__}` does not work with `strategy='superpipeline'`: it expects weights that stay on the device,"
-        " and they are in host memory. Choose one of `precision='32-true'`, '64-true', 'bf16-true', '16-true',"
-        " 'bf16-mixed' and '16-mixed'.",
+        f"`{cls.__name__}` does not work with `strategy='superpipeline'`: it expects weights that stay on the device, "
+        "and they are in host memory. Choose one of `precision='32-true'`, '64-true', 'bf16-true', '16-true', "
+        "'bf16-mixed' and '16-mixed'.",
     )
     if isinstance(plugin, lightning.mixed_precision) and plugin.scaler is not None:
         plugin.scaler = host_scaler(plugin.scaler, lightning)

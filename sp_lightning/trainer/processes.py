@@ -93,8 +93,8 @@ class ProcessesMixin(_Base):
         self.lightning.check(
             launched in (None, count),
             f"{type(environment).__name__} says that {launched} process(es) were launched, but `Trainer(devices="
-            f"{self.num_processes}, num_nodes={self.num_nodes})` asks for {count}, one per device. Launch as many"
-            " (`torchrun --nproc-per-node`, `srun --ntasks`), or set `devices` and `num_nodes` accordingly.",
+            f"{self.num_processes}, num_nodes={self.num_nodes})` asks for {count}, one per device. Launch as many "
+            "(`torchrun --nproc-per-node`, `srun --ntasks`), or set `devices` and `num_nodes` accordingly.",
         )
         if count == 1:
             return

@@ -60,9 +60,9 @@ def _machine(result: Mapping[str, Any]) -> str:
     changed = " with changes" if m["modified"] else ""
     ended = "" if result["complete"] else " **Not everything was measured: the run ended, or was ended, early.**"
     return (
-        f"{result['began']}, {gpu}; {m['cpu']}, {m['cores']} cores, {readable_bytes(m['host_bytes'])} of host memory;"
-        f" Python {m['python']}, {packages}; revision {m['revision']}{changed}. Rounds: {s['rounds']}, of"
-        f" {s['warm_up']} steps to warm up and {s['steps']} that count, each in a process of its own.{ended}"
+        f"{result['began']}, {gpu}; {m['cpu']}, {m['cores']} cores, {readable_bytes(m['host_bytes'])} of host memory; "
+        f"Python {m['python']}, {packages}; revision {m['revision']}{changed}. Rounds: {s['rounds']}, of "
+        f"{s['warm_up']} steps to warm up and {s['steps']} that count, each in a process of its own.{ended}"
     )
 
 

@@ -137,11 +137,11 @@ class Optimizers:
             name = parameter.__dict__.get("twin_of")
             if name is not None:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on the device only"
-                    " while it is used there; the weight itself would never change. The copy was taken from its module"
-                    " in the middle of a forward, as Pyro's parameter store does. Give the optimizer what"
-                    " `module.parameters()` yields outside of the forward; where that is not possible, train without"
-                    " superpipeline."
+                    f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on the device only "
+                    "while it is used there; the weight itself would never change. The copy was taken from its module "
+                    "in the middle of a forward, as Pyro's parameter store does. Give the optimizer what "
+                    "`module.parameters()` yields outside of the forward; where that is not possible, train without "
+                    "superpipeline."
                 )
 
     def _refuse_weights_at_work(self, optimizer: Optimizer) -> None:
@@ -151,9 +151,9 @@ class Optimizers:
         for weight in [weight for group in groups for weight in group.host.weights]:
             if id(weight.master) in stepped and weight.twin.group.users:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} is to step weight {weight.name!r} inside of a forward that computes"
-                    " with it, and would go on with the old values. Step it after that forward, in `training_step` for"
-                    " example."
+                    f"{type(optimizer).__name__} is to step weight {weight.name!r} inside of a forward that computes "
+                    "with it, and would go on with the old values. Step it after that forward, in `training_step` for "
+                    "example."
                 )
 
     def after_step(self, optimizer: Optimizer) -> None:

@@ -200,8 +200,8 @@ class UnitStep:
         for what, tensor in (("gradient", gradient), ("lowered copy", copy)):
             if tensor is not None and not _is_like(tensor, memory):
                 raise ValueError(
-                    f"The {what} of weight {index} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on"
-                    f" {tensor.device}; the weight has {tuple(memory.shape)} and {memory.stride()} on {memory.device}."
+                    f"The {what} of weight {index} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
+                    f"{tensor.device}; the weight has {tuple(memory.shape)} and {memory.stride()} on {memory.device}."
                 )
         master = self._masters[index]
         state = {key: value for key, value in state.items() if value is not None}
