@@ -26,6 +26,7 @@ from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps
+from sp_lightning.pipeline.optimizer.optimizers import OptimizerParts
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.weights.device import Group
@@ -87,7 +88,7 @@ class Assembly:
             replicated=self._replicated_weights(),
         )
         self.gradients = self.gradient_return.gradients
-        self.steps = HostSteps(self.window, backend)
+        self.steps = HostSteps(self.window, backend, on_first_step=lasting.optimizers.watch_state)
         stepper = EarlyStepper(
             self.steps,
             self.gradient_return.take_back,
@@ -170,12 +171,14 @@ class Assembly:
         lasting.saved.on_transform = self.calls.keep_on_device
         lasting.activations.units = {id(member.module) for member in arrangement.streamed_members}
         lasting.optimizers.work_with(
-            self.overlap,
-            self._clipping,
-            self.gradient_return,
-            self.window,
-            lasting.module.parameters(),
-            write_back=self.write_back.write_served,
+            OptimizerParts(
+                overlap=self.overlap,
+                clipping=self._clipping,
+                gradient_return=self.gradient_return,
+                window=self.window,
+                parameters=frozenset(map(id, lasting.module.parameters())),
+                write_back=self.write_back.write_served,
+            )
         )
         move_buffers(lasting.module, lasting.device)
         move_unmanaged(arrangement.unmanaged.values(), lasting.device)

@@ -6,7 +6,7 @@ overlap.py decides when a unit is stepped; stepping.py does it, in one pass over
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -107,11 +107,13 @@ class HostSteps:
     Args:
         window: Is told when a step outdates a group on the device.
         backend: Has the thread.
+        on_first_step: Called with an optimizer before its first step of a group.
     """
 
-    def __init__(self, window: Window, backend: Backend) -> None:
+    def __init__(self, window: Window, backend: Backend, on_first_step: Callable[[Optimizer], None]) -> None:
         self._window = window
         self._backend = backend
+        self._on_first_step = on_first_step
         self._under_way: list[Group] = []
         # of this arrangement's groups: those of another one would hold memory for state that lies elsewhere by now
         self._unit_steps: weakref.WeakKeyDictionary[Optimizer, dict[Group, UnitStep]] = weakref.WeakKeyDictionary()
@@ -155,7 +157,10 @@ class HostSteps:
             self.finish_optimizer(group)
 
     def _unit_step(self, optimizer: Optimizer, group: Group) -> UnitStep:
-        unit_steps = self._unit_steps.setdefault(optimizer, {})
+        if optimizer not in self._unit_steps:
+            self._on_first_step(optimizer)
+            self._unit_steps[optimizer] = {}
+        unit_steps = self._unit_steps[optimizer]
         if group not in unit_steps:
             unit_steps[group] = UnitStep([weight.master for weight in group.host.weights])
         return unit_steps[group]

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +42,26 @@ class _Listener(Protocol):
         """Called after the optimizer has updated its parameters."""
 
 
+class OptimizerParts(NamedTuple):
+    """The parts of an arrangement that serve optimizers.
+
+    Attributes:
+        overlap: Steps units while the device computes.
+        clipping: Clips and unscales gradients.
+        gradient_return: Brings gradients, with their norms.
+        window: Knows which groups are on the device.
+        parameters: The identities of the module's parameters.
+        write_back: Copies what was written to weights on the device to the masters.
+    """
+
+    overlap: Overlap
+    clipping: Clipping
+    gradient_return: GradientReturn
+    window: Window
+    parameters: frozenset[int]
+    write_back: Callable[[], None]
+
+
 class Optimizers:
     """The services of a pipeline to the optimizers of its weights.
 
@@ -53,8 +73,11 @@ class Optimizers:
         must_overlap: Whether it is an error if an optimizer cannot step unit by unit.
 
     Attributes:
-        steps_taken: Number of optimizer steps.
+        seen: Optimizers that have stepped weights of the module.
+        steps_taken: Number of their steps.
     """
+
+    _parts: OptimizerParts
 
     def __init__(
         self,
@@ -71,63 +94,43 @@ class Optimizers:
         self._settle = settle
         self._must_overlap = must_overlap
         self._hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+        self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.steps_taken = 0
-        self._overlap: Overlap
-        self._clipping: Clipping
-        self._gradient_return: GradientReturn
-        self._window: Window
-        self._parameters: set[int]
-        self._write_back: Callable[[], None]
 
-    def work_with(
-        self,
-        overlap: Overlap,
-        clipping: Clipping,
-        gradient_return: GradientReturn,
-        window: Window,
-        parameters: Iterable[nn.Parameter],
-        write_back: Callable[[], None],
-    ) -> None:
+    def work_with(self, parts: OptimizerParts) -> None:
         """Work with the parts of another arrangement from now on."""
-        self._parameters = set(map(id, parameters))
-        self._write_back = write_back
-        self._overlap, self._clipping, self._gradient_return = overlap, clipping, gradient_return
-        self._window = window
+        self._parts = parts
 
     def before_closure(self) -> None:
         """Suspect all weights before a closure: the optimizer may have written to them since its last call."""
-        self._window.suspect_all()
+        self._parts.window.suspect_all()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the weights that are stepped unit by unit out of an optimizer that is about to step."""
-        if optimizer not in self._hooks:
+        is_new = optimizer not in self.seen
+        if is_new:
             self._refuse_twins(optimizer)
             if not self._is_ours(optimizer):
                 return
-            self._get_to_know(optimizer)
         self._refuse_weights_at_work(optimizer)
         if self._must_overlap and (reason := self.why_not_overlapped(optimizer)) is not None:
             raise ValueError(
                 f"`overlap_optimizer=True`: {reason}. Set it to 'auto' to let this optimizer step as in plain training."
             )
-        self._write_back()  # what is written to weights on the device has to be in the masters that are stepped
+        if is_new:
+            self.seen.add(optimizer)
+            move_state(optimizer, self._with_state_elsewhere(optimizer))
+        self._parts.write_back()  # what is written to weights on the device has to be in the masters that are stepped
         with self._at_work:
-            self._overlap.before_step(optimizer)
+            self._parts.overlap.before_step(optimizer)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer has any weight of the module, and not only weights of other models."""
-        return any(id(parameter) in self._parameters for parameter in parameters_of(optimizer))
-
-    def _get_to_know(self, optimizer: Optimizer) -> None:
-        self._hooks[optimizer] = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._settle()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle()),
-        ]
-        move_state(optimizer, self._with_state_elsewhere(optimizer))
+        return any(id(parameter) in self._parts.parameters for parameter in parameters_of(optimizer))
 
     def _with_state_elsewhere(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the weights of the module whose state is on another device: they have moved since it was made."""
-        own = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._parameters]
+        own = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._parts.parameters]
         with without_torch_function():  # looking state up by a guarded weight would wait for its gradient
             return [parameter for parameter in own if is_elsewhere(optimizer.state.get(parameter, {}), parameter)]
 
@@ -146,7 +149,7 @@ class Optimizers:
 
     def _refuse_weights_at_work(self, optimizer: Optimizer) -> None:
         """Raise if a forward that is under way computes with weights that are to be stepped: it has the old values."""
-        groups = [group for group in self._window.groups if group.users]
+        groups = [group for group in self._parts.window.groups if group.users]
         stepped = set(map(id, parameters_of(optimizer))) if groups else set()
         for weight in [weight for group in groups for weight in group.host.weights]:
             if id(weight.master) in stepped and weight.twin.group.users:
@@ -158,23 +161,26 @@ class Optimizers:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
-        if optimizer not in self._hooks:
-            self._window.suspect_all()  # another optimizer may wrap it, and copy what it has stepped
+        if optimizer not in self.seen:
+            self._parts.window.suspect_all()  # another optimizer may wrap it, and copy what it has stepped
             return
         with self._at_work:
-            self._overlap.after_step()
-            self._window.suspect_all()
+            self._parts.overlap.after_step()
+            self._parts.window.suspect_all()
             self._stats.optimizer_steps += 1
             self.steps_taken += 1
             self._relax_guard()
 
-    @property
-    def seen(self) -> list[Optimizer]:
-        """The optimizers that step weights of the module, as far as they are known."""
-        return list(self._hooks)
+    def watch_state(self, optimizer: Optimizer) -> None:
+        """Finish all steps before an optimizer's state is saved or loaded: it steps unit by unit from now on."""
+        if optimizer not in self._hooks:
+            self._hooks[optimizer] = [
+                optimizer.register_state_dict_pre_hook(lambda _: self._settle()),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle()),
+            ]
 
     def let_go(self) -> None:
-        """Remove the hooks from all optimizers that were seen."""
+        """Remove all hooks from optimizers."""
         for hook in chain.from_iterable(self._hooks.values()):
             hook.remove()
 
@@ -199,7 +205,7 @@ class Optimizers:
     def why_not_overlapped(self, optimizer: Optimizer) -> str | None:
         """Return why an optimizer steps all weights at once, as in plain training; None if it steps unit by unit."""
         with self._at_work:
-            return self._overlap.why_not(optimizer)
+            return self._parts.overlap.why_not(optimizer)
 
     def stepping_in_backward(
         self, optimizer: Optimizer, *, clamp: float | None = None, keep_gradients: bool = False
@@ -215,24 +221,22 @@ class Optimizers:
             keep_gradients: Keep gradients that arrive in a lower dtype until `zero_grad`. If they are not kept, it is
                 an error to read them after the step.
         """
-        if optimizer not in self._hooks:
-            self._get_to_know(optimizer)
-        return self._overlap.stepping_in_backward(optimizer, clamp, keep_gradients)
+        return self._parts.overlap.stepping_in_backward(optimizer, clamp, keep_gradients)
 
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
         """Have gradients of the backward pass in this scope bring their norms, for `clip_grad_norm` and `unscale`."""
-        self._gradient_return.measures_norms = True
+        self._parts.gradient_return.measures_norms = True
         try:
             yield
         finally:
-            self._gradient_return.measures_norms = False
+            self._parts.gradient_return.measures_norms = False
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_norm_` does; where possible, while the optimizer reads the gradients."""
         parameters = list(parameters)
         with self._at_work:
-            done = self._clipping.clip_norm(parameters, max_norm)
+            done = self._parts.clipping.clip_norm(parameters, max_norm)
             self._relax_guard()
         if not done:
             nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -241,10 +245,10 @@ class Optimizers:
         """Clip as `torch.nn.utils.clip_grad_value_` does; where possible, while the optimizer reads the gradients."""
         parameters = list(parameters)
         with self._at_work:
-            done = self._clipping.clip_value(parameters, limit)
+            done = self._parts.clipping.clip_value(parameters, limit)
             self._relax_guard()
         if not done:
-            nn.utils.clip_grad_value_(self._clipping.not_stepped(parameters), limit)
+            nn.utils.clip_grad_value_(self._parts.clipping.not_stepped(parameters), limit)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, but while the optimizer reads the gradients.
@@ -257,7 +261,7 @@ class Optimizers:
             Whether a gradient is not finite; None if nothing was done, because the gradients did not bring their norms.
         """
         with self._at_work:
-            overflow = self._clipping.unscale(optimizer, inverse_scale)
+            overflow = self._parts.clipping.unscale(optimizer, inverse_scale)
             self._relax_guard()
             return overflow
 
