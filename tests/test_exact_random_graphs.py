@@ -36,6 +36,11 @@ TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
     plan=Plan(steps=1, accumulate=2, clip=None, autocast=True, cast_cache=False, sanity=False, set_to_none=False),
 )
 
+# Found once: the same, and one of the calls is in a checkpoint of the other kind, which has its first forward there.
+IN_ANOTHER_CHECKPOINT_IN_A_REENTRANT_ONE = replace(
+    TWICE_IN_A_REENTRANT_CHECKPOINT, trees=[("reentrant", [("leaf", "norm"), ("checkpoint", [("again", 0)])])]
+)
+
 # Found once: a reentrant checkpoint within a unit runs another unit again, whose backward comes before the rest of its.
 ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT = replace(
     TWICE_IN_A_REENTRANT_CHECKPOINT,
@@ -77,6 +82,7 @@ WRITTEN_IN_BACKWARD_AND_EVICTED = replace(
 @settings(max_examples=100)
 @given(examples())
 @hypothesis_example(TWICE_IN_A_REENTRANT_CHECKPOINT)
+@hypothesis_example(IN_ANOTHER_CHECKPOINT_IN_A_REENTRANT_ONE)
 @hypothesis_example(ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT)
 @hypothesis_example(FROZEN_IN_A_CHECKPOINT)
 def test_random_graphs_are_exact(example: Example) -> None:

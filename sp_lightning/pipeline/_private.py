@@ -86,6 +86,19 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     return hooks
 
 
+def unpacks_a_checkpoint() -> bool:
+    """Tell whether `torch.utils.checkpoint` runs a forward again in this thread, to unpack what the first one saved.
+
+    The hooks on top do not tell: they may be those of a checkpoint within it, in which that has its first forward.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "unpack_hook" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def saved_tensor_hooks_allowed() -> bool:
     """Tell whether saved-tensor hooks may be pushed: the reverse-mode transforms of `torch.func` forbid it."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]

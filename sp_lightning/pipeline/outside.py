@@ -71,7 +71,7 @@ class OutsideUse:
         self._journal = lasting.journal
         self._stats = lasting.stats
         self._at_work = lasting.at_work
-        self._saved = lasting.saved
+        self._activations = lasting.activations
         self._host_meets_device = lasting.host_meets_device
         self._window = window
         self._gradient_return = gradient_return
@@ -213,10 +213,10 @@ class OutsideUse:
         """Return which elements of a weight a graph that is being built in backward casts, to add to; None if none is.
 
         A reentrant checkpoint builds one each time that its node runs. Other checkpoints, and the engine, run a forward
-        again only for what it saves, which hooks of theirs collect.
+        again only for what it saves.
         """
         node = running_node()
-        if node is None or not (torch.is_grad_enabled() and self._saved.are_alone()):
+        if node is None or not torch.is_grad_enabled() or self._activations.runs_again():
             return None
         metadata: Any = node.metadata
         casts: dict[int, list[range]] = metadata.setdefault((_CASTS, graph_task()), {})

@@ -58,6 +58,7 @@ from sp_lightning.pipeline._private import (
     storage_key,
     tensor_hooks,
     top_saved_tensor_hooks,
+    unpacks_a_checkpoint,
     use_expandable_segments,
     users_of_storage,
     users_of_tensor,
@@ -95,6 +96,24 @@ def test_the_top_pair_of_hooks_is_seen() -> None:
             assert top_saved_tensor_hooks() == (abs, keep)
         assert top_saved_tensor_hooks() == (keep, keep)
     assert top_saved_tensor_hooks() is None
+
+
+def test_a_checkpoint_that_runs_again_is_told_from_one_that_runs_the_first_time() -> None:
+    runs: list[bool] = []
+
+    def forward(x: Tensor) -> Tensor:
+        runs.append(unpacks_a_checkpoint())
+        return x.exp().sin()
+
+    def around(x: Tensor) -> Tensor:
+        return checkpoint(forward, x, use_reentrant=False).exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(around, x, use_reentrant=False).sum().backward()
+    assert runs == [False, True, True], "once in a checkpoint around it that runs again, and once by itself"
+    runs.clear()
+    checkpoint(around, x, use_reentrant=True).sum().backward()
+    assert runs == [False, False, True]
 
 
 @pytest.mark.usefixtures("way_to_look")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sp_lightning.pipeline._private import in_backward, in_transform
+from sp_lightning.pipeline._private import in_backward, in_transform, unpacks_a_checkpoint
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
@@ -70,6 +70,7 @@ class Activations:
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._is_in_call = False
+        self._runs_again = False
         self._to_pack: UnitCall | None = None
         self._held: set[str] = set()  # members whose last recorded call held what it had saved
         self._recorded: Counter[str] = Counter()  # calls of a member, by its name
@@ -216,20 +217,27 @@ class Activations:
         """Surround a second forward: count it, time it for `auto`, and note its member if it fails."""
         self._stats.recomputed += 1
         self._repeated.add(call)
-        if self.auto is None:
-            yield
-            return
-        begin = self.auto.mark()
+        ran_again, self._runs_again = self._runs_again, True
+        begin = None if self.auto is None else self.auto.mark()
         try:
             yield
         except CannotRunAgain as error:
+            if self.auto is None:
+                raise
             # calls whose inputs have changed as well: or each of them would fail in a retry of its own
             changed = (other.member.name for other in self._dropped if other.has_changed)
             self.never_again.update(changed, [call.member.name])
             self.auto.measure_again()
             error.is_avoided = True
             raise
-        self.auto.note_second_forward(call.member, begin, self.auto.mark())
+        finally:
+            self._runs_again = ran_again
+        if self.auto is not None:
+            self.auto.note_second_forward(call.member, begin, self.auto.mark())
+
+    def runs_again(self) -> bool:
+        """Tell whether a forward runs again in backward only for what it saves: ours, or that of a checkpoint."""
+        return self._runs_again or (not self._saved.are_alone() and unpacks_a_checkpoint())
 
     def begin_backward(self) -> None:
         """Note that backward has begun, at the end of the graph."""
