@@ -612,7 +612,7 @@ def test_hazard_23_threads_are_given_back(module, monkeypatch, caplog):
     strategy = Pretended(module)
     strategy.setup_environment()
     assert torch.get_num_threads() == 3
-    assert "torch uses 3 threads there, and not the 1 of OMP_NUM_THREADS=1" in caplog.text
+    assert "torch uses up to 3 threads there, not the 1 of OMP_NUM_THREADS=1" in caplog.text
     strategy.setup_environment()
     assert caplog.text.count("OMP_NUM_THREADS") == 1
     strategy.teardown()

@@ -87,8 +87,9 @@ def use_all_cores(processes: int = 1) -> int | None:
     """Let torch use this process's share of the cores, if a launcher left it with one thread.
 
     `torchrun` sets `OMP_NUM_THREADS=1` to spare the cores for its other processes. But here the optimizer steps on the
-    host, where one thread would take as many times longer as there are cores. `OMP_NUM_THREADS=1` outside of `torchrun`
-    is the user's choice, and stands.
+    host, where one thread would take as many times longer as there are cores. This is for optimizers that step in the
+    thread that calls them; steps unit by unit have threads of their own (`choose_cores`). `OMP_NUM_THREADS=1` outside
+    of `torchrun` is the user's choice, and stands.
 
     Args:
         processes: How many processes like this one share the machine.
