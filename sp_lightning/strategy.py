@@ -208,8 +208,8 @@ class SuperpipelineMixin(ProcessesMixin):
             self._threads_before = use_all_cores(self.num_processes)
             if self._threads_before is not None:
                 self.lightning.info(
-                    f"The optimizer steps on the host: torch uses up to {torch.get_num_threads()} threads there, not the "
-                    f"{self._threads_before} of OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}."
+                    f"The optimizer steps on the host: torch uses up to {torch.get_num_threads()} threads there, "
+                    f"not the {self._threads_before} of OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}."
                 )
 
     @contextmanager
