@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
+from sp_lightning.pipeline.activations.footprint import Footprint
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.measured import Measured
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
-from sp_lightning.pipeline.activations.recompute import Footprint
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, choose_ways, peak
 from sp_lightning.pipeline.activations.workspace import Workspace
 from sp_lightning.pipeline.host_memory import available_host_memory

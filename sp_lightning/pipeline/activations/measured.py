@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sp_lightning.pipeline.activations.footprint import Footprint
 from sp_lightning.pipeline.activations.link import Link
-from sp_lightning.pipeline.activations.recompute import Footprint
 from sp_lightning.pipeline.activations.ways import Way
 
 _STEPS_TO_MEASURE = 2  # the first one also warms things up

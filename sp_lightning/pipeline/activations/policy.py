@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,13 +70,9 @@ class Activations:
         self.on_backward_end: Callable[[], None] = lambda: None
         self._dropped: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self._repeated: weakref.WeakSet[UnitCall] = weakref.WeakSet()
-        self._is_in_call = False
+        self._call: _CallUnderWay | None = None
         self._runs_again = False
-        self._to_pack: UnitCall | None = None
-        self._held: set[str] = set()  # members whose last recorded call held what it had saved
-        self._recorded: Counter[str] = Counter()  # calls of a member, by its name
-        self._trusts_versions: dict[str, bool] = {}  # the same (see effects.py)
-        self._warned: set[str] = set()
+        self._histories: defaultdict[str, _History] = defaultdict(_History)  # of members, by their names
         self._cast_before = WeakTensorKeyDictionary()  # inputs that autocast's cache may know
 
     def recompute_from_now_on(self) -> bool:
@@ -104,7 +101,7 @@ class Activations:
         return (
             (self.auto is not None or self._policy in RECOMPUTING)
             and member.is_streamed
-            and not self._is_in_call
+            and self._call is None
             and torch.is_grad_enabled()
             and not in_backward()
             and not in_transform()  # what it gives a unit does not outlive it, so no unit could run again
@@ -120,81 +117,79 @@ class Activations:
     @property
     def offloads(self) -> bool:
         """Whether activations of the current call, all or its inputs, are offloaded."""
-        return self._policy in ("offload", "recompute_offload")
+        policy = self._policy if self._call is None else self._call.policy
+        return policy in ("offload", "recompute_offload")
 
     def pack_inputs(self) -> None:
         """Pack the inputs of the current call, which has been entered, if they are offloaded and it recomputes."""
-        if self._to_pack is not None:
-            self._to_pack.pack_inputs()
-            self._to_pack = None
+        if self._call is not None and self._call.to_pack is not None:
+            self._call.to_pack.pack_inputs()
+            self._call.to_pack = None
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit under the policy that was chosen for it."""
         self.calls[member.name] += 1
-        self._is_in_call = True
-        otherwise, size = self._policy, 0
         try:
             if self.auto is None:
-                self._policy = self._as_far_as_possible(member)
+                size, policy = 0, self._as_far_as_possible(member)
             else:
                 inputs = tensors_in((args, kwargs))
                 size = sum(map(tensor_bytes, inputs))
-                self._policy = self.auto.policy(member, size, inputs)
-            if self._policy not in RECOMPUTING:
+                policy = self.auto.policy(member, size, inputs)
+            self._call = _CallUnderWay(policy)
+            if policy not in RECOMPUTING:
                 return member.module(*args, **kwargs)
-            output, call = self._recompute(member, args, kwargs)
+            output, call = self._recompute(member, args, kwargs, self._call)
             if self.auto is not None:
                 self.auto.note(member, size, call.footprint)
             return output
         finally:
-            self._is_in_call, self._to_pack, self._policy = False, None, otherwise
+            self._call = None
             if self.auto is not None:
                 self.auto.end_call(member)
 
     def _as_far_as_possible(self, member: Member) -> Policy:
         """Return the user's policy; if inputs are to be offloaded, calls that cannot run again offload everything."""
-        if self._policy != "recompute_offload" or member.name not in self._held or self._looks(member):
+        history = self._histories[member.name]
+        if self._policy != "recompute_offload" or not history.held or history.is_time_to_look:
             return self._policy
-        self._recorded[member.name] += 1
+        history.recorded += 1
         return "offload"
 
-    def _looks(self, member: Member) -> bool:
-        """Tell whether it is time to look again: in the first call, the second, the fourth, ..."""
-        return (self._recorded[member.name] + 1).bit_count() == 1
-
-    def _recompute(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, UnitCall]:
+    def _recompute(
+        self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any], under_way: _CallUnderWay
+    ) -> tuple[Any, UnitCall]:
+        history = self._histories[member.name]
         may_repeat = member.name not in self.never_again and not self._may_be_outdated(tensors_in((args, kwargs)))
-        trusts_versions = None if self._looks(member) else self._trusts_versions.get(member.name)
-        self._recorded[member.name] += 1
+        trusts_versions = None if history.is_time_to_look else history.trusts_versions
+        history.recorded += 1
         effects = SideEffects(member.module, units=self.units, trusts_versions=trusts_versions)
         packs_later = self.offloads and may_repeat
         call = UnitCall(
             member,
-            self._saved,
-            self._device,
             args,
             kwargs,
-            self._repeating,
-            effects,
-            self._checks,
-            may_repeat,
-            packs_later,
+            saved=self._saved,
+            device=self._device,
+            on_repeat=self._repeating,
+            effects=effects,
+            checks=self._checks,
+            may_repeat=may_repeat,
+            packs_later=packs_later,
         )
-        self._to_pack = call if packs_later else None
+        under_way.to_pack = call if packs_later else None
         with saved_tensors_hooks(call.pack, call.unpack):
             output = member.module(*args, **kwargs)
         obstacle = call.conclude(output)
-        self._trusts_versions[member.name] = bool(effects.trusts_versions)
-        if call.footprint.repeatable:
+        history.trusts_versions = bool(effects.trusts_versions)
+        history.held = not call.footprint.repeatable
+        if not history.held:
             self._dropped.add(call)
-            self._held.discard(member.name)
-        else:
-            self._held.add(member.name)
-        if obstacle is not None and self.auto is None and member.name not in self._warned:
-            self._warned.add(member.name)
+        if obstacle is not None and self.auto is None and not history.warned:
+            history.warned = True
             warnings.warn(
-                f"`activations={self._policy!r}`: {member.name!r} {obstacle}, so its forward cannot run a second time. "
-                "What it saves for backward stays on the device.",
+                f"`activations={under_way.policy!r}`: {member.name!r} {obstacle}, so its forward cannot run a "
+                "second time. What it saves for backward stays on the device.",
                 stacklevel=2,
             )
         return output, call
@@ -263,6 +258,41 @@ class Activations:
         """Refer to the module no longer: its graphs, which may live on, cannot recompute anything now."""
         for call in list(self._dropped):
             call.let_go()
+
+
+@dataclass
+class _CallUnderWay:
+    """The outermost call of a unit that is under way.
+
+    Attributes:
+        policy: What happens to what it saves.
+        to_pack: Has inputs that are packed once the unit is entered; None if there are none.
+    """
+
+    policy: Policy
+    to_pack: UnitCall | None = None
+
+
+@dataclass
+class _History:
+    """What earlier calls of a member that were recorded, to run again, have shown.
+
+    Attributes:
+        recorded: How many there were.
+        held: Whether the last one held what it had saved, as it cannot run again.
+        trusts_versions: Whether changes in place were all counted (see effects.py); None if nobody has looked.
+        warned: Whether a warning has said why calls cannot run again.
+    """
+
+    recorded: int = 0
+    held: bool = False
+    trusts_versions: bool | None = None
+    warned: bool = False
+
+    @property
+    def is_time_to_look(self) -> bool:
+        """Whether to look for effects again: in the first call, the second, the fourth, ..."""
+        return (self.recorded + 1).bit_count() == 1
 
 
 def _has_its_own_weights(member: Member) -> bool:

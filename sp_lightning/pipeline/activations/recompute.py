@@ -27,22 +27,21 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline._private import scope_that_ends_before_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.activations.effects import SideEffects
-from sp_lightning.pipeline.activations.memory import Offloaded
-from sp_lightning.pipeline.activations.offload import MIN_OFFLOAD_BYTES, negligible
-from sp_lightning.pipeline.activations.saved import Kept, Packed, SavedTensors
-from sp_lightning.pipeline.activations.stand_ins import StandIns, take_attributes
+from sp_lightning.pipeline.activations.footprint import Footprint, bytes_worth_a_copy
+from sp_lightning.pipeline.activations.inputs import Inputs
+from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
+from sp_lightning.pipeline.activations.stand_ins import StandIns
 from sp_lightning.pipeline.activations.surroundings import Surroundings
 from sp_lightning.pipeline.modules.functions import watch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
@@ -54,37 +53,6 @@ from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
 _SAMPLED = 1024  # values of each parameter, or nearly twice as many
-
-
-class Footprint(NamedTuple):
-    """Device memory that calls of a unit take, in bytes.
-
-    Attributes:
-        held: Inputs that were not held already.
-        saved: Tensors that the forwards saved, beyond the inputs.
-        large: How much of `held` and `saved` is in pieces that are worth a copy to the host.
-        working: The most that a single call took.
-        repeatable: Whether the forwards can run again, and doing so saves memory.
-        large_inputs: How much of `held` is in pieces that are worth a copy to the host.
-    """
-
-    held: int
-    saved: int
-    large: int
-    working: int
-    repeatable: bool
-    large_inputs: int = 0
-
-    def combined_with(self, other: Footprint) -> Footprint:
-        """Return the footprint of these calls and others together, between the same forward and backward."""
-        return Footprint(
-            self.held + other.held,
-            self.saved + other.saved,
-            self.large + other.large,
-            max(self.working, other.working),
-            self.repeatable and other.repeatable,
-            self.large_inputs + other.large_inputs,
-        )
 
 
 class CannotRunAgain(RuntimeError):
@@ -112,10 +80,10 @@ class UnitCall:
 
     Args:
         member: The member that is called.
-        saved: The engine's saved-tensor hooks.
-        device: The device that forward and backward run on.
         args: The positional arguments of the call.
         kwargs: The keyword arguments of the call.
+        saved: The engine's saved-tensor hooks.
+        device: The device that forward and backward run on.
         on_repeat: Called with this object when its forward runs again; returns a context manager around that run.
         effects: Records the side effects of the forward.
         checks: Whether to compare checksums of what the two forwards save.
@@ -130,15 +98,16 @@ class UnitCall:
     def __init__(
         self,
         member: Member,
-        saved: SavedTensors,
-        device: torch.device,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        saved: SavedTensors,
+        device: torch.device,
         on_repeat: Callable[[UnitCall], AbstractContextManager[None]],
         effects: SideEffects,
         checks: bool,
         may_repeat: bool,
-        packs_later: bool = False,
+        packs_later: bool,
     ) -> None:
         self.member = member
         self._may_repeat = may_repeat
@@ -151,7 +120,7 @@ class UnitCall:
         self._checkpoints_itself = False
         self._saves_nested = False
         self._effects = effects
-        self._inputs = _Inputs(saved, args, kwargs, StandIns(self._effects.found))
+        self._inputs = Inputs(saved, args, kwargs, StandIns(self._effects.found))
         self._effects.include(self._inputs.objects)
         if not packs_later:
             self.pack_inputs()
@@ -235,7 +204,10 @@ class UnitCall:
 
     def _measure_footprint(self, tensors: list[Tensor], repeatable: bool) -> Footprint:
         held, saved = self._held, max(0, self._meter.bytes - self._bytes_before - self._held)
-        large, large_inputs = min(_large(tensors), held + saved), min(_large(self._inputs.tensors), held)
+        large, large_inputs = (
+            min(bytes_worth_a_copy(tensors), held + saved),
+            min(bytes_worth_a_copy(self._inputs.tensors), held),
+        )
         return Footprint(held, saved, large, held + saved, repeatable, large_inputs)
 
     def _weights_are_changed(self) -> bool:
@@ -348,99 +320,6 @@ class _Refill:
         return tensor
 
 
-class _Inputs:
-    """The arguments of a unit's call, with tensors packed as autograd would have saved them.
-
-    Attributes:
-        objects: Stand-ins for arguments that are neither tensors nor containers known to pytree, such as a cache, and
-            for what users have set as attributes of tensors.
-    """
-
-    def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any], stand_ins: StandIns) -> None:
-        self._saved = saved
-        leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
-        tensors = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
-        others = {id(leaf): leaf for leaf in leaves if not isinstance(leaf, Tensor)}
-        self._distinct = [_Input(tensor, stand_ins) for tensor in tensors.values()]
-        self.objects = stand_ins.of(others.values())
-        held = dict(zip([*tensors, *others], [*self._distinct, *self.objects], strict=True))
-        self.objects += [tensor.attributes for tensor in self._distinct if tensor.attributes]
-        self._leaves = [held.get(id(leaf), leaf) for leaf in leaves]  # a weight is held as it is
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, without weights, until they are released."""
-        return [held.tensor for held in self._distinct if held.tensor is not None]
-
-    @property
-    def outlive_the_call(self) -> bool:
-        """Whether all tensors stay valid after the call; `torch.func` unwraps its own when a transform ends."""
-        return all(storage_key(tensor) or tensor.layout is not torch.strided for tensor in self.tensors)
-
-    @property
-    def are_changed(self) -> bool:
-        """Whether a tensor among the arguments was changed in place since the call."""
-        return any(held.is_changed for held in self._distinct)
-
-    def pack(self) -> None:
-        """Pack the tensors, from which they are unpacked to be rebuilt."""
-        for held in self._distinct:
-            assert held.tensor is not None
-            held.packed = self._saved.pack(held.tensor)
-
-    def release(self) -> None:
-        """Leave the tensors to what they were packed into."""
-        for held in self._distinct:
-            held.tensor = None
-
-    def rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for another call."""
-        tensors = {id(held): held.rebuild_from(self._saved.unpack(held.packed)) for held in self._distinct}
-        leaves = [tensors.get(id(leaf), leaf) for leaf in self._leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        return args, kwargs
-
-
-class _Input:
-    """An input tensor of a unit's call, detached from its graph.
-
-    So it forms no cycle with the node that an in-place change gives it, and hooks that the forward registers on it do
-    not fire a second time.
-
-    Attributes:
-        tensor: The tensor; None once it was released.
-        packed: What it was packed into.
-        attributes: What users have set as attributes of it.
-    """
-
-    packed: Packed
-
-    def __init__(self, tensor: Tensor, stand_ins: StandIns) -> None:
-        self.tensor: Tensor | None = tensor.detach()
-        (self.attributes,) = stand_ins.of([vars(tensor)]) if vars(tensor) else ({},)
-        self._requires_grad = tensor.requires_grad
-
-    @property
-    def is_changed(self) -> bool:
-        if isinstance(self.packed, Offloaded):
-            return self.packed.view.changed_in_place
-        return isinstance(self.packed, Kept) and self.packed.is_changed
-
-    def rebuild_from(self, unpacked: Tensor) -> Tensor:
-        tensor = unpacked.detach().requires_grad_(self._requires_grad)
-        take_attributes(tensor, self.attributes)
-        return tensor
-
-
-def _large(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the memory under these tensors that is in pieces which are worth a copy to the host."""
-    dense = [tensor for tensor in tensors if storage_key(tensor)]  # a sparse tensor has no storage
-    by_memory = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
-    sizes = sorted(nbytes for nbytes in by_memory.values() if nbytes >= MIN_OFFLOAD_BYTES)
-    return sum(sizes[negligible(sizes) :])
-
-
 def _sample(parameter: nn.Parameter) -> Tensor:
     values = parameter.detach().flatten()
     return values[:: max(1, values.numel() // _SAMPLED)].clone()
@@ -468,11 +347,6 @@ def _is_saved_by_a_checkpoint() -> bool:
 
 def _module_of(frame: FrameType) -> str | None:
     return frame.f_globals.get("__name__")  # code that torch.compile generated belongs to no module
-
-
-def _is_data(value: Any) -> bool:
-    """Tell whether an argument is a tensor that autograd could save, and not a weight, which stands for itself."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
 
 
 def _changed_since(name: str) -> str:

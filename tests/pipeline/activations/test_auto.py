@@ -11,10 +11,10 @@ import torch
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import auto
 from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.activations.footprint import Footprint
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.measured import Measured
 from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.activations.recompute import Footprint
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.units import Member
