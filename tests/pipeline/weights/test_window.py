@@ -656,7 +656,7 @@ def test_the_cost_of_a_use_does_not_grow_with_the_model(share: float, what: str)
     assert calls_per_use(200) < 1.3 * calls_per_use(20)
 
 
-def test_before_loss_is_called_for_readable_groups_only() -> None:
+def test_before_discard_is_called_for_readable_groups_only() -> None:
     s = Scene(2, 2)
     s.use(0)
     assert s.groups[1].loaded  # by the prefetch
