@@ -16,63 +16,29 @@ computed. What no object leads to is not seen: global variables, files, iterator
 
 from __future__ import annotations
 
-import operator
-import pickle
-import random
-import sys
 import types
 import weakref
-from argparse import Namespace
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.quasirandom import SobolEngine
 
 from sp_lightning.pipeline.activations.overlapping import copies_that_overlap
+from sp_lightning.pipeline.activations.places import (
+    PLAIN,
+    Place,
+    attributes_of_module,
+    attributes_of_weights,
+    is_user_defined,
+    places_of,
+)
 from sp_lightning.pipeline.modules.tensors import tensor_bytes
 
-_LARGEST_ARRAY = 1 << 22  # bytes, of numpy; a data set is larger
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 MAX_OBJECTS = 20_000  # in attributes; a data set has more, and looking at them would take longer than a step
-
-
-class _Attributes:
-    """The attributes of a module that its own code may change, without torch's bookkeeping and without weights."""
-
-    _OF_TORCH = frozenset({*vars(nn.Module()), "_flat_weights"})  # the latter is an RNN's list of weights
-
-    def __init__(self, module: nn.Module) -> None:
-        self._all = vars(module)
-
-    def read(self) -> dict[str, Any]:
-        return {name: value for name, value in self._all.items() if name not in self._OF_TORCH}
-
-    def write(self, content: dict[str, Any]) -> None:
-        for name in self.read():
-            del self._all[name]
-        self._all.update(content)
-
-
-class _AttributesOfWeights(_Attributes):
-    """The attributes that users have set on the weights of modules: those of a leaf are its master's."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        weights = [vars(weight) for module in modules for weight in module._parameters.values() if weight is not None]
-        self._all_of_each = [vars(of["master"]) if "master" in of else of for of in weights]
-
-    def read(self) -> dict[Any, Any]:
-        return {(number, name): value for number, of in enumerate(self._all_of_each) for name, value in of.items()}
-
-    def write(self, content: dict[Any, Any]) -> None:
-        for of in self._all_of_each:
-            of.clear()
-        for (number, name), value in content.items():
-            self._all_of_each[number][name] = value
 
 
 class _Held(NamedTuple):
@@ -120,7 +86,7 @@ class SideEffects:
     ) -> None:
         self.trusts_versions = trusts_versions
         self._largest = largest
-        self._before: list[tuple[Any, Any]] = []  # places and their contents
+        self._before: list[tuple[Place, Any]] = []  # places and their contents
         self._held: dict[int, _Held] = {}
         self._changed: list[Tensor] = []  # in place, by the forward
         self._copies: dict[int, Tensor] = {}  # of the changed tensors, by their identity
@@ -134,17 +100,17 @@ class SideEffects:
         self._seen.update(map(id, own))  # first, as the model that one of them leads to leads to all of them
         for inner in own:
             self._look_at_module(inner)
-        self._look_into(_AttributesOfWeights(own), own=True)
+        self._look_into(attributes_of_weights(own), own=True)
         for inner, _ in self._modes:  # which grows by the modules that hooks lead to
             for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # a forward may register more, once
-                self._look_into(hooks, own=False)
+                self._look_at_places(hooks, own=False)
             for marks in (
                 inner._forward_pre_hooks_with_kwargs,
                 inner._forward_hooks_with_kwargs,
                 inner._forward_hooks_always_called,
             ):
                 if marks:  # a hook that is gone in backward takes its mark along
-                    self._look_into(marks, own=False)
+                    self._look_at_places(marks, own=False)
         self._watched: list[_Held] = []
         self.include(inputs)
 
@@ -173,7 +139,7 @@ class SideEffects:
         self._seen.clear()
         self._changed = [held.tensor for held in changed if held.copy is not None]
         self._copies = {id(held.tensor): held.copy for held in changed if held.copy is not None}
-        self._changes_contents = any(not _is_same(content, _read(place)) for place, content in self._before)
+        self._changes_contents = any(not place.is_same(content, place.read()) for place, content in self._before)
         lost = [held.tensor for held in changed if held.copy is None]
         if lost:
             return f"changes a tensor of shape {list(lost[0].shape)} in place"
@@ -195,15 +161,15 @@ class SideEffects:
         """Whether a tensor that an object among the inputs leads to was changed in place since."""
         return any(held.tensor._version != held.version for held in self._watched)
 
-    def _differing(self, before: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    def _differing(self, before: list[tuple[Place, Any]]) -> list[tuple[Place, Any]]:
         return [
             (place, content)
             for place, content in before
-            if not _is_same(content, _read(place)) or self._has_copies(content)
+            if not place.is_same(content, place.read()) or self._has_copies(place.values(content))
         ]
 
-    def _has_copies(self, content: Any) -> bool:
-        return bool(self._copies) and any(id(value) in self._copies for value in _values(content))
+    def _has_copies(self, values: Iterable[Any]) -> bool:
+        return bool(self._copies) and any(id(value) in self._copies for value in values)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -215,16 +181,16 @@ class SideEffects:
         copies = copies_that_overlap(self._changed, self._copies)
         before = self._differing(self._before)
         # a forward that changed no contents will not do so in the block, either
-        now = [(place, _read(place)) for place, _ in (self._before if self._changes_contents else before)]
+        now = [(place, place.read()) for place, _ in (self._before if self._changes_contents else before)]
         modes = [(module, module.training) for module, _ in self._modes]
         try:
             for place, content in before:
-                _write(place, _replace(content, copies))
+                place.write(place.with_copies(content, copies))
             _set_modes(self._modes)
             yield
         finally:
             for place, content in self._differing(now):
-                _write(place, content)
+                place.write(content)
             _set_modes(modes)
 
     def undo(self) -> None:
@@ -232,7 +198,7 @@ class SideEffects:
         for tensor in self._changed:
             tensor.data.copy_(self._copies[id(tensor)])
         for place, content in self._differing(self._before):
-            _write(place, content)
+            place.write(content)
         _set_modes(self._modes)
 
     def redo(self) -> Callable[[], None]:
@@ -241,7 +207,7 @@ class SideEffects:
         What has changed by then, but not by this code, is left alone.
         """
         tensors = [(tensor, tensor.detach().clone()) for tensor in self._changed]
-        changes = [(place, _change(before, _read(place))) for place, before in self._before]
+        changes = [(place, place.change(before, place.read())) for place, before in self._before]
         modes = [(module, module.training) for module, before in self._modes if module.training != before]
 
         def make_changes() -> None:
@@ -250,7 +216,7 @@ class SideEffects:
                 tensor.data.copy_(values)
             for place, change in changes:
                 if change is not None:
-                    _write(place, change(_read(place)))
+                    place.write(change(place.read()))
 
         return make_changes
 
@@ -261,11 +227,12 @@ class SideEffects:
         if isinstance(module, torch.jit.ScriptModule):  # its buffers are in C++, where nothing can stand in for them
             self._has_scripted_buffers |= any(True for _ in module.buffers(recurse=False))
             return
-        self._look_into(_Attributes(module), own=True)
+        self._look_into(attributes_of_module(module), own=True)
         if module._modules:
-            self._before.append((module._modules, dict(module._modules)))  # each of them is looked at by itself
+            # each of them is looked at by itself
+            self._before += [(place, place.read()) for place in places_of(module._modules)]
         if module._buffers:
-            self._look_into(module._buffers, own=True)
+            self._look_at_places(module._buffers, own=True)
 
     def _look_at(self, value: Any, own: bool) -> None:
         """Record what an object contains, and look at that in turn.
@@ -283,12 +250,10 @@ class SideEffects:
             self._hold(value, own)
         elif isinstance(value, nn.Module):  # which is not below this one: a hook's, or the model
             self._look_at_module(value)
-            self._look_into(_AttributesOfWeights([value]), own=True)
+            self._look_into(attributes_of_weights([value]), own=True)
             for child in value._modules.values():
                 if id(child) not in self._units:
                     self._look_at(child, own)
-        elif isinstance(value, _PLACES):
-            self._look_into(value, own)
         elif isinstance(value, (tuple, frozenset)):
             for item in value:
                 self._look_at(item, own and not isinstance(item, Tensor))  # a copy could not take its place
@@ -304,15 +269,17 @@ class SideEffects:
         elif isinstance(value, weakref.ref):
             referent = weakref.ref.__call__(value)  # of a `WeakMethod`, the object; its own call makes a method of it
             self._look_at(referent, own and not isinstance(referent, Tensor))
-        elif hasattr(value, "__dict__") and (is_user_defined(type(value)) or isinstance(value, _OPEN)):
-            self._look_into(vars(value), own)
-        elif _is_numpy_generator(value) or _is_numpy_array(value):
-            self._look_into(value, own)
+        else:
+            self._look_at_places(value, own)
 
-    def _look_into(self, place: Any, own: bool) -> None:
-        content = _read(place)
+    def _look_at_places(self, value: Any, own: bool) -> None:
+        for place in places_of(value):
+            self._look_into(place, own)
+
+    def _look_into(self, place: Place, own: bool) -> None:
+        content = place.read()
         self._before.append((place, content))
-        for value in _values(content):
+        for value in place.values(content):
             if type(value) not in PLAIN:
                 self._look_at(value, own)
 
@@ -325,122 +292,6 @@ class SideEffects:
         self._held[id(tensor)] = _Held(tensor, tensor._version if has_version else None, copy)
 
 
-_PLACES = (dict, list, set, deque, types.CellType, torch.Generator, random.Random, bytearray)
-_OPEN = (types.SimpleNamespace, Namespace, SobolEngine)  # not defined by users, but with content of theirs
-PLAIN = {str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device}
-_NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
-
-
-def is_user_defined(definition: type | types.FunctionType) -> bool:
-    """Tell whether a class or function may hold what a forward changes, unlike a logger or a process group."""
-    return (definition.__module__ or "").partition(".")[0] not in _NOT_USER_DEFINED
-
-
-def _is_numpy_generator(value: Any) -> bool:
-    """Tell whether this is a `numpy.random.Generator` or `RandomState`; numpy need not be installed."""
-    return type(value).__module__.startswith("numpy.random") and hasattr(value, "_bit_generator")
-
-
-def _is_numpy_array(value: Any) -> bool:
-    """Tell whether this is a numpy array of numbers, small enough to be copied, whose bytes can be written."""
-    if (type(value).__module__, type(value).__name__) != ("numpy", "ndarray"):
-        return False
-    is_open = value.flags.c_contiguous and value.flags.writeable and 0 < value.nbytes <= _LARGEST_ARRAY
-    return is_open and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
-
-
 def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
     for module, training in modes:
         module.training = training
-
-
-def _read(place: Any) -> Any:
-    if isinstance(place, dict):
-        return dict(place)
-    if isinstance(place, _Attributes):
-        return place.read()
-    if isinstance(place, set):
-        return set(place)
-    if isinstance(place, list | deque):
-        return list(place)
-    if isinstance(place, types.CellType):
-        try:
-            return [place.cell_contents]
-        except ValueError:  # an unbound variable
-            return []
-    if isinstance(place, torch.Generator):
-        return place.get_state()
-    if isinstance(place, random.Random):
-        return pickle.dumps(place.getstate())
-    if _is_numpy_generator(place):
-        return pickle.dumps(place._bit_generator.state)
-    return bytes(place) if isinstance(place, bytearray) else place.tobytes()
-
-
-def _write(place: Any, content: Any) -> None:
-    if isinstance(place, _Attributes):
-        place.write(content)
-    elif isinstance(place, torch.Generator):
-        place.set_state(content)
-    elif isinstance(place, random.Random):
-        place.setstate(pickle.loads(content))  # noqa: S301  # what `_read` has made
-    elif _is_numpy_generator(place):
-        place._bit_generator.state = pickle.loads(content)  # noqa: S301
-    elif isinstance(place, bytearray):
-        place[:] = content
-    elif _is_numpy_array(place):
-        memoryview(place).cast("B")[:] = content
-    elif isinstance(place, types.CellType):
-        del place.cell_contents
-        for value in content:
-            place.cell_contents = value
-    else:
-        place.clear()
-        (place.extend if isinstance(place, list | deque) else place.update)(content)
-
-
-def _values(content: Any) -> Collection[Any]:
-    if isinstance(content, Tensor | bytes):  # the state of a generator, numbers
-        return ()
-    return content.values() if isinstance(content, dict) else content
-
-
-def _is_same(before: Any, after: Any) -> bool:
-    if isinstance(before, Tensor):
-        return torch.equal(before, after)
-    if isinstance(before, set | bytes):
-        return bool(before == after)
-    if len(before) != len(after) or (isinstance(before, dict) and list(before) != list(after)):
-        return False
-    return all(map(operator.is_, _values(before), _values(after)))
-
-
-def _change(before: Any, after: Any) -> Callable[[Any], Any] | None:
-    """Return what turns one content into the other, applied to any content; None if they are the same."""
-    if _is_same(before, after):
-        return None
-    if isinstance(after, dict) and _have_one_order(before, after):
-        gone = before.keys() - after.keys()
-        new = {key: value for key, value in after.items() if key not in before or before[key] is not value}
-        return lambda content: {**{key: content[key] for key in content if key not in gone}, **new}
-    if isinstance(after, set):
-        gone, new = before - after, after - before
-        return lambda content: (content - gone) | new
-    if isinstance(after, list) and len(before) <= len(after) and all(map(operator.is_, before, after)):
-        tail = after[len(before) :]
-        return lambda content: [*content, *tail]
-    return lambda content: after
-
-
-def _have_one_order(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Tell whether the keys that are in both come in the same order."""
-    return [key for key in one if key in other] == [key for key in other if key in one]
-
-
-def _replace(content: Any, copies: dict[int, Tensor]) -> Any:
-    """Return the same content, with copies in place of tensors that were changed."""
-    if isinstance(content, Tensor | bytes):
-        return content
-    if isinstance(content, dict):
-        return {key: copies.get(id(value), value) for key, value in content.items()}
-    return type(content)(copies.get(id(value), value) for value in content)

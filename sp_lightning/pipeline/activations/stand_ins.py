@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.activations.effects import MAX_OBJECTS, PLAIN, is_user_defined
+from sp_lightning.pipeline.activations.effects import MAX_OBJECTS
+from sp_lightning.pipeline.activations.places import PLAIN, attributes_of, places_of
 
 _CONTAINERS = (dict, list, set, deque)
 
@@ -58,7 +59,7 @@ class StandIns:
                 self._made[id(value)] = tuple(items)
             elif hasattr(value, "_make"):
                 self._made[id(value)] = value._make(items)
-        elif isinstance(value, _CONTAINERS) or _is_an_object(value):
+        elif isinstance(value, _CONTAINERS) or (attributes_of(value) and not isinstance(value, nn.Module)):
             with suppress(Exception):  # a class may refuse to be copied
                 self._made[id(value)] = copy.copy(value)
             if self._made[id(value)] is not value:
@@ -66,20 +67,10 @@ class StandIns:
 
     def _fill(self, made: Any) -> None:
         """Replace what a copy contains by stand-ins."""
-        if isinstance(made, dict):
-            dict.update(made, {key: self._of(item) for key, item in made.items()})
-        elif isinstance(made, list):
-            made[:] = [self._of(item) for item in made]
-        elif isinstance(made, deque):
-            items = [self._of(item) for item in made]
-            made.clear()
-            made.extend(items)
-        if hasattr(made, "__dict__"):
-            vars(made).update({name: self._of(item) for name, item in vars(made).items()})
-
-
-def _is_an_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and is_user_defined(type(value)) and not isinstance(value, nn.Module)
+        for place in places_of(made):
+            content = place.read()
+            stand_ins = {id(item): self._of(item) for item in place.values(content)}
+            place.write(place.with_copies(content, stand_ins))
 
 
 def take_attributes(made: Tensor, attributes: dict[str, Any]) -> None:

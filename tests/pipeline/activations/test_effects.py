@@ -9,6 +9,7 @@ import re
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,30 @@ class Box:
 
     def __init__(self, **content: Any) -> None:
         self.__dict__.update(content)
+
+
+@dataclass(slots=True)
+class Slots:
+    """Has no dictionary, and nothing in one of its slots."""
+
+    x: int = 1
+    rows: list[int] = field(default_factory=list)
+    later: int = field(init=False, repr=False)
+
+
+class Counted(dict[str, int]):
+    """A container with attributes, that can be filled in its own way only."""
+
+    def __init__(self) -> None:
+        super().__init__(a=1)
+        self.hits = 0
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError
+
+
+class Registered(type):
+    """A class of classes, as those of pydantic are."""
 
 
 class Holder(nn.Module):
@@ -57,6 +82,10 @@ def seen(thing: Any) -> Any:
         return thing.getstate()
     if isinstance(thing, np.random.Generator | np.random.RandomState):
         return repr(copy.deepcopy(thing).bytes(8))
+    if isinstance(thing, Counted):
+        return [*thing.items(), thing.hits]
+    if isinstance(thing, Slots):
+        return {name: seen(getattr(thing, name, None)) for name in ("x", "rows", "later")}
     if isinstance(thing, Box | SobolEngine):
         return {key: seen(value) for key, value in vars(thing).items()}
     if isinstance(thing, dict):
@@ -92,6 +121,12 @@ CHANGES: list[tuple[Any, Callable[[Any], object]]] = [
     (Box(x=1), lambda m: setattr(m.part.thing, "x", 2)),
     (Box(), lambda m: setattr(m.part.thing, "new", 2)),
     (Box(inner=Box(rows=[1])), lambda m: m.part.thing.inner.rows.clear()),
+    (Slots(), lambda m: setattr(m.part.thing, "x", 2)),
+    (Slots(), lambda m: setattr(m.part.thing, "later", 2)),
+    (Slots(), lambda m: delattr(m.part.thing, "x")),
+    (Slots(), lambda m: m.part.thing.rows.append(2)),
+    (Counted(), lambda m: setattr(m.part.thing, "hits", 2)),
+    (Counted(), lambda m: m.part.thing.__setitem__("b", 2)),
     (random.Random(1), lambda m: m.part.thing.random()),
     (np.random.default_rng(1), lambda m: m.part.thing.random()),
     (np.random.Generator(np.random.MT19937(1)), lambda m: m.part.thing.random()),
@@ -525,6 +560,7 @@ def test_circles_and_strangers() -> None:
 
     box = Box(logger=logging.getLogger("test"))
     box.itself = box
+    box.kind = Registered("Kind", (), {})
     module = Holder([box])
     module.part.owner = [module]
     effects = SideEffects(module, [])

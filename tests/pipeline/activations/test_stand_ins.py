@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +24,11 @@ class Entries(list[Any]):
     """A container with an attribute."""
 
     name = "entries"
+
+
+@dataclass(slots=True)
+class Slots:
+    rows: list[Any]
 
 
 class Refuses:
@@ -85,6 +92,8 @@ def test_attributes_of_a_tensor_are_in_it() -> None:
         (Pair([1], 2), lambda value: value.first.append(2)),
         (Entries([[1]]), lambda value: value[0].append(2)),
         (Box(inner=Box(rows=[1])), lambda value: value.inner.rows.append(2)),
+        (Slots([1]), lambda value: value.rows.append(2)),
+        (SimpleNamespace(rows=[1]), lambda value: value.rows.append(2)),
     ],
     ids=lambda value: type(value).__name__,
 )
