@@ -91,12 +91,12 @@ class Assembly:
         self.steps = HostSteps(self.window, backend, on_first_step=lasting.optimizers.watch_state)
         stepper = EarlyStepper(
             self.steps,
-            self.gradient_return.take_back,
+            self.gradient_return.shipping.take_back,
             stats,
             lasting.spent,
             is_nested=lambda: self.backward.is_nested(),
         )
-        self.gradient_return.stepper = stepper
+        self.gradient_return.shipping.stepper = stepper
         self.overlap = Overlap(
             arrangement.weights_by_master,
             self.steps,

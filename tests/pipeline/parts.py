@@ -296,7 +296,7 @@ class GradientScene:
             lambda: None,
             lambda group: self.stepper.finish_optimizer(group),
         )
-        self.gradient_return.stepper = self.stepper
+        self.gradient_return.shipping.stepper = self.stepper
         for twin in self.placed.twins:
             self.gradient_return.watch(twin)
         if isinstance(backend, RecordingBackend):

@@ -1,7 +1,8 @@
 """The path of gradients from the twin on the device to the master's `.grad` on the host.
 
 A unit's gradients are gathered as autograd finishes them, put together in one piece of device memory, and leave with
-one device-to-host (D2H) copy, in the dtype they were computed in. The methods below are in the order of this path.
+one device-to-host (D2H) copy, in the dtype they were computed in. The methods below are in the order of this path, as
+far as the piece; shipping.py has the rest of it.
 
     device                        on its way                  host
     twin.grad -> piece ------------------------------------> home: the gradient itself    (first of a step)
@@ -13,8 +14,7 @@ host_gradients.py has the gradients that are on the host, and the scaling that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from sp_lightning.pipeline._private import (
     brings_gradient,
     graph_task,
     post_accumulate_hooks,
-    tensor_hooks,
     without_torch_function,
 )
 from sp_lightning.pipeline.gradients.averaging import Averaged, Averaging, ReplicatedWeights
@@ -31,54 +30,17 @@ from sp_lightning.pipeline.gradients.direct import DirectGradients
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
-from sp_lightning.pipeline.gradients.landing import LandingBuffers, Parcel, Pieces, Shipment, unit_of
-from sp_lightning.pipeline.gradients.route import Route, choose_route
+from sp_lightning.pipeline.gradients.landing import LandingBuffers, Parcel, Pieces, few_landing_buffers, unit_of
+from sp_lightning.pipeline.gradients.shipping import Shipping
 from sp_lightning.pipeline.gradients.sums import Sums
 from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
 from sp_lightning.pipeline.modules.one_device import OperandsOnOneDevice
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.transfer.lanes import Ticket
-from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
-
-_UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
-
-
-def few_landing_buffers(units: int, together: int) -> int:
-    """Return how many landing buffers there may be on any host; there are more where it has memory to spare.
-
-    Args:
-        units: Number of units.
-        together: Number of units that travel together.
-    """
-    return max(2, together + 1, -(-units // _UNITS_PER_BUFFER))
-
-
-class Stepper(Protocol):
-    """The interface through which `GradientReturn` has units stepped in backward (implemented in early_steps.py)."""
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients that arrive in a lower dtype are kept after the optimizer has used them."""
-
-    def wants(self, unit: Unit) -> bool:
-        """Tell whether the unit's complete gradients should go to the optimizer right away."""
-
-    def has_stepped(self, weight: Weight) -> bool:
-        """Tell whether the weight was stepped already, so that another gradient of it would come too late."""
-
-    def step_in_backward(self, shipment: Shipment) -> None:
-        """Step a unit when its gradients have landed, and release the landing buffer."""
-
-    def end_of_backward(self) -> None:
-        """Hand shipments that were not stepped after all to `GradientReturn.take_back`."""
-
-    def abandon(self) -> None:
-        """Finish the steps that were begun, and begin no other, after an exception."""
 
 
 class GradientReturn:
@@ -96,12 +58,8 @@ class GradientReturn:
 
     Attributes:
         gradients: The gradients that are on the host, or on their way there.
-        stepper: Steps units in backward, if an optimizer lets it.
-        measures_norms: Whether each gradient brings its norm (see `HostGradients.norms_of`).
+        shipping: Sends them there.
     """
-
-    stepper: Stepper
-    measures_norms = False
 
     def __init__(
         self,
@@ -114,8 +72,6 @@ class GradientReturn:
         finish_optimizer: Callable[[Group], None],
         replicated: ReplicatedWeights | None = None,
     ) -> None:
-        self._backend = backend
-        self._stats = stats
         self._on_arrival = on_arrival
         self._on_departure = on_departure
         self._finish_optimizer = finish_optimizer
@@ -124,7 +80,6 @@ class GradientReturn:
         self._arrived: dict[Weight, None] = {}
         self._sparse: dict[Weight, list[Tensor]] = {}
         self._of_one_leaf: dict[tuple[Weight, int], Tensor] = {}
-        self._shipped: dict[Weight, None] = {}
         self._direct = DirectGradients(self._take_direct)
         self._taken: dict[Weight, list[Tensor]] = {}
         self._pieces = Pieces(units, backend)
@@ -134,6 +89,9 @@ class GradientReturn:
         self.gradients = HostGradients(self._homes, backend, stats)
         replicas = None if replicated is None else replicated.replicas
         self._sums = Sums(self.gradients, self._homes, backend, stats, replicas)
+        self.shipping = Shipping(
+            self.gradients, self._homes, self._landing_buffers, self._sums, backend, stats, finish_optimizer
+        )
         self._averaging: Averaging | None = None
         if replicated is not None:
             unaveraged = Unaveraged(replicated.replicas, self.gradients, backend, stats)
@@ -238,7 +196,7 @@ class GradientReturn:
             self._ship(unit)
 
     def _check_not_stepped(self, weight: Weight) -> None:
-        if self.stepper.has_stepped(weight):
+        if self.shipping.stepper.has_stepped(weight):
             raise RuntimeError(
                 f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. Train with "
                 "`overlap_optimizer=False`."
@@ -283,6 +241,13 @@ class GradientReturn:
             for unit in dict.fromkeys(weight.unit for weight in weights):
                 self._send(self._put_together(unit, averaged))
 
+    def _send(self, parcel: Parcel) -> None:
+        weights = parcel.layout.weights
+        complete = len(weights) == self._expected.get(parcel.unit)
+        is_final = self._averaging is None or self._averaging.is_final(weights)  # no other process can bring more
+        is_last = complete and is_final and self._taken.keys().isdisjoint(weights)
+        self.shipping.send(parcel, complete, is_last)
+
     def _put_together(self, unit: Unit, gathered: Mapping[Weight, Tensor]) -> Parcel:
         """Copy the gradients of a unit's weights into one piece of memory."""
         weights = tuple(weight for weight in unit.weights if weight in gathered)
@@ -301,98 +266,6 @@ class GradientReturn:
         """Raise if a weight that is about to be stepped has a gradient that was not averaged over processes."""
         if self._averaging_now is not None:
             self._averaging_now.unaveraged.check_averaged(weights)
-
-    # ---------------------------------------------------------------------------------------------- sending to the host
-
-    def _send(self, parcel: Parcel) -> None:
-        """Send gradients on their route, and have the unit stepped if that may be done in backward."""
-        unit, layout, weights = parcel.unit, parcel.layout, parcel.layout.weights
-        if self.measures_norms and all(weight.master.dtype == torch.float32 for weight in weights):
-            parcel.measure()
-        self._finish_optimizer(unit.group)
-        self.gradients.apply_pending(weights)
-        complete = len(weights) == self._expected.get(unit)
-        is_last = complete and self._is_final(weights) and self._taken.keys().isdisjoint(weights)
-        steps_now = is_last and self.stepper.wants(unit)
-        route = choose_route(
-            first=self._are_first(weights),
-            lower=layout.is_lower,
-            complete=complete,
-            fills_home=self._homes.layout_of(unit, weights) == layout,
-            used_up=steps_now and not self.stepper.keeps_gradients,
-        )
-        if route.stays:
-            shipment = self._send_home(parcel, route)
-        elif route is Route.SUM:
-            shipment = self._send_into_sum(parcel)
-        else:
-            shipment = self._send_to_optimizer(parcel)
-        self._stats.bytes_to_host += parcel.bytes_to_send
-        self._shipped.update(dict.fromkeys(weights))
-        self.gradients.mark_under_way(weights, shipment.ticket)
-        if steps_now and self._sums.may_be_used(weights):
-            self.stepper.step_in_backward(shipment)
-
-    def _is_final(self, weights: Sequence[Weight]) -> bool:
-        """Tell whether no other process can bring more of these gradients."""
-        return self._averaging is None or self._averaging.is_final(weights)
-
-    def _are_first(self, weights: Sequence[Weight]) -> bool:
-        """Tell whether there is no gradient to add these to, and no user's hook to call."""
-        return all(
-            self.gradients.get(weight) is None and weight not in self._shipped and not tensor_hooks(weight.master)
-            for weight in weights
-        )
-
-    def _send_home(self, parcel: Parcel, route: Route) -> Shipment:
-        unit, weights = parcel.unit, parcel.layout.weights
-        if route is Route.HOME:
-            home = self._homes.of(unit, weights)
-        else:
-            home = self._homes.in_lower_dtypes(unit, parcel.layout)
-        self.gradients.wait_until_landed(weights)
-        home.vacate()
-        ticket = self._start_copy(home.memory, parcel)
-        self._sums.begin(weights, home.tensors)
-        if parcel.has_norms:
-            self.gradients.note_norms(dict(zip(weights, home.norms, strict=True)))
-        return Shipment(unit, weights, home.tensors, ticket, None)
-
-    def _send_into_sum(self, parcel: Parcel) -> Shipment:
-        # The optimizer may catch up during the next forward; sums that fall behind do so in the next backward, too.
-        return self._sums.add(self._send_through_buffer(parcel, patient=True), self.measures_norms)
-
-    def _send_to_optimizer(self, parcel: Parcel) -> Shipment:
-        self._turn_lower_home_into_buffer(parcel.unit, parcel.layout.weights)
-        return self._send_through_buffer(parcel, patient=False)
-
-    def _turn_lower_home_into_buffer(self, unit: Unit, weights: Sequence[Weight]) -> None:
-        """Reuse the home that gradients in a lower dtype had before the unit was stepped in backward."""
-        if self._homes.has_lower(unit):
-            self.gradients.wait_until_landed(weights)
-            left = self._homes.give_up_lower(unit)
-            if left is not None:
-                self._landing_buffers.take_over(left)
-
-    def _send_through_buffer(self, parcel: Parcel, patient: bool) -> Shipment:
-        layout = parcel.layout
-        buffer = self._landing_buffers.take(layout.nbytes, patient)
-        ticket = self._start_copy(buffer.memory, parcel)
-        return Shipment(parcel.unit, layout.weights, buffer.tensors(layout), ticket, buffer)
-
-    def _start_copy(self, target: Tensor, parcel: Parcel) -> Ticket:
-        """Start the copy, section by section."""
-        tickets: dict[Hashable, Ticket] = {}
-        for cut, begin, end in parcel.layout.sections(parcel.bytes_to_send):
-            tickets[cut] = self._backend.download(target[begin:end], parcel.piece.memory[begin:end])
-            self._backend.trace.moved(Kind.GRADIENTS, parcel.unit.name, end - begin, tickets[cut])
-        parcel.piece.ticket = Ticket.of_parts(tickets)
-        return parcel.piece.ticket
-
-    def take_back(self, shipment: Shipment) -> None:
-        """Keep gradients that were sent to the optimizer, which has not used them."""
-        if shipment.buffer is not None:
-            self.gradients.mark_under_way(shipment.weights, self._sums.add(shipment, self.measures_norms).ticket)
 
     # ----------------------------------------------------------------------------------------------- when backward ends
 
@@ -413,7 +286,7 @@ class GradientReturn:
             self._ship_averaged(averaging.finish(self._sparse))
             self._sparse = averaging.average_sparse(self._sparse)
             averaging.average_unmanaged()
-        self.stepper.end_of_backward()
+        self.shipping.stepper.end_of_backward()
         for weight in self._taken:
             self._finish_optimizer(weight.unit.group)
             self.gradients.apply_pending([weight])
@@ -423,7 +296,7 @@ class GradientReturn:
     def _conclude(self) -> None:
         """Make what backward has brought the masters' gradients, and call users' hooks."""
         # in autograd's order, in which users expect their hooks to be called; then weights that only others have used
-        weights = dict.fromkeys([*self._arrived, *self._shipped, *self._sparse])
+        weights = dict.fromkeys([*self._arrived, *self.shipping.sent, *self._sparse])
         self._arrived.clear()  # hooks may read the gradients now
         has_hooks = any(post_accumulate_hooks(weight.master) for weight in weights)
         changed = [*self._sums.held_back, *self._sparse, *self._taken, *self._sums.held]
@@ -439,7 +312,7 @@ class GradientReturn:
 
     def abandon(self) -> None:
         """Forget gradients that have not landed, after an exception."""
-        self.stepper.abandon()  # before the memory that it reads is given to anybody else
+        self.shipping.stepper.abandon()  # before the memory that it reads is given to anybody else
         self._let_go()
 
     def close(self) -> None:
@@ -464,7 +337,7 @@ class GradientReturn:
         self._sparse.clear()
         self._taken.clear()
         self._of_one_leaf.clear()
-        self._shipped.clear()
+        self.shipping.forget_sent()
         self._sums.forget()
         self._homes.release_outgrown()
 

@@ -23,6 +23,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 PIECES = 2  # one is filled while the other leaves
 _LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers than a few
+_UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
 
 
 def gradient_bytes(unit: Unit) -> int:
@@ -176,6 +177,16 @@ class LandingBuffer(TensorsIn):
         with self._released:
             self.is_free = True
             self._released.notify_all()
+
+
+def few_landing_buffers(units: int, together: int) -> int:
+    """Return how many landing buffers there may be on any host; there are more where it has memory to spare.
+
+    Args:
+        units: Number of units.
+        together: Number of units that travel together.
+    """
+    return max(2, together + 1, -(-units // _UNITS_PER_BUFFER))
 
 
 class LandingBuffers:

@@ -226,11 +226,11 @@ class Optimizers:
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
         """Have gradients of the backward pass in this scope bring their norms, for `clip_grad_norm` and `unscale`."""
-        self._parts.gradient_return.measures_norms = True
+        self._parts.gradient_return.shipping.measures_norms = True
         try:
             yield
         finally:
-            self._parts.gradient_return.measures_norms = False
+            self._parts.gradient_return.shipping.measures_norms = False
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_norm_` does; where possible, while the optimizer reads the gradients."""

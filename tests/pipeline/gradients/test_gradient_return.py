@@ -36,7 +36,7 @@ def way_home(
         lambda group: None,
         replicated,
     )
-    returns.stepper = FakeStepper()
+    returns.shipping.stepper = FakeStepper()
     for made in placed:
         for twin in made.twins:
             if twin.parameter.requires_grad:

@@ -183,7 +183,7 @@ def test_without_anything_to_do_gradients_are_shared_as_they_are() -> None:
 def test_dropping_a_gradient_drops_its_scaling(lowered: torch.dtype | None) -> None:
     """`zero_grad`, and the next one starts anew."""
     with gradient_scene((3,), lowered=lowered) as s:
-        s.gradient_return.measures_norms = True
+        s.gradient_return.shipping.measures_norms = True
         s.backward(8)
         s.gradient_return.gradients.multiply(s.weights, torch.tensor(0.5))
         s.clear()
@@ -262,8 +262,8 @@ def test_norms_are_those_of_plain_training(lowered: torch.dtype | None, count: i
     with host_backend(poison=True, max_delay=0.004) as backend:
         made = place(tensors, backend, lowered)
         returns = GradientReturn([made.unit], backend, Stats(), False, lambda: None, lambda: None, lambda group: None)
-        returns.stepper = FakeStepper()
-        returns.measures_norms = True
+        returns.shipping.stepper = FakeStepper()
+        returns.shipping.measures_norms = True
         for twin in made.twins:
             returns.watch(twin)
         totals = [torch.zeros_like(weight.master) for weight in made.weights]
@@ -284,7 +284,7 @@ def test_norms_are_those_of_plain_training(lowered: torch.dtype | None, count: i
 def test_norms_are_read_when_they_have_landed() -> None:
     """They are known at once, as memory that the copy fills."""
     with host_backend(poison=True) as backend, gradient_scene((4,), backend=backend) as s:
-        s.gradient_return.measures_norms = True
+        s.gradient_return.shipping.measures_norms = True
         gate = threading.Event()
         backend._down.submit(lambda: (gate.wait(10), None)[1])
         s.backward(2)
@@ -300,7 +300,7 @@ def test_norms_that_were_not_measured_are_unknown() -> None:
     with gradient_scene((4,), (9,)) as s:
         s.backward(1, 1)
         assert s.gradient_return.gradients.norms_of(s.weights) is None
-        s.gradient_return.measures_norms = True
+        s.gradient_return.shipping.measures_norms = True
         s.backward(1, None)
         assert s.gradient_return.gradients.norms_of(s.weights) is None
         assert s.gradient_return.gradients.norms_of(s.weights[:1])[0] == 4
@@ -312,9 +312,9 @@ def test_norms_that_were_not_measured_are_unknown() -> None:
 def test_a_norm_is_forgotten_when_its_gradient_goes_on_without_it() -> None:
     """Measured in one batch, added to in the next: the old norm is not the sum's."""
     with gradient_scene((4,)) as s:
-        s.gradient_return.measures_norms = True
+        s.gradient_return.shipping.measures_norms = True
         s.backward(1)
-        s.gradient_return.measures_norms = False
+        s.gradient_return.shipping.measures_norms = False
         s.backward(1)
         assert s.gradient_return.gradients.norms_of(s.weights) is None
 
@@ -333,7 +333,7 @@ def test_a_norm_is_forgotten_when_its_gradient_may_change(
 ) -> None:
     """Who reads a gradient may write to it."""
     with gradient_scene((4,), (9,), lowered=lowered) as s:
-        s.gradient_return.measures_norms = True
+        s.gradient_return.shipping.measures_norms = True
         s.backward(1, 1)
         assert s.gradient_return.gradients.norms_of(s.weights) is not None
         forget(s.gradient_return, s)
@@ -344,7 +344,7 @@ def test_a_norm_is_forgotten_when_its_gradient_may_change(
 @pytest.mark.parametrize("batches", [1, 2])
 def test_the_norm_of_a_gradient_that_a_hook_changes_is_unknown(batches: int) -> None:
     with gradient_scene((4,), (9,)) as s:
-        s.gradient_return.measures_norms = True
+        s.gradient_return.shipping.measures_norms = True
         s.masters[0].register_hook(lambda gradient: 10 * gradient)
         for _ in range(batches):
             s.backward(1, 1)
@@ -360,8 +360,8 @@ def test_norms_of_other_masters_are_not_measured(dtype: torch.dtype, batches: in
     with host_backend() as backend:
         made = place([torch.ones(4, dtype=dtype), torch.ones(4)], backend)
         returns = GradientReturn([made.unit], backend, Stats(), False, lambda: None, lambda: None, lambda group: None)
-        returns.stepper = FakeStepper()
-        returns.measures_norms = True
+        returns.shipping.stepper = FakeStepper()
+        returns.shipping.measures_norms = True
         for twin in made.twins:
             returns.watch(twin)
         for _ in range(batches):
@@ -373,7 +373,7 @@ def test_norms_of_other_masters_are_not_measured(dtype: torch.dtype, batches: in
 
 def test_sparse_gradients_have_no_norm() -> None:
     with gradient_scene((4, 2)) as s:
-        s.gradient_return.measures_norms = True
+        s.gradient_return.shipping.measures_norms = True
         s.backward(1)
         nn.functional.embedding(torch.tensor([1]), s.placed.twins[0].parameter, sparse=True).sum().backward()
         s.gradient_return.finish()
@@ -436,7 +436,7 @@ def test_a_gradient_that_was_given_other_memory_is_added_to_there(lowered: torch
 def test_a_gradient_that_was_given_another_dtype_keeps_it(lowered: torch.dtype | None, dtype: torch.dtype) -> None:
     """Autograd adds to it in the precision of both, and rounds to its dtype; and so until it is cleared."""
     with gradient_scene(*SHAPES, lowered=lowered, delay=0.004) as s:
-        s.gradient_return.measures_norms = True
+        s.gradient_return.shipping.measures_norms = True
         expected = []
         s.backward(*random_gradients(s))
         s.gradient_return.gradients.show_all()
@@ -567,7 +567,7 @@ def test_gradients_that_were_not_stepped_are_kept(lowered: torch.dtype | None) -
     """The other unit of its group did not complete."""
     with gradient_scene((4,), (3,), lowered=lowered, delay=0.005) as s:
         s.stepper.wanted.add(s.placed.unit)
-        s.stepper.end_of_backward = lambda: [s.gradient_return.take_back(made) for made in s.stepper.shipments]  # type: ignore[method-assign,return-value]
+        s.stepper.end_of_backward = lambda: [s.gradient_return.shipping.take_back(made) for made in s.stepper.shipments]  # type: ignore[method-assign,return-value]
         s.backward(5, 6)
         s.stepper.wanted.clear()
         s.stepper.shipments.clear()
@@ -639,7 +639,7 @@ def test_a_failure_does_not_make_backward_wait_for_ever(what: str) -> None:
         returns = GradientReturn(
             [made.unit for made in units], backend, Stats(), False, lambda: None, lambda: None, lambda group: None
         )
-        returns.stepper = FakeStepper()
+        returns.shipping.stepper = FakeStepper()
         for made in units:
             returns.watch(made.twins[0])
             made.twins[0].parameter.sum().backward()
