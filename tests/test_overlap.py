@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.gradients import landing
+from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps
 from sp_lightning.pipeline.weights import sections
 from sp_lightning.pipeline.weights.device import Group
@@ -391,7 +391,7 @@ def test_host_bytes_per_parameter(
 
     How large a part depends on how far the optimizer falls behind, unless memory is scarce.
     """
-    monkeypatch.setattr(landing, "_is_left_over", lambda nbytes: not scarce)
+    monkeypatch.setattr(buffers, "_is_left_over", lambda nbytes: not scarce)
     monkeypatch.setattr(sections, "SECTION", 256 * 256 // 4)  # of weights that are larger than elsewhere in this file
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(20)])
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)

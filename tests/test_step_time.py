@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.gradients import landing
+from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.pipeline.weights import sections
 
 from .simulated import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH, Lane, Machine, SimulatedBackend, Span, TimedBlock
@@ -124,7 +124,7 @@ def test_units_that_are_stepped_late_hold_up_no_others(k):
 @pytest.mark.parametrize("k", [2, 8, 30])
 def test_backward_does_not_wait_for_the_optimizer_where_the_host_has_memory_to_spare(k, monkeypatch):
     """Gradients in a lower dtype wait in landing buffers: at the end of this backward in 22."""
-    monkeypatch.setattr(landing, "_is_left_over", lambda nbytes: True)
+    monkeypatch.setattr(buffers, "_is_left_over", lambda nbytes: True)
     machine = MACHINES["the optimizer falls behind in backward"]
     assert train(machine, k, mixed=True).time <= 1.04 * max(busy_times(machine, k).values())
 

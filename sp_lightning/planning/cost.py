@@ -114,7 +114,7 @@ def weight_bytes(workload: Workload, choice: Choice) -> int:
 def gradient_bytes(workload: Workload) -> int:
     """Return the device memory for gradients on their way to the host."""
     largest = max(unit.gradient_bytes for unit in (*workload.units, workload.resident))
-    return workload.pieces * max(workload.piece_bytes, largest)
+    return workload.staging_buffers * max(workload.staging_bytes, largest)
 
 
 def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:

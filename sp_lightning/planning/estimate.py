@@ -18,7 +18,7 @@ from torch import nn
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.pipeline.division.finder import find_units
-from sp_lightning.pipeline.gradients.landing import few_landing_buffers, gradient_bytes
+from sp_lightning.pipeline.gradients.buffers import few_landing_buffers, gradient_bytes
 from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.modules.lowering import is_lowered_layer
 from sp_lightning.pipeline.options import ActivationPolicy

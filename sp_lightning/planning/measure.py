@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 from sp_lightning.pipeline import Kind, Recording, Span, Survey
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, peak
-from sp_lightning.pipeline.gradients.landing import gradient_bytes
+from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.device_layout import sent_bytes
 from sp_lightning.pipeline.options import ActivationPolicy
@@ -93,8 +93,8 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
         rest_seconds=max(0.0, min(step.rest(apart=stepping == "apart") for step in steps)),
         turn_bytes=observed.turn_bytes,
         outside_bytes=max(0, observed.activation_peak - by_choice) if auto is None else observed.outside_bytes,
-        piece_bytes=max(map(gradient_bytes, arrangement.all_units)),
-        pieces=arrangement.gradient_pieces,
+        staging_bytes=max(map(gradient_bytes, arrangement.all_units)),
+        staging_buffers=arrangement.staging_buffers,
         reserve_bytes=observed.reserve_bytes,
         calls=calls,
     )

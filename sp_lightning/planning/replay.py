@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.ways import Way
-from sp_lightning.pipeline.gradients.landing import PIECES
+from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS
 from sp_lightning.pipeline.transfer.trace import Lane
 from sp_lightning.pipeline.weights.device import overlaps
 from sp_lightning.planning.workload import Machine, Workload
@@ -128,8 +128,8 @@ class Replay:
         self.bytes_to_device = self.bytes_to_host = 0
         self._step = -1
         self._next = 0  # the first use that has not been fetched ahead
-        self._pieces = [0.0] * PIECES
-        self._piece = 0
+        self._staging = [0.0] * STAGING_BUFFERS
+        self._turn = 0
         self._landing: list[_Group] = []  # groups given to the optimizer, the next one to land last
         self._landed: list[tuple[int, _Group]] = []  # those that have landed, as a heap: the soonest needed first
         self._coming: list[_Group] = []  # groups that are sent as soon as they have been stepped
@@ -359,9 +359,9 @@ class Replay:
         return self._down
 
     def _ship(self, nbytes: int, sections: int) -> _Done:
-        self._piece = (self._piece + 1) % PIECES
-        self.compute = max(self.compute, self._pieces[self._piece])
+        self._turn = (self._turn + 1) % STAGING_BUFFERS
+        self.compute = max(self.compute, self._staging[self._turn])
         begin = max(self._down, self.compute)
-        end = self._pieces[self._piece] = self._send(nbytes)
+        end = self._staging[self._turn] = self._send(nbytes)
         is_added = self._workload.micro_steps > 1  # as a whole, to the gradients that are there
         return _Done(end if is_added else begin + (end - begin) / sections, end)

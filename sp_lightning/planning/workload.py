@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.activations.ways import Way
-from sp_lightning.pipeline.gradients.landing import PIECES
+from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "apart"]
 """When the optimizer steps units: as soon as their gradients have landed, during the next forward, or while the device
@@ -68,8 +68,8 @@ class Workload:
         rest_seconds: Time between the end of a step and the beginning of the next one.
         turn_bytes: Memory taken after the last unit, by a head or a loss, and freed when its backward begins.
         outside_bytes: Bytes that are otherwise saved outside of units.
-        piece_bytes: Device memory in which a unit's gradients are put together, if that is more than the gradients.
-        pieces: How many units' gradients have such memory.
+        staging_bytes: Device memory in which a unit's gradients are put together, if that is more than the gradients.
+        staging_buffers: How many units' gradients have such memory.
         reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
         on_device_bytes: Memory of the units that live on the device, with gradients and optimizer state.
         calls: Numbers of the units that forward calls, in order. Empty if it calls each of them once, one after the
@@ -86,8 +86,8 @@ class Workload:
     rest_seconds: float = 0.0
     turn_bytes: int = 0
     outside_bytes: int = 0
-    piece_bytes: int = 0
-    pieces: int = PIECES
+    staging_bytes: int = 0
+    staging_buffers: int = STAGING_BUFFERS
     reserve_bytes: int = 0
     on_device_bytes: int = 0
     calls: tuple[int, ...] = ()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
+from sp_lightning.pipeline.gradients.buffers import Shipment
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
-from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.transfer.threads import ThreadTicket

@@ -94,7 +94,7 @@ def test_units_travel_together_where_a_copy_costs_more_than_its_bytes() -> None:
 
 
 def test_spare_memory_is_filled_evenly() -> None:
-    """Two slots, two pieces for gradients, and four units that stay: one in three."""
+    """Two slots, two staging buffers, and four units that stay: one in three."""
     chosen, _ = choose(blocks(), FAST, 800)
     assert (chosen.k, chosen.kept) == (2, (1, 4, 7, 10))
 
@@ -116,7 +116,7 @@ def test_reserved_memory_stays_free() -> None:
 
 
 def test_too_small_a_budget_raises_with_the_least_that_is_needed() -> None:
-    """One slot, two pieces for gradients, and what the least greedy of all ways takes."""
+    """One slot, two staging buffers, and what the least greedy of all ways takes."""
     unit = UnitWork("", 100, 100, 100, 1.0, 2.0, ways=WAYS)
     workload = Workload((unit,) * 3, outside_bytes=5, reserve_bytes=7)
     with pytest.raises(ValueError, match="299 B of device memory is too little: it takes 93 B more"):

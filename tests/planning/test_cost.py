@@ -44,7 +44,7 @@ def compare(
 @pytest.mark.parametrize("name", MACHINES)
 def test_units_are_stepped_in_backward(name: str, window: Any) -> None:
     blocks = MACHINES[name]
-    compare(blocks, window, blocks.workload(piece_bytes=2 * UNIT_BYTES))
+    compare(blocks, window, blocks.workload(staging_bytes=2 * UNIT_BYTES))
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -52,7 +52,7 @@ def test_units_are_stepped_in_backward(name: str, window: Any) -> None:
 def test_units_are_stepped_in_sections(name: str, window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only when the first and the last are done is predicted, as if they were of equal size."""
     monkeypatch.setattr(sections, "SECTION", WIDTH * WIDTH // 4)
-    workload = MACHINES[name].workload(piece_bytes=2 * UNIT_BYTES)
+    workload = MACHINES[name].workload(staging_bytes=2 * UNIT_BYTES)
     units = tuple(replace(unit, sections=4) for unit in workload.units)
     compare(MACHINES[name], window, replace(workload, units=units), rel=0.04)
 
@@ -61,7 +61,7 @@ def test_units_are_stepped_in_sections(name: str, window: Any, monkeypatch: pyte
 @pytest.mark.parametrize("name", MACHINES)
 def test_units_are_stepped_under_the_next_forward(name: str, window: Any) -> None:
     blocks = MACHINES[name]
-    workload = blocks.workload(piece_bytes=2 * UNIT_BYTES, stepping="under forward")
+    workload = blocks.workload(staging_bytes=2 * UNIT_BYTES, stepping="under forward")
     compare(blocks, window, workload, in_backward=False)
 
 
@@ -79,7 +79,7 @@ def test_units_are_stepped_when_all_gradients_are_there(name: str, window: Any) 
 @pytest.mark.parametrize("name", MACHINES)
 def test_an_optimizer_step_without_overlap(name: str, window: Any) -> None:
     blocks = MACHINES[name]
-    workload = blocks.workload(piece_bytes=2 * UNIT_BYTES, stepping="apart")
+    workload = blocks.workload(staging_bytes=2 * UNIT_BYTES, stepping="apart")
     compare(blocks, window, workload, in_backward=False, overlap_optimizer=False)
 
 
@@ -94,7 +94,7 @@ def test_frozen_units(window: Any) -> None:
 def test_gradients_that_add_up() -> None:
     """Between steps of the optimizer weights do not change; adding gradients on the host is not counted."""
     blocks = Blocks(forward=0.4, backward=0.8, up=1.0, down=0.5, step=0.01)
-    compare(blocks, (3, 1, ()), blocks.workload(piece_bytes=2 * UNIT_BYTES, micro_steps=3), accumulate=3)
+    compare(blocks, (3, 1, ()), blocks.workload(staging_bytes=2 * UNIT_BYTES, micro_steps=3), accumulate=3)
 
 
 def test_predicted_lanes_add_up_to_all_bytes_and_work() -> None:

@@ -16,7 +16,7 @@ from transformers import ViTForImageClassification as ViT
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
 from sp_lightning.pipeline import Lane
 from sp_lightning.pipeline.division.finder import find_units
-from sp_lightning.pipeline.gradients import landing
+from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.planning import Choice, predict
 from sp_lightning.planning.cost import activation_bytes, gradient_bytes, weight_bytes
 from sp_lightning.planning.dry_run import CannotFollow, dry_run, shapes_of
@@ -120,7 +120,7 @@ def fuses_grouped_attention() -> bool:
 def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     if build is llama and not fuses_grouped_attention():
         pytest.skip("this torch keeps more of grouped attention on a CPU")
-    monkeypatch.setattr(landing, "available_host_memory", lambda: None)  # or buffers depend on how slow optimizers are
+    monkeypatch.setattr(buffers, "available_host_memory", lambda: None)  # or buffers depend on how slow optimizers are
     module = Wrapped(build)
     found = estimate(module, module.example_input_array, Assumptions(precision=precision, activations="keep"))
     workload, choice = found.workload, Choice(2, 1)

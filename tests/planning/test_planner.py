@@ -48,7 +48,7 @@ def planned(model: nn.Module, **options: Any) -> Iterator[Pipeline]:
         pipeline.detach()
 
 
-PIECES = 2 * 2 * UNIT_BYTES  # gradients of a unit, with room for their norms
+STAGING = 2 * 2 * UNIT_BYTES  # gradients of a unit, with room for their norms
 
 
 @pytest.mark.parametrize("units", [3, 6])
@@ -254,7 +254,7 @@ def test_the_default_budget_is_nine_tenths_of_free_memory(monkeypatch: pytest.Mo
 def test_too_small_a_budget_warns_and_keeps_the_smallest_window() -> None:
     blocks = MACHINES[Lane.COMPUTE]
     with pytest.warns(UserWarning, match=r"the window stays as small as it is\. .* Use smaller batches"):
-        trained = blocks.train(AutoPlanner(), memory_budget=2 * UNIT_BYTES + PIECES)
+        trained = blocks.train(AutoPlanner(), memory_budget=2 * UNIT_BYTES + STAGING)
     assert (trained.summary.k, trained.summary.plan) == (2, None)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline._private import weak_storage
 from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.activations.pool import Piece
+from sp_lightning.pipeline.activations.pool import Loan
 from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 
@@ -55,7 +55,7 @@ class Activation:
 
     def __init__(self, tensor: Tensor, start: int, end: int, meter: Meter, leftovers: deque[Leftover]) -> None:
         self.unit = ""
-        self.host: Piece | None = None
+        self.host: Loan | None = None
         self._meter = meter
         self._counted = meter.add(tensor)
         self.start, self.end = start, end
@@ -177,7 +177,7 @@ class Offloaded(NamedTuple):
 class Leftover(NamedTuple):
     """Memory that an activation no longer needs, and a copy into or out of it that nothing has waited for yet."""
 
-    host: Piece
+    host: Loan
     device: Tensor | None
     ticket: Ticket | None
 

@@ -1,6 +1,6 @@
-"""Host memory that is lent in pieces and taken back, for activations that leave the device for a while (offload.py).
+"""Host memory that is lent and taken back, for activations that leave the device for a while (offload.py).
 
-Each step asks for the same pieces, so the first one allocates and page-locks the memory, and all others reuse it. It
+Each step asks for the same sizes, so the first one allocates and page-locks the memory, and all others reuse it. It
 lies in a few large slabs, because page-locking costs more than copying. Where sizes differ from step to step (sentences
 of any length), free neighbors are merged, and slabs that have become useless make room for others: there is never much
 more than was in use at once.
@@ -23,7 +23,7 @@ _LEAST_SLAB = 32 << 20
 _GROWTH = 8  # a slab is at least an eighth of what the pool holds already: few slabs, little waste
 
 
-class Piece(NamedTuple):
+class Loan(NamedTuple):
     """Host memory on loan; `bytes` has exactly the size that was asked for."""
 
     bytes: Tensor
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 class HostPool:
-    """Lends pieces of host memory.
+    """Lends host memory.
 
     Args:
         backend: Page-locks the memory.
@@ -54,8 +54,8 @@ class HostPool:
         self._slabs: list[_Slab] = []
         self._has_warned = False
 
-    def take(self, nbytes: int) -> Piece:
-        """Lend a piece.
+    def take(self, nbytes: int) -> Loan:
+        """Lend memory.
 
         Raises:
             RuntimeError: If the host has too little memory left.
@@ -70,12 +70,12 @@ class HostPool:
             slab.take(size)
         self.in_use += size
         self._most_in_use = max(self._most_in_use, self.in_use)
-        return Piece(slab.buffer.bytes[start : start + nbytes], slab, start, start + size)
+        return Loan(slab.buffer.bytes[start : start + nbytes], slab, start, start + size)
 
-    def give_back(self, piece: Piece) -> None:
-        """Take a piece back. What is computed next must have waited for copies into and out of it."""
-        piece.slab.give_back(piece.start, piece.end)
-        self.in_use -= piece.end - piece.start
+    def give_back(self, loan: Loan) -> None:
+        """Take memory back. What is computed next must have waited for copies into and out of it."""
+        loan.slab.give_back(loan.start, loan.end)
+        self.in_use -= loan.end - loan.start
 
     def close(self) -> None:
         """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
@@ -138,7 +138,7 @@ class _Slab:
         return self._gaps == [(0, self.size)]
 
     def take(self, size: int) -> int | None:
-        """Reserve a piece of this size; return where it begins, or None if there is no room."""
+        """Reserve so many bytes; return where it begins, or None if there is no room."""
         for index, (start, end) in enumerate(self._gaps):
             if end - start >= size:
                 if end - start == size:
@@ -149,7 +149,7 @@ class _Slab:
         return None
 
     def give_back(self, start: int, end: int) -> None:
-        """Turn a piece into a gap again, and merge it with adjacent gaps."""
+        """Turn them into a gap again, and merge it with adjacent gaps."""
         index = bisect.bisect(self._gaps, (start, end))
         if index < len(self._gaps) and self._gaps[index][0] == end:
             end = self._gaps.pop(index)[1]

@@ -1,7 +1,7 @@
 """Averaging of gradients over processes, between autograd and the host.
 
 It takes place on the device, before gradients leave it, and in the dtype of their masters. They are put together in the
-piece of memory in which they leave, and there scaled and all-reduced, with one operation each for a stretch of one
+staging buffer in which they leave, and there scaled and all-reduced, with one operation each for a stretch of one
 dtype. The processes first have to agree whose turn it is (agreement.py). While backward runs, one turn is under way.
 
 Sparse gradients are averaged in each micro-batch; all others once, with the last micro-batch, as sums (unaveraged.py).
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.gradients.agreement import Agreement
+from sp_lightning.pipeline.gradients.buffers import StagingBuffer, StagingBuffers, unit_of
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
-from sp_lightning.pipeline.gradients.landing import GradientPiece, Pieces, unit_of
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
 from sp_lightning.pipeline.weights.units import Unit
@@ -30,12 +30,12 @@ class Averaged(NamedTuple):
     """Gradients that have had their turn.
 
     Attributes:
-        layout: Their weights: those of one unit, in its order, or any others; and how they lie in the piece.
-        piece: The memory that they lie in.
+        layout: Their weights: those of one unit, in its order, or any others; and how they lie in the staging buffer.
+        staging: The memory that they lie in.
     """
 
     layout: GradientLayout
-    piece: GradientPiece
+    staging: StagingBuffer
 
 
 class ReplicatedWeights(NamedTuple):
@@ -62,7 +62,7 @@ class Averaging:
         replicated: The weights, and the processes that train replicas of them.
         unaveraged: Sums of earlier micro-batches, on the host.
         gathered: Gradients that have not left the device yet: taken when another process gives them a turn.
-        pieces: Memory in which gradients are put together, and leave.
+        staging_buffers: Memory in which gradients are put together, and leave.
 
     Attributes:
         replicas: The processes.
@@ -74,14 +74,14 @@ class Averaging:
         replicated: ReplicatedWeights,
         unaveraged: Unaveraged,
         gathered: Mapping[Unit, dict[Weight, Tensor]],
-        pieces: Pieces,
+        staging_buffers: StagingBuffers,
     ) -> None:
         self.replicas = replicated.replicas
         self.unaveraged = unaveraged
         self._weights = replicated.weights
         self._unmanaged = replicated.unmanaged
         self._gathered = gathered
-        self._pieces = pieces
+        self._staging_buffers = staging_buffers
         self._numbers = {weight: number for number, weight in enumerate(self._weights)}
         count = len(self._weights) + len(self._unmanaged)
         self._agreement = Agreement(count, replicated.steps_taken, self._exchange)
@@ -182,7 +182,7 @@ class Averaging:
     def abandon(self) -> None:
         """Forget the turn that is under way, after an exception."""
         if self._under_way is not None:
-            self._pieces.discard(self._under_way[0].piece)  # the all-reduce may still write to it
+            self._staging_buffers.discard(self._under_way[0].staging)  # the all-reduce may still write to it
             self._under_way = None
         self._agreement.end()
         self.unaveraged.forget()
@@ -213,13 +213,14 @@ class Averaging:
             for weight in turn
         ]
         layout = GradientLayout.in_master_dtypes(turn)
-        piece = self._pieces.take(layout.nbytes) if unit_of(turn) is not None else self._pieces.make(layout.nbytes)
-        _write_sums(piece.tensors(layout), parts)
+        has_own_unit = unit_of(turn) is not None
+        staging = (self._staging_buffers.take if has_own_unit else self._staging_buffers.make)(layout.nbytes)
+        _write_sums(staging.tensors(layout), parts)
         works = []
-        for flat in layout.flat_in(piece.memory):
+        for flat in layout.flat_in(staging.memory):
             flat.mul_(1 / self.replicas.count)
             works.append(dist.all_reduce(flat, async_op=True))
-        self._under_way = Averaged(layout, piece), works
+        self._under_way = Averaged(layout, staging), works
 
 
 def _write_sums(targets: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:

@@ -1,11 +1,11 @@
 """The path of gradients from the twin on the device to the master's `.grad` on the host.
 
-A unit's gradients are gathered as autograd finishes them, put together in one piece of device memory, and leave with
-one device-to-host (D2H) copy, in the dtype they were computed in. The methods below are in the order of this path, as
-far as the piece; shipping.py has the rest of it.
+A unit's gradients are gathered as autograd finishes them, put together in a staging buffer on the device, and leave
+with one device-to-host (D2H) copy, in the dtype they were computed in. The methods below are in the order of this path,
+as far as the staging buffer; shipping.py has the rest of it.
 
     device                        on its way                  host
-    twin.grad -> piece ------------------------------------> home: the gradient itself    (first of a step)
+    twin.grad -> staging buffer ----------------------------> home: the gradient itself    (first of a step)
                       -----------------> landing buffer ---> added to the gradient        (accumulation: sums.py)
                       -----------------> landing buffer ---> the optimizer                (it steps in backward)
 
@@ -26,11 +26,11 @@ from sp_lightning.pipeline._private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.gradients.averaging import Averaged, Averaging, ReplicatedWeights
+from sp_lightning.pipeline.gradients.buffers import LandingBuffers, Parcel, StagingBuffers, few_landing_buffers, unit_of
 from sp_lightning.pipeline.gradients.direct import DirectGradients
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
-from sp_lightning.pipeline.gradients.landing import LandingBuffers, Parcel, Pieces, few_landing_buffers, unit_of
 from sp_lightning.pipeline.gradients.shipping import Shipping
 from sp_lightning.pipeline.gradients.sums import Sums
 from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
@@ -82,7 +82,7 @@ class GradientReturn:
         self._of_one_leaf: dict[tuple[Weight, int], Tensor] = {}
         self._direct = DirectGradients(self._take_direct)
         self._taken: dict[Weight, list[Tensor]] = {}
-        self._pieces = Pieces(units, backend)
+        self._staging_buffers = StagingBuffers(units, backend)
         self._homes = Homes(backend, pin)
         together = max((unit.group.unit_count for unit in units), default=1)
         self._landing_buffers = LandingBuffers(backend, pin, few_landing_buffers(len(units), together))
@@ -95,7 +95,7 @@ class GradientReturn:
         self._averaging: Averaging | None = None
         if replicated is not None:
             unaveraged = Unaveraged(replicated.replicas, self.gradients, backend, stats)
-            self._averaging = Averaging(replicated, unaveraged, self._gathered, self._pieces)
+            self._averaging = Averaging(replicated, unaveraged, self._gathered, self._staging_buffers)
 
     @property
     def _averaging_now(self) -> Averaging | None:
@@ -235,9 +235,9 @@ class GradientReturn:
                 self._check_not_stepped(weight)
             unit = unit_of(weights)
             if unit is not None:
-                self._send(Parcel(unit, turn.layout, turn.piece))
+                self._send(Parcel(unit, turn.layout, turn.staging))
                 continue
-            averaged = dict(zip(weights, turn.piece.tensors(turn.layout), strict=True))
+            averaged = dict(zip(weights, turn.staging.tensors(turn.layout), strict=True))
             for unit in dict.fromkeys(weight.unit for weight in weights):
                 self._send(self._put_together(unit, averaged))
 
@@ -249,13 +249,13 @@ class GradientReturn:
         self.shipping.send(parcel, complete, is_last)
 
     def _put_together(self, unit: Unit, gathered: Mapping[Weight, Tensor]) -> Parcel:
-        """Copy the gradients of a unit's weights into one piece of memory."""
+        """Copy the gradients of a unit's weights into one staging buffer."""
         weights = tuple(weight for weight in unit.weights if weight in gathered)
         gradients = [gathered[weight] for weight in weights]
         layout = GradientLayout(weights, tuple(gradient.dtype for gradient in gradients))
-        piece = self._pieces.take(layout.nbytes)
-        torch._foreach_copy_(piece.tensors(layout), gradients)
-        return Parcel(unit, layout, piece)
+        staging = self._staging_buffers.take(layout.nbytes)
+        torch._foreach_copy_(staging.tensors(layout), gradients)
+        return Parcel(unit, layout, staging)
 
     def fetch_sums(self, unit: Unit) -> None:
         """Fetch the sums of a unit that backward has reached: it needs them on the device when it leaves the unit."""
@@ -328,7 +328,7 @@ class GradientReturn:
         if self._averaging is not None:
             self._averaging.abandon()
         self._landing_buffers.abandon()
-        self._pieces.abandon()
+        self._staging_buffers.abandon()
         self._forget()
 
     def _forget(self) -> None:
@@ -345,15 +345,15 @@ class GradientReturn:
 
     def reserve(self) -> None:
         """Allocate the device memory through which gradients leave, before a step that may have a backward."""
-        self._pieces.reserve()
+        self._staging_buffers.reserve()
 
     def device_bytes(self) -> int:
         """Return the bytes of device memory held for gradients that leave."""
-        return self._pieces.nbytes()
+        return self._staging_buffers.nbytes()
 
     def give_up_memory(self) -> None:
         """Free the device memory, when no copy is under way; `device_bytes` still returns how much it was."""
-        self._pieces.give_up_memory()
+        self._staging_buffers.give_up_memory()
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import tensor_hooks
+from sp_lightning.pipeline.gradients.buffers import LandingBuffers, Parcel, Shipment
 from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
-from sp_lightning.pipeline.gradients.landing import LandingBuffers, Parcel, Shipment
 from sp_lightning.pipeline.gradients.route import Route, choose_route
 from sp_lightning.pipeline.gradients.sums import Sums
 from sp_lightning.pipeline.stats import Stats
@@ -178,10 +178,10 @@ class Shipping:
         """Start the copy, section by section."""
         tickets: dict[Hashable, Ticket] = {}
         for cut, begin, end in parcel.layout.sections(parcel.bytes_to_send):
-            tickets[cut] = self._backend.download(target[begin:end], parcel.piece.memory[begin:end])
+            tickets[cut] = self._backend.download(target[begin:end], parcel.staging.memory[begin:end])
             self._backend.trace.moved(Kind.GRADIENTS, parcel.unit.name, end - begin, tickets[cut])
-        parcel.piece.ticket = Ticket.of_parts(tickets)
-        return parcel.piece.ticket
+        parcel.staging.ticket = Ticket.of_parts(tickets)
+        return parcel.staging.ticket
 
     def take_back(self, shipment: Shipment) -> None:
         """Keep gradients that were sent to the optimizer, which has not used them."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import tensor_hooks, without_torch_function
+from sp_lightning.pipeline.gradients.buffers import Shipment
 from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
-from sp_lightning.pipeline.gradients.landing import Shipment
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.modules.weight_hooks import run_hooks
 from sp_lightning.pipeline.stats import Stats

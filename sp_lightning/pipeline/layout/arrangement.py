@@ -60,7 +60,7 @@ class Arrangement:
         compiled: Whether torch compiles the module or parts of it.
         k: Units on the device at once, not counting kept ones.
         k_prime: Units that travel together.
-        gradient_pieces: How many gradients of a unit are on their way to the host at once.
+        staging_buffers: How many gradients of a unit are on their way to the host at once.
         unused_in_step: Whether nothing of it has been used yet in this step.
 
     Raises:
@@ -114,7 +114,7 @@ class Arrangement:
         )
         self.plan = self._layout.plan
         self.k, self.k_prime = self._layout.k, self._layout.k_prime
-        self.gradient_pieces = self._layout.gradient_pieces
+        self.staging_buffers = self._layout.staging_buffers
         division.leave_on_device(self._layout.on_device)
         self.on_device = [weight.master for unit in self._layout.on_device for weight in unit.on_device]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sp_lightning.pipeline.gradients.landing import PIECES, gradient_bytes
+from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS, gradient_bytes
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import readable_bytes
@@ -35,7 +35,7 @@ class DeviceLayout:
         slots: How many parts are on the device at once.
         kept: Units that have a place of their own.
         on_device: Kept units that live on the device, with their gradients and optimizer state.
-        gradient_pieces: How many gradients, each as large as the largest, are on their way to the host at once.
+        staging_buffers: How many gradients, each as large as the largest, are on their way to the host at once.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class DeviceLayout:
         self.parts = [[units[number] for number in part] for part in numbers]
         self._resident = division.resident
         self._streamed = [unit for unit in division.all_units() if unit not in self.on_device]
-        self.gradient_pieces = PIECES + averaged  # one more, for sums of micro-batches averaged with the last one
+        # with averaging one more, for sums of micro-batches, which are averaged with the last one
+        self.staging_buffers = STAGING_BUFFERS + averaged
 
     @property
     def on_device_bytes(self) -> int:
@@ -68,7 +69,7 @@ class DeviceLayout:
 
     def bytes_of_gradients_on_their_way(self) -> int:
         """Return the device memory for gradients on their way to the host."""
-        return self.gradient_pieces * max(map(gradient_bytes, self._streamed), default=0)
+        return self.staging_buffers * max(map(gradient_bytes, self._streamed), default=0)
 
     def needed_bytes(self) -> int:
         """Return the device memory for weights, and for gradients on their way to the host."""

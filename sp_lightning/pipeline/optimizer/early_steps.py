@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline._private import post_accumulate_hooks
-from sp_lightning.pipeline.gradients.landing import Shipment
+from sp_lightning.pipeline.gradients.buffers import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
 from sp_lightning.pipeline.optimizer.stepping import has_state

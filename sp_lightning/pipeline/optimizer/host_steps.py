@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline._private import without_torch_function
-from sp_lightning.pipeline.gradients.landing import Shipment
+from sp_lightning.pipeline.gradients.buffers import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer.runs import State, StepInputs
 from sp_lightning.pipeline.optimizer.stepping import UnitStep, has_state, keeps_state

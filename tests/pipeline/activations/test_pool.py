@@ -1,4 +1,4 @@
-"""Host memory on loan: exact pieces, used again, never much more than what was in use at once."""
+"""Host memory on loan: exact sizes, used again, never much more than what was in use at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from sp_lightning.pipeline.activations import pool as pool_module
-from sp_lightning.pipeline.activations.pool import HostPool, Piece
+from sp_lightning.pipeline.activations.pool import HostPool, Loan
 from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 
 from ..parts import RecordingBackend
@@ -35,27 +35,27 @@ def pool(backend: RecordingBackend) -> Iterator[HostPool]:
     assert not backend.pinned
 
 
-def addresses(pieces: list[Piece]) -> list[int]:
-    return [piece.bytes.data_ptr() for piece in pieces]
+def addresses(loans: list[Loan]) -> list[int]:
+    return [loan.bytes.data_ptr() for loan in loans]
 
 
 def test_pieces_are_of_the_size_asked_for_and_apart(pool: HostPool) -> None:
-    pieces = [pool.take(nbytes) for nbytes in (1, 255, 256, 257, 1000)]
-    assert [piece.bytes.nbytes for piece in pieces] == [1, 255, 256, 257, 1000]
-    for value, piece in enumerate(pieces):
-        piece.bytes.fill_(value)
-    assert [set(piece.bytes.tolist()) for piece in pieces] == [{0}, {1}, {2}, {3}, {4}]
-    assert not any(address % ALIGNMENT for address in addresses(pieces))
+    loans = [pool.take(nbytes) for nbytes in (1, 255, 256, 257, 1000)]
+    assert [loan.bytes.nbytes for loan in loans] == [1, 255, 256, 257, 1000]
+    for value, loan in enumerate(loans):
+        loan.bytes.fill_(value)
+    assert [set(loan.bytes.tolist()) for loan in loans] == [{0}, {1}, {2}, {3}, {4}]
+    assert not any(address % ALIGNMENT for address in addresses(loans))
 
 
 def test_the_next_step_gets_the_same_memory(pool: HostPool) -> None:
-    """Whatever the order in which pieces come back."""
+    """Whatever the order in which it comes back."""
     sizes = [300, SLAB, 5000, 10, 700, 700]
     first = [pool.take(nbytes) for nbytes in sizes]
     before, held = addresses(first), pool.held
     random.shuffle(first)
-    for piece in first:
-        pool.give_back(piece)
+    for loan in first:
+        pool.give_back(loan)
     assert pool.in_use == 0
     assert addresses([pool.take(nbytes) for nbytes in sizes]) == before
     assert pool.held == held
@@ -64,9 +64,9 @@ def test_the_next_step_gets_the_same_memory(pool: HostPool) -> None:
 def test_neighbors_that_are_free_are_one_piece(pool: HostPool) -> None:
     """In every order of three: the gap before, the gap behind, both."""
     for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
-        pieces = [pool.take(SLAB // 4) for _ in range(3)]
+        loans = [pool.take(SLAB // 4) for _ in range(3)]
         for index in order:
-            pool.give_back(pieces[index])
+            pool.give_back(loans[index])
         whole = pool.take(SLAB)
         assert pool.held == SLAB
         pool.give_back(whole)
@@ -83,10 +83,10 @@ def test_growing_steps_do_not_pile_up(pool: HostPool) -> None:
     """Other sizes each step, as with sentences of any length: what has become useless makes room."""
     most = 0
     for step in range(20):
-        pieces = [pool.take((step + 2) * SLAB + 7) for _ in range(6)]
+        loans = [pool.take((step + 2) * SLAB + 7) for _ in range(6)]
         most = max(most, pool.in_use)
-        for piece in pieces:
-            pool.give_back(piece)
+        for loan in loans:
+            pool.give_back(loan)
     assert pool.held <= 1.5 * most
 
 
@@ -95,32 +95,32 @@ def test_varying_steps_do_not_pile_up(pool: HostPool) -> None:
     most = 0
     for _ in range(100):
         length = chance.randint(1, 40)
-        pieces = [pool.take(length * chance.choice([100, 400, 900])) for _ in range(30)]
+        loans = [pool.take(length * chance.choice([100, 400, 900])) for _ in range(30)]
         most = max(most, pool.in_use)
-        for piece in reversed(pieces):
-            pool.give_back(piece)
+        for loan in reversed(loans):
+            pool.give_back(loan)
     assert pool.held <= 1.5 * most
 
 
 def test_no_more_is_given_up_than_needed(pool: HostPool) -> None:
     """As much may be held as was in use at once: the sizes of before may come again."""
-    for piece in [pool.take(2 * SLAB) for _ in range(5)]:
-        pool.give_back(piece)
+    for loan in [pool.take(2 * SLAB) for _ in range(5)]:
+        pool.give_back(loan)
     pool.take(3 * SLAB)
     assert pool.held == 9 * SLAB
 
 
 def test_a_slab_that_is_given_up_frees_its_share_of_page_locked_memory(pool: HostPool) -> None:
     pool.pinnable = 4 * SLAB
-    for piece in [pool.take(2 * SLAB) for _ in range(2)]:
-        pool.give_back(piece)
+    for loan in [pool.take(2 * SLAB) for _ in range(2)]:
+        pool.give_back(loan)
     assert pool.take(4 * SLAB).slab.buffer.pinned
 
 
 def test_memory_is_given_up_only_when_no_copy_can_read_it(pool: HostPool, backend: RecordingBackend) -> None:
-    pieces = [pool.take(2 * SLAB) for _ in range(3)]
-    for piece in pieces:
-        pool.give_back(piece)
+    loans = [pool.take(2 * SLAB) for _ in range(3)]
+    for loan in loans:
+        pool.give_back(loan)
     assert backend.said("drain") == []
     pool.take(4 * SLAB)
     assert backend.said("drain") == ["drain"]
@@ -132,9 +132,9 @@ def test_no_more_is_page_locked_than_allowed(backend: RecordingBackend) -> None:
     pool.pinnable = 2 * SLAB
     pool.take(2 * SLAB)
     with pytest.warns(UserWarning, match="could not be page-locked beyond"):
-        piece = pool.take(SLAB)
+        loan = pool.take(SLAB)
     assert len(backend.pinned) == 1
-    assert not piece.slab.buffer.pinned
+    assert not loan.slab.buffer.pinned
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pool.take(SLAB)

@@ -282,8 +282,8 @@ def test_gathered_gradients_leave_when_backward_moves_on() -> None:
         assert s.gradients() == [[1], None]
 
 
-def test_many_units_share_two_pieces() -> None:
-    """Memory on the device does not grow with the model; a piece is not filled before its copy has left."""
+def test_many_units_share_two_staging_buffers() -> None:
+    """Memory on the device does not grow with the model; a staging buffer is not filled before its copy has left."""
     with host_backend(poison=True, max_delay=0.004) as backend:
         units = [place([torch.ones(50), torch.ones(7)], backend, name=f"unit {index}") for index in range(6)]
         returns = way_home(*units, backend=backend)
@@ -314,7 +314,7 @@ def pretend_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
 
 
-def test_a_piece_is_not_filled_before_it_was_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_staging_buffer_is_not_filled_before_it_was_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of the next unit but one came."""
     pretend_two_processes(monkeypatch)
     backend = RecordingBackend()

@@ -1,7 +1,7 @@
-"""Memory through which gradients come to the host: pieces on the device, and landing buffers on the host.
+"""Memory through which gradients come to the host: staging buffers on the device, and landing buffers on the host.
 
-The gradients of a unit are put together in a *piece*, and leave it with one copy. Those that do not stay as they came
-(homes.py) land in a *landing buffer*, on their way into a sum or into the optimizer.
+The gradients of a unit are put together in a *staging buffer*, and leave it with one copy. Those that do not stay as
+they came (homes.py) land in a *landing buffer*, on their way into a sum or into the optimizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
-PIECES = 2  # one is filled while the other leaves
+STAGING_BUFFERS = 2  # one is filled while the other leaves
 _LEFT_FREE = 0.1  # of the host's memory, when there are more landing buffers than a few
 _UNITS_PER_BUFFER = 5  # where host memory is scarce, buffers limit how far the optimizer may fall behind
 
@@ -60,7 +60,7 @@ class TensorsIn:
         return found
 
 
-class GradientPiece(TensorsIn):
+class StagingBuffer(TensorsIn):
     """Device memory in which the gradients of one unit are put together.
 
     Attributes:
@@ -74,23 +74,23 @@ class GradientPiece(TensorsIn):
 
 @dataclass(eq=False)
 class Parcel:
-    """The gradients of a unit, put together in a piece, before their route is chosen.
+    """The gradients of a unit, put together in a staging buffer, before their route is chosen.
 
     Attributes:
         unit: The unit.
-        layout: How they lie in the piece.
-        piece: The memory that they lie in.
+        layout: How they lie in the staging buffer.
+        staging: The memory that they lie in.
         has_norms: Whether their norms lie behind them.
     """
 
     unit: Unit
     layout: GradientLayout
-    piece: GradientPiece
+    staging: StagingBuffer
     has_norms: bool = False
 
     def measure(self) -> None:
         """Compute the norms of the gradients, which then travel with them."""
-        gradients, norms = self.piece.tensors(self.layout), self.piece.norms(self.layout)
+        gradients, norms = self.staging.tensors(self.layout), self.staging.norms(self.layout)
         torch.stack(torch._foreach_norm(gradients, 2, torch.float32), out=norms)
         self.has_norms = True
 
@@ -100,8 +100,8 @@ class Parcel:
         return self.layout.nbytes if self.has_norms else self.layout.norms_at
 
 
-class Pieces:
-    """Pieces that take turns, each large enough for any unit's gradients.
+class StagingBuffers:
+    """Staging buffers that take turns, each large enough for any unit's gradients.
 
     Args:
         units: The units.
@@ -111,51 +111,51 @@ class Pieces:
     def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
         self._units = units
         self._backend = backend
-        self._pieces: list[GradientPiece] = []
+        self._buffers: list[StagingBuffer] = []
         self._turn = 0
         self._bytes_given_up = 0
 
     def reserve(self) -> None:
-        """Allocate the pieces before a step: during it they would split memory that activations need in one piece."""
-        if not self._pieces and (nbytes := max(map(gradient_bytes, self._units), default=0)):
+        """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
+        if not self._buffers and (nbytes := max(map(gradient_bytes, self._units), default=0)):
             self._backend.gather_free_memory()
-            self._pieces = [self.make(nbytes) for _ in range(PIECES)]
+            self._buffers = [self.make(nbytes) for _ in range(STAGING_BUFFERS)]
 
-    def take(self, nbytes: int) -> GradientPiece:
-        """Return the next piece, of at least `nbytes`; computing waits until the last copy out of it is done."""
-        if len(self._pieces) < PIECES:
-            self._turn = len(self._pieces)
-            self._pieces.append(self.make(max(nbytes, *map(gradient_bytes, self._units))))
-            return self._pieces[-1]
-        self._turn = (self._turn + 1) % PIECES
-        ticket = self._pieces[self._turn].ticket
+    def take(self, nbytes: int) -> StagingBuffer:
+        """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
+        if len(self._buffers) < STAGING_BUFFERS:
+            self._turn = len(self._buffers)
+            self._buffers.append(self.make(max(nbytes, *map(gradient_bytes, self._units))))
+            return self._buffers[-1]
+        self._turn = (self._turn + 1) % STAGING_BUFFERS
+        ticket = self._buffers[self._turn].ticket
         if ticket is not None:
             self._backend.trace.wait(ticket, "gradients")
-        if self._pieces[self._turn].memory.nbytes < nbytes:  # some weights were frozen, or lowered, when it was made
-            self._pieces[self._turn] = self.make(nbytes)
-        return self._pieces[self._turn]
+        if self._buffers[self._turn].memory.nbytes < nbytes:  # some weights were frozen, or lowered, when it was made
+            self._buffers[self._turn] = self.make(nbytes)
+        return self._buffers[self._turn]
 
-    def make(self, nbytes: int) -> GradientPiece:
-        """Make a piece of `nbytes` that does not take turns."""
-        return GradientPiece(nbytes, self._backend)
+    def make(self, nbytes: int) -> StagingBuffer:
+        """Make a buffer of `nbytes` that does not take turns."""
+        return StagingBuffer(nbytes, self._backend)
 
-    def discard(self, piece: GradientPiece) -> None:
-        """Never use this piece again."""
-        self._pieces = [other for other in self._pieces if other is not piece]
+    def discard(self, buffer: StagingBuffer) -> None:
+        """Never use this buffer again."""
+        self._buffers = [other for other in self._buffers if other is not buffer]
 
     def abandon(self) -> None:
-        """Forget the copies out of the pieces, after an exception."""
-        for piece in self._pieces:
-            piece.ticket = None
+        """Forget the copies out of the buffers, after an exception."""
+        for buffer in self._buffers:
+            buffer.ticket = None
 
     def nbytes(self) -> int:
         """Return the bytes of device memory, those that were given up included."""
-        return self._bytes_given_up + sum(piece.memory.nbytes for piece in self._pieces)
+        return self._bytes_given_up + sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def give_up_memory(self) -> None:
         """Free the memory, when no copy is under way."""
         self._bytes_given_up = self.nbytes()
-        self._pieces.clear()
+        self._buffers.clear()
 
 
 class LandingBuffer(TensorsIn):

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.gradients import landing
-from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
-from sp_lightning.pipeline.gradients.landing import (
-    GradientPiece,
+from sp_lightning.pipeline.gradients import buffers as gradient_buffers
+from sp_lightning.pipeline.gradients.buffers import (
     LandingBuffer,
     LandingBuffers,
-    Pieces,
+    StagingBuffer,
+    StagingBuffers,
     TensorsIn,
     gradient_bytes,
     unit_of,
 )
+from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -100,50 +100,50 @@ def test_weights_of_one_unit() -> None:
     assert unit_of([*first.weights, *second.weights]) is None
 
 
-def test_a_piece_is_reused_after_its_copy() -> None:
+def test_a_staging_buffer_is_reused_after_its_copy() -> None:
     made = place([torch.ones(3)])
-    pieces, backend = Pieces([made.unit], made.backend), made.backend
-    first, second = pieces.take(256), pieces.take(256)
-    assert pieces.take(256) is first
+    staging, backend = StagingBuffers([made.unit], made.backend), made.backend
+    first, second = staging.take(256), staging.take(256)
+    assert staging.take(256) is first
     second.ticket = DoneTicket()
-    assert pieces.take(256) is second
+    assert staging.take(256) is second
     assert ("wait", second.ticket) in backend.calls  # type: ignore[attr-defined]
     first.ticket = DoneTicket()
-    assert pieces.take(2048).memory.nbytes == 2048, "a larger one in its place"
+    assert staging.take(2048).memory.nbytes == 2048, "a larger one in its place"
     assert ("wait", first.ticket) in backend.calls  # type: ignore[attr-defined]
-    pieces.discard(second)
-    assert pieces.take(256) is not second
-    assert pieces.nbytes() == 2048 + 512
+    staging.discard(second)
+    assert staging.take(256) is not second
+    assert staging.nbytes() == 2048 + 512
 
 
-def test_pieces_are_made_ahead_once_free_memory_is_gathered() -> None:
+def test_staging_buffers_are_made_ahead_once_free_memory_is_gathered() -> None:
     """Not in what a large activation has left behind, and will need again."""
     made = place([torch.ones(3)])
-    pieces, asked = Pieces([made.unit], made.backend), []
-    made.backend.gather_free_memory = lambda: asked.append(pieces.nbytes())  # type: ignore[method-assign]
-    pieces.reserve()
+    staging, asked = StagingBuffers([made.unit], made.backend), []
+    made.backend.gather_free_memory = lambda: asked.append(staging.nbytes())  # type: ignore[method-assign]
+    staging.reserve()
     assert asked == [0]
-    assert pieces.nbytes() == 2 * gradient_bytes(made.unit)
-    first, second = pieces.take(4), pieces.take(4)
+    assert staging.nbytes() == 2 * gradient_bytes(made.unit)
+    first, second = staging.take(4), staging.take(4)
     assert first is not second
-    pieces.reserve()
+    staging.reserve()
     assert asked == [0], "once"
 
 
-def test_no_pieces_where_nothing_is_trained() -> None:
+def test_no_staging_buffers_where_nothing_is_trained() -> None:
     made = place([torch.ones(3)])
     for weight in made.weights:
         weight.master.requires_grad_(False)
-    pieces = Pieces([made.unit], made.backend)
-    pieces.reserve()
-    assert pieces.nbytes() == 0
+    staging = StagingBuffers([made.unit], made.backend)
+    staging.reserve()
+    assert staging.nbytes() == 0
 
 
-def test_a_piece_lies_on_the_device() -> None:
+def test_a_staging_buffer_lies_on_the_device() -> None:
     """Poisoned when debugging, as all of its memory."""
-    piece = GradientPiece(256, RecordingBackend())
-    assert piece.memory.view(FLOAT).isnan().all()
-    assert piece.ticket is None
+    staging = StagingBuffer(256, RecordingBackend())
+    assert staging.memory.view(FLOAT).isnan().all()
+    assert staging.ticket is None
 
 
 # ----------------------------------------------------------------------------------------------------- landing buffers
@@ -152,7 +152,7 @@ def test_a_piece_lies_on_the_device() -> None:
 @pytest.fixture(autouse=True)
 def nothing_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the machine that runs these tests has."""
-    monkeypatch.setattr(landing, "available_host_memory", lambda: None)
+    monkeypatch.setattr(gradient_buffers, "available_host_memory", lambda: None)
 
 
 def test_taking_a_buffer_waits_until_one_is_free() -> None:
@@ -242,8 +242,8 @@ def test_there_are_more_buffers_than_a_few_if_the_host_has_memory_to_spare(
     free: int | None, total: int | None, made: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tenth of the host's memory stays free; where it is not known, there are a few."""
-    monkeypatch.setattr(landing, "available_host_memory", lambda: free)
-    monkeypatch.setattr(landing, "total_host_memory", lambda: total)
+    monkeypatch.setattr(gradient_buffers, "available_host_memory", lambda: free)
+    monkeypatch.setattr(gradient_buffers, "total_host_memory", lambda: total)
     buffers = LandingBuffers(RecordingBackend(), pin=False, few=2)
     oldest, _ = buffers.take(256), buffers.take(256)
     taken: list[LandingBuffer] = []
@@ -257,7 +257,7 @@ def test_there_are_more_buffers_than_a_few_if_the_host_has_memory_to_spare(
 
 
 def test_a_patient_taker_waits_even_with_memory_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "_is_left_over", lambda nbytes: True)
+    monkeypatch.setattr(gradient_buffers, "_is_left_over", lambda nbytes: True)
     buffers = LandingBuffers(RecordingBackend(), pin=False, few=1)
     buffer = buffers.take(256)
     taken: list[LandingBuffer] = []
@@ -302,7 +302,7 @@ def test_memory_is_taken_over_only_if_a_buffer_is_missing(monkeypatch: pytest.Mo
     assert buffers.take(256).host is first
     buffers.take_over(third)  # all are in use, but there is only memory for a few
     assert backend.pinned == {first.bytes.data_ptr()}
-    monkeypatch.setattr(landing, "_is_left_over", lambda nbytes: nbytes == 0)
+    monkeypatch.setattr(gradient_buffers, "_is_left_over", lambda nbytes: nbytes == 0)
     third.pin()
     buffers.take_over(third)
     assert buffers.take(256).host is third
