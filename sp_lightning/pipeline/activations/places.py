@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.quasirandom import SobolEngine
 
+from sp_lightning.pipeline.modules.tensors import slots_of
+
 _LARGEST_ARRAY = 1 << 22  # bytes, of numpy; a data set is larger
 _OPEN = (types.SimpleNamespace, Namespace, SobolEngine)  # not defined by users, but with content of theirs
 _NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
@@ -303,7 +305,7 @@ def attributes_of(value: Any) -> list[Place]:
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):  # unlike those of a class
         places.append(_Dict(attributes))
-    slots = _slots_of(type(value))
+    slots = slots_of(type(value))
     if slots:
         places.append(_Slots(value, slots))
     return places
@@ -317,13 +319,6 @@ def attributes_of_module(module: nn.Module) -> Place:
 def attributes_of_weights(modules: Iterable[nn.Module]) -> Place:
     """Return the attributes that users have set on the weights of modules: those of a leaf are its master's."""
     return _AttributesOfWeights(modules)
-
-
-def _slots_of(kind: type) -> list[types.MemberDescriptorType]:
-    if not hasattr(kind, "__slots__"):
-        return []
-    classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
-    return [member for of in classes for member in of.values() if isinstance(member, types.MemberDescriptorType)]
 
 
 def _content_of_numpy(value: Any) -> list[Place]:

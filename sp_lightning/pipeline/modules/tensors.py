@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import types
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -25,9 +27,9 @@ def _collect(output: Any, found: list[Tensor], seen: set[int]) -> None:
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor):
             found.append(leaf)
-        elif (attributes := _attributes(leaf)) and id(leaf) not in seen:
+        elif id(leaf) not in seen and (parts := _parts(leaf)):
             seen.add(id(leaf))
-            _collect(list(attributes.values()), found, seen)
+            _collect([part.value for part in parts], found, seen)
 
 
 def tensor_bytes(tensor: Tensor) -> int:
@@ -44,24 +46,44 @@ def _replace(output: Any, replace: Callable[[Tensor], Tensor], seen: set[int]) -
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return replace(leaf)
-        if (attributes := _attributes(leaf)) and id(leaf) not in seen:
+        if id(leaf) not in seen and (parts := _parts(leaf)):
             seen.add(id(leaf))
-            for name, value in attributes.items():
-                before = [id(tensor) for tensor in tensors_in(value)]
-                replaced = _replace(value, replace, seen)
+            for part in parts:
+                before = [id(tensor) for tensor in tensors_in(part.value)]
+                replaced = _replace(part.value, replace, seen)
                 if [id(tensor) for tensor in tensors_in(replaced)] != before:  # else its container stays the same one
-                    object.__setattr__(leaf, name, replaced)
+                    part.replace(replaced)
         return leaf
 
     return pytree.tree_map(visit, output)
 
 
-def _attributes(leaf: Any) -> dict[str, Any]:
-    """Return the attributes of an object that may be part of what a module computed; of any other, none."""
+class _Part(NamedTuple):
+    """An attribute of an object or an item of a container, and how to put another one in its place."""
+
+    value: Any
+    replace: Callable[[Any], object]
+
+
+def _parts(leaf: Any) -> list[_Part]:
+    """Return the parts of an object that may be part of what a module computed; of any other, none."""
     if isinstance(leaf, type | nn.Module) or callable(leaf):
-        return {}
-    if dataclasses.is_dataclass(leaf):
-        return {
-            field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)
-        }
-    return dict(getattr(leaf, "__dict__", {}))
+        return []
+    parts: list[_Part] = []
+    if isinstance(leaf, dict):  # of a class that pytree does not know
+        parts = [_Part(value, partial(dict.__setitem__, leaf, key)) for key, value in leaf.items()]
+    elif isinstance(leaf, list):
+        parts = [_Part(value, partial(list.__setitem__, leaf, index)) for index, value in enumerate(leaf)]
+    for slot in slots_of(type(leaf)):
+        with suppress(AttributeError):  # nothing is in it
+            parts.append(_Part(slot.__get__(leaf), partial(slot.__set__, leaf)))
+    attributes = getattr(leaf, "__dict__", {}).items()
+    return parts + [_Part(value, partial(object.__setattr__, leaf, name)) for name, value in attributes]
+
+
+def slots_of(kind: type) -> list[types.MemberDescriptorType]:
+    """Return the attributes that a class, or one that it inherits from, names in `__slots__`."""
+    if not hasattr(kind, "__slots__"):
+        return []
+    classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [member for of in classes for member in of.values() if isinstance(member, types.MemberDescriptorType)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.modules.tensors import replace_tensors, tensors_in
 
+T = TypeVar("T")
 Pair = namedtuple("Pair", "left right")
 
 
@@ -21,6 +22,29 @@ class Output:
 
     first: Tensor
     rest: Any = None
+
+
+@dataclass(slots=True)
+class Slots(Generic[T]):
+    """Has no dictionary, and may have nothing in a slot."""
+
+    first: T
+    other: T = field(init=False, repr=False)
+
+
+class Results(dict[str, Any]):
+    """A dictionary whose items are attributes, too, but for one; it refuses changes."""
+
+    def __init__(self, tensor: Tensor, **items: Any) -> None:
+        super().__init__(items)
+        self.tensor = tensor
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError
+
+
+class Rows(list[Any]):
+    """A list of a class that pytree does not know."""
 
 
 A, B, C = torch.ones(1), torch.ones(2), torch.ones(3)
@@ -37,6 +61,9 @@ A, B, C = torch.ones(1), torch.ones(2), torch.ones(3)
         (Output(A, [B, Output(C)]), [A, B, C]),
         ({"out": Output(A)}, [A]),
         (Output, []),
+        (Slots(A), [A]),
+        (Results(B, a=A), [A, B]),
+        (Rows([A, Slots([B])]), [A, B]),
     ],
     ids=str,
 )
@@ -55,6 +82,14 @@ def test_tensors_are_replaced_in_outputs() -> None:
     assert changed.left[1]["b"].tolist() == [2, 2]
     assert changed.right.first.tolist() == [2, 2, 2]
     assert changed.right.rest[1] == "text"
+
+
+def test_tensors_are_replaced_in_classes_that_torch_does_not_know() -> None:
+    output = Rows([Slots(A), Results(A, a=A), A, "text"])
+    assert replace_tensors(output, lambda tensor: tensor + 1) is output
+    assert [tensor.tolist() for tensor in tensors_in(output)] == [[2]] * 4
+    assert output[1].tensor is not A
+    assert output[3] == "text"
 
 
 class Holder:
