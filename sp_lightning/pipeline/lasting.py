@@ -12,7 +12,6 @@ from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.gradients.new_gradients import NewGradients
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.modules.at_work import EngineAtWork
@@ -20,9 +19,9 @@ from sp_lightning.pipeline.modules.one_device import HostMeetsDevice
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.step_record import StepRecord
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.graphs import Graphs
-from sp_lightning.pipeline.weights.journal import Journal
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
 from sp_lightning.pipeline.weights.weight import Twin
 
@@ -52,14 +51,13 @@ class Lasting:
         learned: Findings from past steps, for the next arrangement.
         memory: The host memory that masters lie in.
         graphs: The autograd graphs that calls build.
-        journal: What weights were before a step wrote to them.
-        new_gradients: Which gradients a step has made.
         pool: Host memory for offloaded activations.
         meter: Counts the device memory that autograd's saved tensors hold.
         offloader: Offloads saved activations to the host and fetches them back.
         saved: The saved-tensor hooks.
         activations: Applies the policy for activations to each call.
         optimizers: Notices optimizer steps.
+        step_record: What a step has done to weights and gradients, if it may have to run again.
         spent: Identities of masters whose gradients were used as they arrived, and not kept.
     """
 
@@ -86,8 +84,6 @@ class Lasting:
         self.learned = Learned()
         self.memory = MasterMemory()
         self.graphs = Graphs()
-        self.journal = Journal()
-        self.new_gradients = NewGradients()
         self.pool = HostPool(backend)
         self.meter = Meter(device, self.stats)
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
@@ -100,4 +96,5 @@ class Lasting:
             settle=settle,
             must_overlap=options.overlap_optimizer is True,
         )
+        self.step_record = StepRecord(self.optimizers, self.stats)
         self.spent: set[int] = set()

@@ -68,7 +68,7 @@ class OutsideUse:
         self._arrangement = arrangement
         self._learned = lasting.learned
         self._graphs = lasting.graphs
-        self._journal = lasting.journal
+        self._journal = lasting.step_record.weights
         self._stats = lasting.stats
         self._at_work = lasting.at_work
         self._activations = lasting.activations

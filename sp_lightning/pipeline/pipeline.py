@@ -77,8 +77,7 @@ class Pipeline:
         replicas: The other processes; None if there are none.
         stats: Counters of what the engine has done.
         optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
-        journal: Notes what weights were before a step wrote to them, for one that may have to run again.
-        new_gradients: Notes which gradients a step has made, for one that may have to run again.
+        step_record: What a step has done to weights and gradients, if it may have to run again.
 
     Raises:
         ValueError: If an option does not fit the module or the available memory. Nothing is attached then.
@@ -132,7 +131,7 @@ class Pipeline:
             settle=self.settle,
         )
         self.stats, self.optimizers = lasting.stats, lasting.optimizers
-        self.journal, self.new_gradients = lasting.journal, lasting.new_gradients
+        self.step_record = lasting.step_record
         self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
         self._activations, self._offloader = lasting.activations, lasting.offloader
         self._host_meets_device = lasting.host_meets_device
@@ -311,7 +310,7 @@ class Pipeline:
             Whether that was possible. It is not if the step may have added to gradients, and none is dropped then.
         """
         with self._at_work:
-            return self.new_gradients.drop(
+            return self.step_record.gradients.drop(
                 self._parameters_elsewhere().values(), self._assembly.gradients, self.arrangement.weights
             )
 
@@ -416,8 +415,7 @@ class Pipeline:
         if not self._is_prepared:
             self._prepare(look_for_new_parameters, goes_on)
         self._is_prepared = False
-        self.new_gradients.note_before(lambda: self._parameters_elsewhere().values())
-        self.journal.note_elsewhere(self._parameters_elsewhere)
+        self.step_record.note_elsewhere(self._parameters_elsewhere)
         if not goes_on:
             self.stats.steps += 1
             self._backend.trace.begin_step()

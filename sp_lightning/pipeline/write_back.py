@@ -26,7 +26,7 @@ class WriteBack:
     """
 
     def __init__(self, lasting: Lasting, window: Window) -> None:
-        self._journal = lasting.journal
+        self._journal = lasting.step_record.weights
         self._backend = lasting.backend
         self._stats = lasting.stats
         self._at_work = lasting.at_work

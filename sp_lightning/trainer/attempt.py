@@ -47,12 +47,8 @@ class Attempt:
     ) -> None:
         self.run = run
         self.size = size
-        self._stats, self._optimizers = pipeline.stats, pipeline.optimizers
-        self._journal = pipeline.journal
-        self._journal.begin()
-        self._new_gradients = pipeline.new_gradients
-        self._new_gradients.begin()
-        self._steps = self._steps_taken()
+        self._record = pipeline.step_record
+        self._record.begin()
         self._device = pipeline.device
         self._random = RandomStates(self._device)
         self._takes_its_batch = any(isinstance(value, Iterator) for value in inputs)
@@ -91,13 +87,6 @@ class Attempt:
         if self._redo is not None:
             self._redo()
 
-    def has_stepped(self) -> bool:
-        """Tell whether an optimizer has changed weights since the attempt began."""
-        return self._steps != self._steps_taken()
-
-    def _steps_taken(self) -> tuple[int, int]:
-        return self._optimizers.steps_taken, self._stats.steps_in_backward
-
     def undo(self) -> str | None:
         """Restore the state before the attempt that failed, and prepare for the next one to fail, too.
 
@@ -106,16 +95,16 @@ class Attempt:
         """
         if self._takes_its_batch:
             return "takes its batch from an iterator"
-        self._journal.conclude()
-        if self._journal.lost is not None:
-            return f"writes to weight {self._journal.lost!r}, or takes its `.data`, and a write would happen twice"
+        weights = self._record.weights
+        weights.conclude()
+        if weights.lost is not None:
+            return f"writes to weight {weights.lost!r}, or takes its `.data`, and a write would happen twice"
         lost = self._lost_to_hooks or self._effects.conclude()
         if lost is None:
             self._effects.undo()
             self._registrations.undo()
-            self._journal.undo()
-            self._journal.begin()
-            self._new_gradients.begin()
+            weights.undo()
+            self._record.begin()
             self._effects = self._look()
             self._random.restore()
         return lost

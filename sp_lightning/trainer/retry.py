@@ -98,7 +98,7 @@ class StepRetry:
     def _until_it_works(self, attempt: Attempt, run: Callable[[], T]) -> T:
         result, failure = _try(run)
         while failure is not None:
-            if attempt.has_stepped():
+            if self._pipeline.step_record.has_stepped():
                 raise failure.as_error(
                     "The step cannot run again, because the optimizer has stepped already. Continue from a "
                     "checkpoint with smaller batches, or set `overlap_optimizer=False`."
@@ -117,8 +117,7 @@ class StepRetry:
         return cast("T", result)
 
     def _forget_attempt(self) -> None:
-        self._pipeline.journal.end()
-        self._pipeline.new_gradients.end()
+        self._pipeline.step_record.end()
 
     def _is_watched(self, size: int) -> bool:
         if self._chosen != self._pipeline.choices:
@@ -168,7 +167,7 @@ class TrainingRetry(StepRetry):
         output, attempt = self._run(inputs, run)
         if attempt is None:
             return output
-        self._pipeline.journal.conclude()
+        self._pipeline.step_record.weights.conclude()
         if not self._module.automatic_optimization or (loss := _loss_in(output)) is None:
             self._note_success(attempt)
             return output
