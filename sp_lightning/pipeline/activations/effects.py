@@ -11,7 +11,7 @@ each unit's call. For lists, dicts, sets and attributes a shallow copy shows wha
 are copied whole, since they change in place, unless they are very large. After the forward, copies of tensors that it
 has not changed are forgotten. All other contents are still remembered, as code between forward and backward may change
 what the forward has read: a temperature that is annealed, a cache that the model fills with what its blocks have
-computed. What no object leads to is not seen: global variables, files, iterators.
+computed. What no object leads to is not seen: global variables, files. An iterator cannot be put back.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
+from io import IOBase
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -94,6 +95,8 @@ class SideEffects:
         self._units = units
         self._changes_contents = False
         self._has_scripted_buffers = False
+        self._holds_iterators = False
+        self._in_other_modules = 0
         self._looked_at = 0
         self._modes: list[tuple[nn.Module, bool]] = []
         own = list(module.modules())
@@ -103,14 +106,14 @@ class SideEffects:
         self._look_into(attributes_of_weights(own), own=True)
         for inner, _ in self._modes:  # which grows by the modules that hooks lead to
             for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # a forward may register more, once
-                self._look_at_places(hooks, own=False)
+                self._look_into_dict(hooks, own=False)
             for marks in (
                 inner._forward_pre_hooks_with_kwargs,
                 inner._forward_hooks_with_kwargs,
                 inner._forward_hooks_always_called,
             ):
                 if marks:  # a hook that is gone in backward takes its mark along
-                    self._look_at_places(marks, own=False)
+                    self._look_into_dict(marks, own=False)
         self._watched: list[_Held] = []
         self.include(inputs)
 
@@ -143,6 +146,8 @@ class SideEffects:
         lost = [held.tensor for held in changed if held.copy is None]
         if lost:
             return f"changes a tensor of shape {list(lost[0].shape)} in place"
+        if self._holds_iterators:
+            return "has an iterator, which cannot be put back"
         return "has a scripted part with buffers" if self._has_scripted_buffers else None
 
     def _changed_tensors(self) -> list[_Held]:
@@ -232,7 +237,7 @@ class SideEffects:
             # each of them is looked at by itself
             self._before += [(place, place.read()) for place in places_of(module._modules)]
         if module._buffers:
-            self._look_at_places(module._buffers, own=True)
+            self._look_into_dict(module._buffers, own=True)
 
     def _look_at(self, value: Any, own: bool) -> None:
         """Record what an object contains, and look at that in turn.
@@ -249,11 +254,13 @@ class SideEffects:
         if isinstance(value, Tensor):
             self._hold(value, own)
         elif isinstance(value, nn.Module):  # which is not below this one: a hook's, or the model
+            self._in_other_modules += 1
             self._look_at_module(value)
             self._look_into(attributes_of_weights([value]), own=True)
             for child in value._modules.values():
                 if id(child) not in self._units:
                     self._look_at(child, own)
+            self._in_other_modules -= 1
         elif isinstance(value, (tuple, frozenset)):
             for item in value:
                 self._look_at(item, own and not isinstance(item, Tensor))  # a copy could not take its place
@@ -269,11 +276,15 @@ class SideEffects:
         elif isinstance(value, weakref.ref):
             referent = weakref.ref.__call__(value)  # of a `WeakMethod`, the object; its own call makes a method of it
             self._look_at(referent, own and not isinstance(referent, Tensor))
-        else:
-            self._look_at_places(value, own)
+        elif places := places_of(value):
+            for place in places:
+                self._look_into(place, own)
+        elif isinstance(value, Iterator) and not isinstance(value, IOBase):
+            # the model, to which a hook leads, leads to the Trainer, which has iterators of its own
+            self._holds_iterators |= not self._in_other_modules
 
-    def _look_at_places(self, value: Any, own: bool) -> None:
-        for place in places_of(value):
+    def _look_into_dict(self, content: dict[Any, Any], own: bool) -> None:
+        for place in places_of(content):
             self._look_into(place, own)
 
     def _look_into(self, place: Place, own: bool) -> None:

@@ -293,6 +293,8 @@ _KINDS: dict[type, Callable[[Any], Place]] = {
 
 def places_of(value: Any) -> list[Place]:
     """Return the places where an object keeps what it holds, if a forward may change that."""
+    if isinstance(value, random.SystemRandom):  # which has no state
+        return []
     content: list[Place] = [make(value) for kind, make in _KINDS.items() if isinstance(value, kind)]
     return content + attributes_of(value) + _content_of_numpy(value)
 

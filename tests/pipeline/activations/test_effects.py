@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import random
 import re
 import weakref
@@ -11,6 +12,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -561,6 +563,7 @@ def test_circles_and_strangers() -> None:
     box = Box(logger=logging.getLogger("test"))
     box.itself = box
     box.kind = Registered("Kind", (), {})
+    box.random = random.SystemRandom()
     module = Holder([box])
     module.part.owner = [module]
     effects = SideEffects(module, [])
@@ -577,6 +580,20 @@ def test_scripted_buffers_are_out_of_reach() -> None:
     assert SideEffects(module, []).conclude() == "has a scripted part with buffers"
     module = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
     assert SideEffects(module, []).conclude() is None
+
+
+@pytest.mark.parametrize("hold", [itertools.cycle, lambda rows: (row for row in rows), lambda rows: [iter(rows)]])
+def test_an_iterator_cannot_be_put_back(hold: Callable[[list[int]], Any], tmp_path: Path) -> None:
+    """But one of another module, to which a hook leads, is nobody's concern: that would be the Trainer's."""
+    module, model = Holder(None), nn.Linear(2, 2)
+    with (tmp_path / "log").open("w") as log:
+        module.part.log = log
+        model.rows = hold([1, 2])
+        module.register_forward_hook(partial(print, model))
+        assert SideEffects(module).conclude() is None
+    module.part.thing = model.rows
+    assert SideEffects(module).conclude() == "has an iterator, which cannot be put back"
+    assert SideEffects(nn.Linear(1, 1), [model.rows]).conclude() == "has an iterator, which cannot be put back"
 
 
 def test_data_that_a_module_holds_is_not_looked_through() -> None:
