@@ -513,7 +513,7 @@ def test_units_that_live_on_the_device_go_back(
     """What autograd has collected there when backward fails is not left."""
     planner = Fixed((2, 1), (2, 1), (2, 1, (), range(3, 6)))
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: planner)
-    memory = Device(where, lambda pipeline: not pipeline.arrangement.on_device)
+    memory = Device(where, lambda pipeline: not pipeline.arrangement.parameters_on_device)
     assert same(reference(**options), streamed(memory, **options))
     assert memory.failures == 1
 
@@ -1025,7 +1025,7 @@ def test_a_step_that_writes_to_weights_that_are_not_streamed_does_not_run_again(
 ) -> None:
     planner = Fixed((2, 1), (2, 1), (2, 1, (), range(3, 6)))
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: planner)
-    Device.current = Device("forward", lambda pipeline: not pipeline.arrangement.on_device)
+    Device.current = Device("forward", lambda pipeline: not pipeline.arrangement.parameters_on_device)
     with pytest.raises(torch.OutOfMemoryError, match=f"cannot run again, because it writes to weight '{name}'"):
         fit(WritesElsewhere(name), SuperpipelineStrategy(units=Block))
 

@@ -94,7 +94,7 @@ class Arranger:
         if torch.is_grad_enabled():
             masters = (weight.master for weight in self.arrangement.weights)
             with without_torch_function():
-                self._learned.note_trained(chain(masters, self.arrangement.on_device))
+                self._learned.note_trained(chain(masters, self.arrangement.parameters_on_device))
         if self._learned.conclude(self.arrangement.units):
             self.rearrange()
         self._follow_plan()

@@ -140,7 +140,7 @@ class Assembly:
             in_step=in_step,
         )
         self._clipping = Clipping(
-            arrangement.weights_by_master, arrangement.on_device, backend, self.gradients, stepper
+            arrangement.weights_by_master, arrangement.parameters_on_device, backend, self.gradients, stepper
         )
 
     def _replicated_weights(self) -> ReplicatedWeights | None:
@@ -183,7 +183,7 @@ class Assembly:
         move_buffers(lasting.module, lasting.device)
         move_unmanaged(arrangement.unmanaged.values(), lasting.device)
         lasting.pool.pinnable = arrangement.host_share.pinnable_bytes()
-        stay = (*lasting.module.buffers(), *arrangement.unmanaged.values(), *arrangement.on_device)
+        stay = (*lasting.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
         lasting.meter.uncounted = set(map(storage_key, stay))
         for twin in arrangement.twins.values():  # now, because torch.func forbids it inside its transforms
             self.gradient_return.follow_requires_grad(twin)
@@ -195,7 +195,7 @@ class Assembly:
 
     def _settle_on_device(self) -> None:
         """Move the units that live on the device there, or move them all back if memory runs out."""
-        lasting, parameters = self._lasting, self.arrangement.on_device
+        lasting, parameters = self._lasting, self.arrangement.parameters_on_device
         try:
             on_device.move(parameters, lasting.device, lasting.optimizers.seen)
         except torch.OutOfMemoryError:
@@ -221,7 +221,7 @@ class Assembly:
         self.gradient_return.give_up_memory()
         arrangement.release_copies()
         # those of modules that were added meanwhile, too, which plain training needs on the device
-        moving = dict.fromkeys([*arrangement.on_device, *weights_on_accelerators(lasting.module)])
+        moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(lasting.module)])
         on_device.move(moving, _HOST, lasting.optimizers.seen)
 
     # ------------------------------------------------------------------------------------------------------ in a step

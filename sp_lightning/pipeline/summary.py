@@ -112,7 +112,7 @@ def summarize(assembly: Assembly, lasting: Lasting) -> Summary:
         resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
         host_bytes=sum(group.host.host_bytes() for group in arrangement.groups if group.unit_count),
         host_gradient_bytes=assembly.gradient_return.host_bytes(),
-        optimizer_bytes=lasting.optimizers.state_bytes(arrangement.on_device),
+        optimizer_bytes=lasting.optimizers.state_bytes(arrangement.parameters_on_device),
         host_activation_bytes=lasting.pool.held,
         parameters=sum(weight.master.numel() for weight in every_weight),
         unit_names=tuple(unit.name for unit in arrangement.units),

@@ -126,7 +126,7 @@ class Fixed(Planner):
     @override
     def before_step(self, survey: Survey, builds_graph: bool) -> WindowPlan | None:
         arrangement = survey.arrangement
-        self.seen.append((arrangement.k, arrangement.k_prime, len(arrangement.on_device)))
+        self.seen.append((arrangement.k, arrangement.k_prime, len(arrangement.parameters_on_device)))
         k, k_prime, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
         units = survey.arrangement.units
         kept, on_device = ([units[n] for n in numbers if n < len(units)] for numbers in [*chosen, (), ()][:2])

@@ -106,7 +106,9 @@ def test_units_on_the_device_do_not_travel() -> None:
     optimizer = AdamW(model.parameters())
     take_steps(model, optimizer, 2)
     living = [model.blocks[1], model.blocks[4]]
-    assert {id(p) for block in living for p in block.parameters()} == set(map(id, pipeline.arrangement.on_device))
+    assert {id(p) for block in living for p in block.parameters()} == set(
+        map(id, pipeline.arrangement.parameters_on_device)
+    )
     before = pipeline.stats.bytes_to_device, pipeline.stats.bytes_to_host
     take_steps(model, optimizer, 2)
     moved = pipeline.stats.bytes_to_device - before[0], pipeline.stats.bytes_to_host - before[1]
@@ -300,7 +302,7 @@ def test_a_forward_that_changes_weights_on_the_device_does_not_run_again(steps_b
             optimizer.step()
             optimizer.zero_grad()
         if pipeline is not None:
-            assert pipeline.arrangement.on_device
+            assert pipeline.arrangement.parameters_on_device
             pipeline.detach()
         trained.append([parameter.clone() for parameter in model.parameters()])
     assert all(map(torch.equal, *trained))
@@ -325,5 +327,5 @@ def test_units_that_do_not_fit_after_all_go_back_to_the_host(monkeypatch: pytest
     assert tried
     assert pipeline.shrink() is not None
     take_steps(model, optimizer, 2)
-    assert not pipeline.arrangement.on_device
+    assert not pipeline.arrangement.parameters_on_device
     pipeline.detach()

@@ -127,10 +127,10 @@ class UnitCall:
         self._surroundings = Surroundings(device)
         with without_torch_function():
             self._weights = [(twin, twin.changes()) for twin in {entry.weight.twin for entry in member.entries}]
-        self._on_device = [(parameter, parameter._version) for parameter in member.on_device]
+        self._on_device = [(parameter, parameter._version) for parameter in member.parameters_on_device]
         # nobody else looks at their values, and to compare them the host waits for the device
         looks = not effects.trusts_versions
-        self._samples = [(parameter, _sample(parameter)) for parameter in member.on_device if looks]
+        self._samples = [(parameter, _sample(parameter)) for parameter in member.parameters_on_device if looks]
 
     # ------------------------------------------------------------------------------------------------ first forward
 

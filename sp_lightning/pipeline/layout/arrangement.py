@@ -52,7 +52,7 @@ class Arrangement:
         weights_by_master: All weights, by the identity of their masters.
         weights_by_memory: All weights, by the identity of their masters' memory.
         groups: All groups, resident ones included.
-        on_device: Parameters of units that live on the device.
+        parameters_on_device: Parameters of units that live on the device.
         twins: All twins, by the identity of their memory.
         host_share: Its share of the host's memory.
         budget: The user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size.
@@ -115,8 +115,10 @@ class Arrangement:
         self.plan = self._layout.plan
         self.k, self.k_prime = self._layout.k, self._layout.k_prime
         self.staging_buffers = self._layout.staging_buffers
-        division.leave_on_device(self._layout.on_device)
-        self.on_device = [weight.master for unit in self._layout.on_device for weight in unit.on_device]
+        division.leave_on_device(self._layout.units_on_device)
+        self.parameters_on_device = [
+            weight.master for unit in self._layout.units_on_device for weight in unit.weights_on_device
+        ]
         self.weights = [weight for unit in self.all_units for weight in unit.weights]
         self.weights_by_master = {id(weight.master): weight for weight in self.weights}
         processes = 1 if replicas is None else replicas.on_this_machine

@@ -34,7 +34,7 @@ class DeviceLayout:
         parts: Lists of units that travel together, or of one that has a place of its own.
         slots: How many parts are on the device at once.
         kept: Units that have a place of their own.
-        on_device: Kept units that live on the device, with their gradients and optimizer state.
+        units_on_device: Kept units that live on the device, with their gradients and optimizer state.
         staging_buffers: How many gradients, each as large as the largest, are on their way to the host at once.
     """
 
@@ -46,13 +46,13 @@ class DeviceLayout:
         self.plan = plan
         self.slots = max(1, k // k_prime)
         units = division.units
-        self.on_device = [] if plan is None else [unit for unit in units if unit.name in plan.on_device]
+        self.units_on_device = [] if plan is None else [unit for unit in units if unit.name in plan.on_device]
         kept = [] if plan is None else [unit for unit in units if unit.name in plan.kept]
-        self.kept = {*kept, *self.on_device}
+        self.kept = {*kept, *self.units_on_device}
         numbers = travel_together(len(units), k_prime, [units.index(unit) for unit in self.kept])
         self.parts = [[units[number] for number in part] for part in numbers]
         self._resident = division.resident
-        self._streamed = [unit for unit in division.all_units() if unit not in self.on_device]
+        self._streamed = [unit for unit in division.all_units() if unit not in self.units_on_device]
         # with averaging one more, for sums of micro-batches, which are averaged with the last one
         self.staging_buffers = STAGING_BUFFERS + averaged
 
@@ -64,7 +64,7 @@ class DeviceLayout:
     def weight_bytes(self) -> int:
         """Return the device memory for the weights of units, and for all that belongs to units which live there."""
         sizes = [sent_bytes(part) for part in self.parts if part[0] not in self.kept]
-        kept = sum(sent_bytes([unit]) for unit in self.kept if unit not in self.on_device)
+        kept = sum(sent_bytes([unit]) for unit in self.kept if unit not in self.units_on_device)
         return place_in_arena(sizes, self.slots)[1] + kept + self.on_device_bytes
 
     def bytes_of_gradients_on_their_way(self) -> int:

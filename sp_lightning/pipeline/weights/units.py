@@ -58,7 +58,7 @@ class Member:
             (True).
         compiled: The compiled function that runs its forward; None if `compile=True` does not apply to it.
         looks_into: A member whose weights its forward inspects to choose a fast path (`nn.TransformerEncoder`).
-        on_device: Parameters that its call may use and that live on the device.
+        parameters_on_device: Parameters that its call may use and that live on the device.
     """
 
     def __init__(self, name: str, module: nn.Module, unit: Unit | None) -> None:
@@ -76,7 +76,7 @@ class Member:
         self.observed: set[bool] = set()
         self.compiled: Callable[..., Any] | None = None
         self.looks_into: Member | None = None
-        self.on_device: list[nn.Parameter] = []
+        self.parameters_on_device: list[nn.Parameter] = []
 
     @property
     def is_streamed(self) -> bool:
@@ -99,20 +99,20 @@ class Unit:
 
     Attributes:
         weights: The weights that the engine manages.
-        on_device: All weights of a unit that lives on the device (see on_device.py), whose `weights` is empty.
+        weights_on_device: All weights of a unit that lives on the device (see on_device.py), whose `weights` is empty.
     """
 
     name: str
     resident: bool = False
     weights: list[Weight] = field(default_factory=list, repr=False)
-    on_device: list[Weight] = field(default_factory=list, repr=False)
+    weights_on_device: list[Weight] = field(default_factory=list, repr=False)
     members: list[Member] = field(default_factory=list, repr=False)
     group: Group = field(init=False, repr=False)
 
     @property
     def every_weight(self) -> list[Weight]:
         """All of its weights, wherever they live."""
-        return [*self.weights, *self.on_device]
+        return [*self.weights, *self.weights_on_device]
 
 
 @dataclass
@@ -143,9 +143,9 @@ class Division:
         """Stop managing the weights of these units, and manage only their calls."""
         left = {id(weight) for unit in units for weight in unit.weights}
         for unit in units:
-            unit.on_device, unit.weights = unit.weights, []
+            unit.weights_on_device, unit.weights = unit.weights, []
         for member in [*(member for unit in self.all_units() for member in unit.members), *self.callers]:
-            member.on_device = [entry.weight.master for entry in member.entries if id(entry.weight) in left]
+            member.parameters_on_device = [entry.weight.master for entry in member.entries if id(entry.weight) in left]
             member.entries = [entry for entry in member.entries if id(entry.weight) not in left]
             member.recurrent = [
                 (module, weights) for module, weights in member.recurrent if not any(id(w) in left for w in weights)
