@@ -106,9 +106,8 @@ def test_units_on_the_device_do_not_travel() -> None:
     optimizer = AdamW(model.parameters())
     take_steps(model, optimizer, 2)
     living = [model.blocks[1], model.blocks[4]]
-    assert {id(p) for block in living for p in block.parameters()} == set(
-        map(id, pipeline.arrangement.parameters_on_device)
-    )
+    on_device = pipeline.arrangement.parameters_on_device
+    assert {id(p) for block in living for p in block.parameters()} == set(map(id, on_device))
     before = pipeline.stats.bytes_to_device, pipeline.stats.bytes_to_host
     take_steps(model, optimizer, 2)
     moved = pipeline.stats.bytes_to_device - before[0], pipeline.stats.bytes_to_host - before[1]
