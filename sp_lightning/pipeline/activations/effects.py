@@ -96,7 +96,7 @@ class SideEffects:
         self._changes_contents = False
         self._has_scripted_buffers = False
         self._holds_iterators = False
-        self._in_other_modules = 0
+        self._elsewhere = 0  # how many hooks and other modules have led to what is looked at
         self._looked_at = 0
         self._modes: list[tuple[nn.Module, bool]] = []
         own = list(module.modules())
@@ -104,6 +104,7 @@ class SideEffects:
         for inner in own:
             self._look_at_module(inner)
         self._look_into(attributes_of_weights(own), own=True)
+        self._elsewhere += 1
         for inner, _ in self._modes:  # which grows by the modules that hooks lead to
             for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # a forward may register more, once
                 self._look_into_dict(hooks, own=False)
@@ -114,6 +115,7 @@ class SideEffects:
             ):
                 if marks:  # a hook that is gone in backward takes its mark along
                     self._look_into_dict(marks, own=False)
+        self._elsewhere -= 1
         self._watched: list[_Held] = []
         self.include(inputs)
 
@@ -254,13 +256,13 @@ class SideEffects:
         if isinstance(value, Tensor):
             self._hold(value, own)
         elif isinstance(value, nn.Module):  # which is not below this one: a hook's, or the model
-            self._in_other_modules += 1
+            self._elsewhere += 1
             self._look_at_module(value)
             self._look_into(attributes_of_weights([value]), own=True)
             for child in value._modules.values():
                 if id(child) not in self._units:
                     self._look_at(child, own)
-            self._in_other_modules -= 1
+            self._elsewhere -= 1
         elif isinstance(value, (tuple, frozenset)):
             for item in value:
                 self._look_at(item, own and not isinstance(item, Tensor))  # a copy could not take its place
@@ -280,8 +282,8 @@ class SideEffects:
             for place in places:
                 self._look_into(place, own)
         elif isinstance(value, Iterator) and not isinstance(value, IOBase):
-            # the model, to which a hook leads, leads to the Trainer, which has iterators of its own
-            self._holds_iterators |= not self._in_other_modules
+            # a hook may lead to the model or a callback, and these to the Trainer, which has iterators of its own
+            self._holds_iterators |= not self._elsewhere
 
     def _look_into_dict(self, content: dict[Any, Any], own: bool) -> None:
         for place in places_of(content):

@@ -213,8 +213,8 @@ class Averaging:
             for weight in turn
         ]
         layout = GradientLayout.in_master_dtypes(turn)
-        has_own_unit = unit_of(turn) is not None
-        staging = (self._staging_buffers.take if has_own_unit else self._staging_buffers.make)(layout.nbytes)
+        buffers = self._staging_buffers
+        staging = buffers.take(layout.nbytes) if unit_of(turn) is not None else buffers.make(layout.nbytes)
         _write_sums(staging.tensors(layout), parts)
         works = []
         for flat in layout.flat_in(staging.memory):

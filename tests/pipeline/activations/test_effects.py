@@ -584,12 +584,13 @@ def test_scripted_buffers_are_out_of_reach() -> None:
 
 @pytest.mark.parametrize("hold", [itertools.cycle, lambda rows: (row for row in rows), lambda rows: [iter(rows)]])
 def test_an_iterator_cannot_be_put_back(hold: Callable[[list[int]], Any], tmp_path: Path) -> None:
-    """But one of another module, to which a hook leads, is nobody's concern: that would be the Trainer's."""
+    """But one that a hook leads to, by a module or an object, is nobody's concern: that would be the Trainer's."""
     module, model = Holder(None), nn.Linear(2, 2)
     with (tmp_path / "log").open("w") as log:
         module.part.log = log
         model.rows = hold([1, 2])
         module.register_forward_hook(partial(print, model))
+        module.register_forward_hook(partial(print, Box(trainer=Box(batches=hold([3])))))
         assert SideEffects(module).conclude() is None
     module.part.thing = model.rows
     assert SideEffects(module).conclude() == "has an iterator, which cannot be put back"
