@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from itertools import count
 
 _RECORDED_PER_MEMBER = 16  # uses of a step, so that generating a long text does not fill memory with its record
+_NOTHING_USED = (-1, -1)
 
 
 class Pass(enum.IntEnum):
@@ -46,39 +47,38 @@ class Schedule:
         self.now = 0
         self.horizon = 2 * members
         self._members = members
-        self._recorded_at_most = _RECORDED_PER_MEMBER * members
-        self._previous = self._current = -1
-        self._pairs = _Pairs()
-        self._records: dict[int, list[int]] = {}  # by the kind of pass that a step begins with
-        self._record: list[int] = []  # this step's uses up to `_position`, the recorded step's beyond it
-        self._position = -1
-        self._repeats = False  # whether this step has equalled the recorded one so far
-        self._predicted: deque[int] = deque()
-        self._last_two = -1, -1  # uses, predicted ones included
-        self._followed: list[int] = []  # the record that predictions are taken from
-        self._last_position: int | None = None  # of the last prediction in that record; None if pairs predict
+        self._last_two = _NOTHING_USED
+        self._pairs = _Pairs(members)
+        self._records: dict[Pass, _Record] = {}  # by the kind of pass that a step begins with
+        self._record: _Record | None = None  # of the step under way, once it has used something
+        self._forecast = _Forecast(self._last_two, self._pairs, None)
 
     def begin_step(self) -> None:
         """Note that the next use is the first one of a step."""
-        del self._record[self._position + 1 :]
-        self.horizon = max(self.horizon, len(self._record))
-        self._record, self._position = [], -1
+        if self._record is not None:
+            self._record.end_step()
+            self.horizon = max(self.horizon, len(self._record.uses))
+            self._record = None
 
     def visit(self, member: int, direction: Pass) -> None:
         """Note that `member` is used now."""
         use = direction * self._members + member
-        if use == self._current and direction is Pass.BACKWARD:
+        if use == self._last_two[1] and direction is Pass.BACKWARD:
             return  # backward announces itself more than once for one call
-        if self._current >= 0:
-            self._pairs.learn((self._previous, self._current), use)
-        self._compare_with_record(use, direction)
-        knows_better = self._position == 0 and self._repeats and self._last_position is None
-        if self._predicted and self._predicted[0] == use and not knows_better:
-            self._predicted.popleft()
+        if self._last_two != _NOTHING_USED:
+            self._pairs.learn(self._last_two, use)
+        self._last_two = self._last_two[1], use
+        begins = self._record is None
+        if self._record is None:
+            self._record = self._records.setdefault(direction, _Record(_RECORDED_PER_MEMBER * self._members))
+            self._record.begin_step()
+        self._record.add(use)
+        knows_better = begins and self._record.is_repeated and not self._forecast.follows_a_record
+        if self._forecast.begins_with(use) and not knows_better:
+            self._forecast.came_true()
             self.now += 1
-            self._previous, self._current = self._current, use
         else:
-            self._turn_to(self._current, use)
+            self._forecast_anew()
 
     def expected(self, number: int) -> int:
         """Return the member that is expected to be used then.
@@ -86,61 +86,149 @@ class Schedule:
         Args:
             number: The number of a use that is still to come.
         """
-        while len(self._predicted) < number - self.now:
-            self._predict_another()
-        return self._predicted[number - self.now - 1] % self._members
+        return self._forecast.use(number - self.now - 1) % self._members
 
     def upcoming_before_the_turn(self) -> Iterator[int]:
         """Yield members in expected order until another kind of pass begins; without an end in a loop."""
         for ahead in count() if self._members else ():
-            if ahead == len(self._predicted):
-                self._predict_another()
-            direction, member = divmod(self._predicted[ahead], self._members)
-            if direction != self._current // self._members:
+            direction, member = divmod(self._forecast.use(ahead), self._members)
+            if direction != self._last_two[1] // self._members:
                 return
             yield member
 
     def abandon(self) -> None:
         """After an exception: what comes next does not follow from what came last."""
-        self._record, self._position, self._repeats = [], -1, False
-        self._turn_to(-1, -1)
+        self._record = None
+        self._last_two = _NOTHING_USED
+        self._forecast_anew()
 
-    def _compare_with_record(self, use: int, direction: Pass) -> None:
-        if self._position < 0:
-            self._record, self._repeats = self._records.setdefault(direction, []), True
-        self._position += 1
-        recorded = self._position < len(self._record)
-        self._repeats = self._repeats and recorded and self._record[self._position] == use
-        if recorded:
-            self._record[self._position] = use
-        elif self._position < self._recorded_at_most:
-            self._record.append(use)
+    def _forecast_anew(self) -> None:
+        self.now += len(self._forecast) + 1
+        self._forecast = _Forecast(self._last_two, self._pairs, self._record)
 
-    def _turn_to(self, previous: int, current: int) -> None:
-        self.now += len(self._predicted) + 1
-        self._predicted.clear()
-        self._last_two = self._previous, self._current = previous, current
-        self._followed = self._record
-        self._last_position = self._position if self._repeats else None
+
+class _Record:
+    """The uses of a step in their order, written over those of the last step that began with the same kind of pass.
+
+    Args:
+        longest: How many uses are recorded at most.
+
+    Attributes:
+        uses: Those of this step up to `position`, and of that other step beyond it.
+        position: Where the latest use of this step is.
+        is_repeated: Whether this step has equalled the other one so far.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.uses: list[int] = []
+        self.position = -1
+        self.is_repeated = True
+        self._longest = longest
+
+    def begin_step(self) -> None:
+        """Note that another step begins, in the same way."""
+        self.position = -1
+        self.is_repeated = True
+
+    def add(self, use: int) -> None:
+        """Note what is used now."""
+        self.position += 1
+        is_recorded = self.position < len(self.uses)
+        self.is_repeated = self.is_repeated and is_recorded and self.uses[self.position] == use
+        if is_recorded:
+            self.uses[self.position] = use
+        elif self.position < self._longest:
+            self.uses.append(use)
+
+    def end_step(self) -> None:
+        """Forget what the other step used beyond the end of this one."""
+        del self.uses[self.position + 1 :]
+
+    def after(self, position: int) -> int | None:
+        """Return the position that follows in a step like this, or in the next one; None if no more is recorded."""
+        if position + 1 < len(self.uses):
+            return position + 1
+        return 0 if position + 1 == len(self.uses) < self._longest else None
+
+
+class _Forecast:
+    """What is expected to be used after the latest use, as far ahead as somebody has asked.
+
+    Args:
+        last_two: The two latest uses.
+        pairs: Predicts as long as no record does.
+        record: Predicts as long as the step that is under way repeats it.
+    """
+
+    def __init__(self, last_two: tuple[int, int], pairs: _Pairs, record: _Record | None) -> None:
+        self._last_two = last_two  # predicted uses included
+        self._pairs = pairs
+        self._record = record if record is not None and record.is_repeated else None
+        self._position = self._record.position if self._record is not None else 0  # of what was last taken from it
+        self._uses: deque[int] = deque()
+
+    def __len__(self) -> int:
+        """Return how many uses have been predicted, and are still to come."""
+        return len(self._uses)
+
+    @property
+    def follows_a_record(self) -> bool:
+        """Whether the next prediction may come from a record."""
+        return self._record is not None
+
+    def begins_with(self, use: int) -> bool:
+        """Return whether this use has been predicted to be the next."""
+        return bool(self._uses) and self._uses[0] == use
+
+    def came_true(self) -> None:
+        """Note that the first predicted use has come."""
+        self._uses.popleft()
+
+    def use(self, index: int) -> int:
+        """Return the predicted use that has `index` others before it."""
+        while index >= len(self._uses):
+            self._predict_another()
+        return self._uses[index]
 
     def _predict_another(self) -> None:
-        record, position = self._followed, self._last_position
-        if position is not None and position + 1 == len(record) < self._recorded_at_most:
-            position = -1  # the step ends here, and another one like it begins
-        if position is not None and position + 1 < len(record):
-            self._last_position = position + 1
-            use = record[position + 1]
+        position = None if self._record is None else self._record.after(self._position)
+        if self._record is None or position is None:
+            self._record = None
+            use = self._pairs.expected_after(self._last_two)
         else:
-            self._last_position = None
-            use = self._expected_after_two()
+            self._position = position
+            use = self._record.uses[position]
         self._last_two = self._last_two[1], use
-        self._predicted.append(use)
+        self._uses.append(use)
 
-    def _expected_after_two(self) -> int:
-        use = self._pairs.after.get(self._last_two)
-        return self._expected_after(self._last_two[1]) if use is None else use
 
-    def _expected_after(self, use: int) -> int:
+class _Pairs:
+    """The use that comes after each pair of uses. One exception does not change it, two in a row do.
+
+    Args:
+        members: The number of members.
+    """
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+        self._after: dict[tuple[int, int], int] = {}
+        self._doubted: set[tuple[int, int]] = set()
+
+    def learn(self, pair: tuple[int, int], use: int) -> None:
+        """Note that a use came after a pair."""
+        if self._after.setdefault(pair, use) == use:
+            self._doubted.discard(pair)
+        elif pair in self._doubted:
+            self._after[pair] = use
+        else:
+            self._doubted.add(pair)
+
+    def expected_after(self, pair: tuple[int, int]) -> int:
+        """Return what came after this pair, or what comes in the order of members if it has not been seen."""
+        use = self._after.get(pair)
+        return self._next_in_order(pair[1]) if use is None else use
+
+    def _next_in_order(self, use: int) -> int:
         if use < 0:
             return 0
         direction, member = divmod(use, self._members)
@@ -150,24 +238,3 @@ class Schedule:
         if direction == Pass.BACKWARD:
             return use - 1 if member > 0 else 0
         return use + 1 if member < last else Pass.INFERENCE * self._members
-
-
-class _Pairs:
-    """The use that comes after each pair of uses. One exception does not change it, two in a row do.
-
-    Attributes:
-        after: That use, by the pair.
-    """
-
-    def __init__(self) -> None:
-        self.after: dict[tuple[int, int], int] = {}
-        self._doubted: set[tuple[int, int]] = set()
-
-    def learn(self, pair: tuple[int, int], use: int) -> None:
-        """Note that a use came after a pair."""
-        if self.after.setdefault(pair, use) == use:
-            self._doubted.discard(pair)
-        elif pair in self._doubted:
-            self.after[pair] = use
-        else:
-            self._doubted.add(pair)
