@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, choose_ways, peak
+from sp_lightning.pipeline.activations.ways import OFFLOADING, RECOMPUTING, Policy, Way, choose_ways, peak
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.planning.cost import (
     Choice,
@@ -32,7 +32,7 @@ _SPLITS = 6  # splits of the budget between activations and weights to try
 _TIE = 1.02  # times within this factor of each other count as the same
 _NO_PREFETCH_PENALTY = 1.04  # for windows that fetch nothing ahead: they hide no deviation from the plan
 _K_PRIMES = (1, 2, 4)
-_LEFT_OUT: tuple[tuple[Policy, ...], ...] = ((), ("offload", "recompute_offload"), RECOMPUTING)
+_LEFT_OUT: tuple[tuple[Policy, ...], ...] = ((), OFFLOADING, RECOMPUTING)
 _EVERY_K = 12  # up to here every k is tried, above it only steps of a sixth
 
 

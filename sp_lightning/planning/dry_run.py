@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from sp_lightning.pipeline._private import storage_key, without_values
+from sp_lightning.pipeline.activations.footprint import Footprint
 from sp_lightning.pipeline.activations.offload import MIN_OFFLOAD_BYTES
 from sp_lightning.pipeline.weights.units import Division
 
@@ -40,6 +41,12 @@ class Seen:
     saved: int = 0
     large: int = 0
     large_inputs: int = 0
+
+    @property
+    def footprint(self) -> Footprint:
+        """What the calls take on the device for backward."""
+        everything = self.inputs + self.saved
+        return Footprint(self.inputs, self.saved, self.large, everything, True, self.large_inputs)
 
 
 @dataclass

@@ -236,17 +236,8 @@ def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
 
 def _ways(seen: Seen, weights: int, forward: float, backward: float, given: Assumptions) -> tuple[Way, ...]:
     """Return what may become of a unit's activations, as far as the user leaves the choice."""
-    everything = seen.inputs + seen.saved
     link = Link(up=given.to_device * GIGA, down=given.to_host * GIGA)
-    offloading = link.offload_seconds(seen.large, weights, forward, backward)
-    both = forward + link.offload_seconds(seen.large_inputs, weights, forward, forward + backward)
-    held = seen.inputs - seen.large_inputs
-    ways = (
-        Way("keep", everything, everything, 0.0),
-        Way("recompute", seen.inputs, everything, forward, repeating=forward),
-        Way("offload", everything - seen.large, everything, offloading, leaving=seen.large, under_way=seen.large),
-        Way("recompute_offload", held, everything, both, seen.large_inputs, seen.large_inputs, repeating=forward),
-    )
+    ways = seen.footprint.ways(link, weights, forward, backward)
     return tuple(way for way in ways if given.activations in ("auto", way.policy))
 
 

@@ -1,4 +1,7 @@
-"""The device memory that calls of a unit take for backward, as `auto` compares it with the room that there is."""
+"""The device memory that calls of a unit take for backward, and the ways to have their activations there.
+
+`auto` compares it with the room that there is.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.offload import MIN_OFFLOAD_BYTES, negligible
+from sp_lightning.pipeline.activations.ways import Way
 
 
 class Footprint(NamedTuple):
@@ -40,6 +45,30 @@ class Footprint(NamedTuple):
             self.repeatable and other.repeatable,
             self.large_inputs + other.large_inputs,
         )
+
+    def ways(self, link: Link | None, weights: int, forward: float, backward: float) -> list[Way]:
+        """Return the ways that are open to the unit: what they take, and what they cost.
+
+        Args:
+            link: The speed of copies; None if nothing can be offloaded.
+            weights: Bytes of weights that travel for the unit.
+            forward: Seconds of its forwards.
+            backward: Seconds of its backwards.
+        """
+        everything, working = self.held + self.saved, self.working
+        ways = [Way("keep", everything, working, 0.0)]
+        if self.repeatable:
+            ways.append(Way("recompute", self.held, working, forward, repeating=forward))
+        if link is not None:
+            size = self.large
+            seconds = link.offload_seconds(size, weights, forward, backward)
+            ways.append(Way("offload", everything - size, working, seconds, leaving=size, under_way=size))
+        if link is not None and self.repeatable:
+            size = self.large_inputs
+            seconds = forward + link.offload_seconds(size, weights, forward, forward + backward)
+            held = self.held - size
+            ways.append(Way("recompute_offload", held, working, seconds, size, under_way=size, repeating=forward))
+        return ways
 
 
 def bytes_worth_a_copy(tensors: Iterable[Tensor]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sp_lightning.pipeline.activations.footprint import Footprint
 from sp_lightning.pipeline.activations.link import Link
-from sp_lightning.pipeline.activations.ways import Way
+from sp_lightning.pipeline.activations.ways import OFFLOADING, Way
 
 _STEPS_TO_MEASURE = 2  # the first one also warms things up
 _BACKWARD_PER_FORWARD = 2.0  # how many times as long as its forward a unit's backward takes
@@ -54,23 +54,12 @@ class Measured:
             inputs_stay: Whether its inputs stay on the device whatever is done, because others hold them.
         """
         took = self.footprint
+        took = took._replace(working=took.working + self.workspace, repeatable=may_recompute and took.repeatable)
         if inputs_stay:
             took = took._replace(large=max(0, took.large - took.large_inputs), large_inputs=0)
-        everything, working = took.held + took.saved, took.working + self.workspace
         forward = min(self.seconds.values(), default=0.0)
-        ways = [Way("keep", everything, working, 0.0)]
-        may_recompute = may_recompute and took.repeatable
-        backward = _BACKWARD_PER_FORWARD * forward
-        if may_recompute:
-            ways.append(Way("recompute", took.held, working, forward, repeating=forward))
-        if link is not None and (size := took.large):
-            seconds = link.offload_seconds(size, self.weights, forward, backward)
-            ways.append(Way("offload", everything - size, working, seconds, leaving=size, under_way=size))
-        if link is not None and may_recompute and (size := took.large_inputs):
-            seconds = forward + link.offload_seconds(size, self.weights, forward, forward + backward)
-            held = took.held - size
-            ways.append(Way("recompute_offload", held, working, seconds, size, under_way=size, repeating=forward))
-        return ways
+        ways = took.ways(link, self.weights, forward, _BACKWARD_PER_FORWARD * forward)
+        return [way for way in ways if way.leaving or way.policy not in OFFLOADING]  # else it is equal to another
 
     @property
     def footprint(self) -> Footprint:

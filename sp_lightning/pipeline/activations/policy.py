@@ -25,7 +25,7 @@ from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy
+from sp_lightning.pipeline.activations.ways import OFFLOADING, RECOMPUTING, Policy
 from sp_lightning.pipeline.modules.tensors import tensor_bytes, tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.stats import Stats
@@ -118,7 +118,7 @@ class Activations:
     def offloads(self) -> bool:
         """Whether activations of the current call, all or its inputs, are offloaded."""
         policy = self._policy if self._call is None else self._call.policy
-        return policy in ("offload", "recompute_offload")
+        return policy in OFFLOADING
 
     def pack_inputs(self) -> None:
         """Pack the inputs of the current call, which has been entered, if they are offloaded and it recomputes."""

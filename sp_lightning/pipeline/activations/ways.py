@@ -19,6 +19,7 @@ Policy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload"]
 """What becomes of a unit's activations; the last one recomputes them from inputs that wait on the host."""
 
 RECOMPUTING: tuple[Policy, ...] = ("recompute", "recompute_offload")
+OFFLOADING: tuple[Policy, ...] = ("offload", "recompute_offload")
 
 _MOST_STATES = 256  # far more than a model of equal blocks has; beyond it the choice is very nearly the cheapest
 
