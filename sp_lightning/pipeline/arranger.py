@@ -241,7 +241,7 @@ class Arranger:
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
         self.assembly.uninstall()
-        for weight in self.arrangement.weights:
+        for weight in () if self.arrangement.is_given_up else self.arrangement.weights:
             if weight.is_replaced:  # whoever still holds our memory keeps the values in it
                 self._lasting.memory.leave(weight)
             else:  # otherwise memory from `p.data = ...` would stay outside of the memory that is sent
@@ -267,7 +267,7 @@ class Arranger:
         try:
             assembly.install(self._keeper)
         except BaseException:
-            arrangement.release_copies()
+            arrangement.release_host_memory()
             raise
         self.assembly = assembly
         self._shape = Shape(lasting.module)

@@ -219,7 +219,7 @@ class Assembly:
         self.guard.disarm()
         lasting.backend.drain()
         self.gradient_return.give_up_memory()
-        arrangement.release_copies()
+        arrangement.release_host_memory()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(lasting.module)])
         on_device.move(moving, _HOST, lasting.optimizers.seen)

@@ -148,6 +148,10 @@ class FakeSource:
 
     bytes: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        return self.bytes.nbytes
+
 
 @dataclass
 class FakeHost:

@@ -129,7 +129,7 @@ class _Slab:
 
     def __init__(self, buffer: HostBuffer) -> None:
         self.buffer = buffer
-        self.size = buffer.bytes.nbytes
+        self.size = buffer.nbytes
         self._gaps = [(0, self.size)]
 
     @property

@@ -113,7 +113,6 @@ class StagingBuffers:
         self._backend = backend
         self._buffers: list[StagingBuffer] = []
         self._turn = 0
-        self._bytes_given_up = 0
 
     def reserve(self) -> None:
         """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
@@ -149,12 +148,11 @@ class StagingBuffers:
             buffer.ticket = None
 
     def nbytes(self) -> int:
-        """Return the bytes of device memory, those that were given up included."""
-        return self._bytes_given_up + sum(buffer.memory.nbytes for buffer in self._buffers)
+        """Return the bytes of device memory."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def give_up_memory(self) -> None:
+    def release(self) -> None:
         """Free the memory, when no copy is under way."""
-        self._bytes_given_up = self.nbytes()
         self._buffers.clear()
 
 
@@ -259,10 +257,10 @@ class LandingBuffers:
         """Return the bytes of host memory."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def close(self) -> None:
-        """Unpin the memory."""
-        for buffer in self._buffers:
-            buffer.host.release()
+    def release(self) -> None:
+        """Release the memory, when no copy is under way."""
+        while self._buffers:
+            self._buffers.pop().host.release()
 
 
 def _is_left_over(nbytes: int) -> bool:

@@ -86,6 +86,7 @@ class GradientReturn:
         self._homes = Homes(backend, pin)
         together = max((unit.group.unit_count for unit in units), default=1)
         self._landing_buffers = LandingBuffers(backend, pin, few_landing_buffers(len(units), together))
+        self._bytes_given_up = 0, 0  # on the device, and on the host
         self.gradients = HostGradients(self._homes, backend, stats)
         replicas = None if replicated is None else replicated.replicas
         self._sums = Sums(self.gradients, self._homes, backend, stats, replicas)
@@ -316,12 +317,10 @@ class GradientReturn:
         self._let_go()
 
     def close(self) -> None:
-        """Show all gradients, and unpin their memory; they stay where they are."""
+        """Show all gradients; they stay where they are."""
         self._let_go()
         self._direct.close()
         self.gradients.show_all()
-        self._homes.release()
-        self._landing_buffers.close()
 
     def _let_go(self) -> None:
         self.gradients.abandon()
@@ -349,12 +348,15 @@ class GradientReturn:
 
     def device_bytes(self) -> int:
         """Return the bytes of device memory held for gradients that leave."""
-        return self._staging_buffers.nbytes()
+        return self._bytes_given_up[0] + self._staging_buffers.nbytes()
 
     def give_up_memory(self) -> None:
-        """Free the device memory, when no copy is under way; `device_bytes` still returns how much it was."""
-        self._staging_buffers.give_up_memory()
+        """Release all memory, when no copy is under way; `device_bytes` and `host_bytes` still count it."""
+        self._bytes_given_up = self.device_bytes(), self.host_bytes()
+        self._staging_buffers.release()
+        self._homes.release()
+        self._landing_buffers.release()
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""
-        return self._homes.nbytes() + self._landing_buffers.nbytes()
+        return self._bytes_given_up[1] + self._homes.nbytes() + self._landing_buffers.nbytes()

@@ -97,9 +97,10 @@ class Homes:
             self._outgrown.pop().buffer.release()
 
     def release(self) -> None:
-        """Unpin the memory; gradients stay where they are."""
-        for home in [*self._homes.values(), *self._lower.values()]:
-            home.buffer.release()
+        """Release the memory; gradients stay where they are."""
+        for homes in (self._homes, self._lower):
+            while homes:
+                homes.popitem()[1].buffer.release()
 
     def nbytes(self) -> int:
         """Return the bytes of host memory."""

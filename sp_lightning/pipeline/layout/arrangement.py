@@ -62,6 +62,7 @@ class Arrangement:
         k_prime: Units that travel together.
         staging_buffers: How many gradients of a unit are on their way to the host at once.
         unused_in_step: Whether nothing of it has been used yet in this step.
+        is_given_up: Whether it has made way.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
@@ -83,6 +84,7 @@ class Arrangement:
         self.unused_in_step = True
         self._memory = memory
         self._backend = backend
+        self.is_given_up = False
         device_bytes = backend.total_memory()
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
         largest = largest_unit_bytes(self.budget or device_bytes)
@@ -162,15 +164,20 @@ class Arrangement:
 
     def give_up(self) -> None:
         """Make way for another arrangement, or for none: whoever has kept a leaf uses its master from now on."""
+        if self.is_given_up:
+            return
+        self.is_given_up = True
         for twin in self.twins.values():
             put_to_rest(twin)
         for unit in self.all_units:
             unit.members.clear()  # saved weights lead to units, and must not lead to the module (see Announcement)
+        for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
+            del weight.host
         if not any(group.handles for group in self.groups):  # else a graph holds weights
-            self._give_up_memory()
+            self._give_up_device_memory()
 
-    def _give_up_memory(self) -> None:
-        """Release the device memory, which the garbage collector would only free with this object, a part of cycles."""
+    def _give_up_device_memory(self) -> None:
+        """Release the device memory."""
         self.arena = self._backend.allocate(0)
         for group in self.groups:
             group.place = self.arena
@@ -182,10 +189,10 @@ class Arrangement:
                 put_to_rest(twin)
         self.twins.clear()  # twins are known by their memory, which others may get now
 
-    def release_copies(self) -> None:
-        """Unpin all lowered copies."""
+    def release_host_memory(self) -> None:
+        """Let go of host memory, too, but for that in which masters lie."""
         for group in self.groups:
-            group.host.release_copies()
+            group.host.release()
 
     @property
     def is_pinned(self) -> bool:
@@ -208,7 +215,7 @@ class Arrangement:
             self._make_groups(progress)
             self._assign_places()
         except BaseException:
-            self.release_copies()
+            self.release_host_memory()
             raise
         self._memory.release_all_but(group.host.weights for group in self.groups)
         self._make_twins()

@@ -80,7 +80,8 @@ class HostBuffer:
     reading the old one. In plain training, workers cannot use weights either, as these lie on the device.
 
     Attributes:
-        bytes: The memory.
+        bytes: The memory; empty once it was released.
+        nbytes: Its size, also after that.
         pinned: Whether it is pinned.
         tensors: The tensors through which `Weight.host` holds the weights in it. They are the same in all arrangements,
             so that a count of a storage's users tells whether somebody else holds one, too.
@@ -96,6 +97,7 @@ class HostBuffer:
             with torch.inference_mode(False):
                 memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
         self.bytes = memory
+        self.nbytes = memory.nbytes
         self.tensors: list[Tensor] = []
         self._backend = backend
         self.pinned = False
@@ -104,7 +106,7 @@ class HostBuffer:
 
     def pin(self) -> None:
         """Pin the memory, if that is possible."""
-        if not self.pinned and self.bytes.nbytes:
+        if not self.pinned and self.nbytes:
             self.pinned = self._backend.pin(self.bytes)
 
     def unpin(self) -> None:
@@ -114,8 +116,14 @@ class HostBuffer:
             self.pinned = False
 
     def release(self) -> None:
-        """Unpin the memory, and share it with forked processes again. It lives as long as a tensor lies in it."""
+        """Unpin the memory, share it with forked processes again, and let go of it.
+
+        It lives as long as another tensor lies in it. Whoever still has this object, as parts of cycles do until the
+        garbage collector comes, does not keep the memory.
+        """
         self.unpin()
         if self._wiped is not None:
             _advise(self._wiped, _KEEP_ON_FORK)
             self._wiped = None
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.tensors = []

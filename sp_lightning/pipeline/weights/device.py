@@ -102,7 +102,7 @@ class Group:
     @property
     def nbytes(self) -> int:
         """Bytes it takes on the device."""
-        return self.host.source.bytes.nbytes
+        return self.host.source.nbytes
 
 
 def travel_together(units: int, k_prime: int, alone: Collection[int] = ()) -> list[list[int]]:

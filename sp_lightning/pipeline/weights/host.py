@@ -103,7 +103,7 @@ class GroupHost:
             self.source_offsets, self.source = self._offsets, masters
         dtypes = [weight.compute_dtype for weight in self.weights]
         self.sections = divide(
-            [weight.master for weight in self.weights], self.source_offsets, dtypes, self.source.bytes.nbytes
+            [weight.master for weight in self.weights], self.source_offsets, dtypes, self.source.nbytes
         )
         self._copied_state: MasterState | None = None  # of the masters when copies were made of them
 
@@ -195,12 +195,14 @@ class GroupHost:
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for these weights, without gradients."""
-        return self.master_bytes + (self.source.bytes.nbytes if self.source is not self.masters else 0)
+        return self.master_bytes + (self.source.nbytes if self.source is not self.masters else 0)
 
-    def release_copies(self) -> None:
-        """Unpin the copies; the masters' memory serves the next arrangement, too."""
+    def release(self) -> None:
+        """Let go of the memory; that of masters serves the next arrangement, too, for which `MasterMemory` has it."""
         if self.source is not self.masters:
             self.source.release()
+        for tensors in (self._copies, self._words, self._pieces):
+            tensors.clear()
 
     def _new_masters(self, weights: Sequence[Weight], offsets: Sequence[int], nbytes: int, pin: bool) -> HostBuffer:
         """Make a buffer, and move these masters into it."""

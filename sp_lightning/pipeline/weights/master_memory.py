@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import TypeAlias
 
 from sp_lightning.pipeline._private import users_of_storage
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.host import GroupHost
 from sp_lightning.pipeline.weights.weight import Weight
 
-_OWN_USERS = 3  # of a master's memory while units are arranged anew: the master, the former and the new `Weight.host`
+_Masters: TypeAlias = "tuple[int, ...]"  # their identities, in the order in which they lie in memory
+_OWN_USERS = 3  # of a master's memory while units are arranged anew: the master, its piece, and the new `Weight.host`
 
 
 class MasterMemory:
     """The host memory that masters lie in. It outlives an arrangement: masters that stay together do not move."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[int, ...], HostBuffer] = {}  # by the identities of the masters in them
+        self._buffers: dict[_Masters, HostBuffer] = {}
         self._pieces: dict[int, HostBuffer] = {}  # what each master lies in, by its identity
+        self._neighbors: dict[int, _Masters] = {}  # the masters that it lies with, itself included
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
@@ -50,10 +53,16 @@ class MasterMemory:
         return users_of_storage(piece.tensors[0]) > _OWN_USERS
 
     def keep(self, host: GroupHost) -> None:
-        """Keep the memory that the masters of a group lie in now."""
+        """Keep the memory that the masters of a group lie in now, and release that which the last master has left."""
+        together = _key(host.weights)
         if host.masters is not None:
-            self._buffers[_key(host.weights)] = host.masters
+            self._buffers[together] = host.masters
         self._pieces.update((id(weight.master), host.piece_of(weight)) for weight in host.weights)
+        before = {self._neighbors[master] for master in together if master in self._neighbors}
+        self._neighbors.update(dict.fromkeys(together, together))
+        for left in before - {together}:
+            if all(self._neighbors.get(master) != left for master in left):
+                self._release(left)
 
     def release_all_but(self, groups: Iterable[Sequence[Weight]]) -> None:
         """Release the memory in which no masters lie any more.
@@ -63,16 +72,20 @@ class MasterMemory:
         """
         in_use = set(map(_key, groups))
         for key in self._buffers.keys() - in_use:
-            self._buffers.pop(key).release()
+            self._release(key)
         for master in self._pieces.keys() - set(chain.from_iterable(in_use)):
-            del self._pieces[master]
+            del self._pieces[master], self._neighbors[master]
 
     def leave(self, weight: Weight) -> None:
         """Forget the memory of a weight, and of the weights with it that nobody else holds: they get new memory."""
         self._pieces.pop(id(weight.master), None)
         for key in [key for key in self._buffers if id(weight.master) in key]:
-            self._buffers.pop(key).release()
+            self._release(key)
+
+    def _release(self, masters: _Masters) -> None:
+        if masters in self._buffers:
+            self._buffers.pop(masters).release()
 
 
-def _key(weights: Sequence[Weight]) -> tuple[int, ...]:
+def _key(weights: Sequence[Weight]) -> _Masters:
     return tuple(id(weight.master) for weight in weights)

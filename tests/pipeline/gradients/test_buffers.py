@@ -303,9 +303,9 @@ def test_memory_is_taken_over_only_if_a_buffer_is_missing(monkeypatch: pytest.Mo
     buffers.take_over(third)  # all are in use, but there is only memory for a few
     assert backend.pinned == {first.bytes.data_ptr()}
     monkeypatch.setattr(gradient_buffers, "_is_left_over", lambda nbytes: nbytes == 0)
-    third.pin()
-    buffers.take_over(third)
-    assert buffers.take(256).host is third
+    fourth = HostBuffer(256, backend, pin=True)
+    buffers.take_over(fourth)
+    assert buffers.take(256).host is fourth
     assert buffers.nbytes() == 512
 
 
@@ -323,5 +323,5 @@ def test_closing_landing_buffers_undoes_page_locks() -> None:
     for _ in range(2):
         buffers.take(256)
     assert len(backend.pinned) == 2
-    buffers.close()
+    buffers.release()
     assert not backend.pinned

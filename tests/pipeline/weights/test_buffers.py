@@ -78,28 +78,28 @@ def test_forked_processes_share_nothing_with_a_device() -> None:
         from sp_lightning.pipeline.weights.host import GroupHost
         from sp_lightning.pipeline.weights.weight import Weight
 
-        def seen_by_a_worker(buffer):
+        def seen_by_a_worker(memory):
             child = os.fork()
             if not child:
-                os._exit(int(buffer.bytes[0]))
+                os._exit(int(memory[0]))
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
         for kind in ("cpu", "cuda"):
             backend = SimpleNamespace(device=torch.device(kind))
             buffer = HostBuffer(8, backend, pin=False)
-            buffer.bytes.fill_(7)
-            attached = seen_by_a_worker(buffer)
+            memory = buffer.bytes.fill_(7)
+            attached = seen_by_a_worker(memory)
             buffer.release()
-            print(kind, attached, seen_by_a_worker(buffer))
+            print(kind, attached, seen_by_a_worker(memory))
 
             weight, masters, seen = Weight("w", torch.nn.Parameter(torch.ones(2))), None, []
             for dtype in (torch.float32, torch.bfloat16, torch.float32):
                 weight.compute_dtype = dtype
                 masters = GroupHost([weight], backend, False, masters).masters
-                masters.bytes.fill_(7)
-                seen.append(seen_by_a_worker(masters))
+                memory = masters.bytes.fill_(7)
+                seen.append(seen_by_a_worker(memory))
             masters.release()
-            print("as sent, lowered, as sent, released:", *seen, seen_by_a_worker(masters))
+            print("as sent, lowered, as sent, released:", *seen, seen_by_a_worker(memory))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
     masters = "as sent, lowered, as sent, released:"

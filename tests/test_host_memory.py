@@ -1,0 +1,145 @@
+"""Host memory is what the summary says, at any time: nothing waits for Python's garbage collector to be freed.
+
+Arrangements of units are parts of reference cycles. What a former one has held, several bytes per parameter, would stay
+in memory until the collector comes, which it may not do for many steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.weights import buffers
+
+from .planning.parts import Fixed
+
+WIDTH = 64
+
+
+class Mapped:
+    """Counts the host memory of buffers.
+
+    Attributes:
+        most: The most bytes so far.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._made: list[tuple[weakref.ref[mmap.mmap], int]] = []
+        self._map_pages = buffers._map_pages
+
+    def map_pages(self, nbytes: int) -> mmap.mmap:
+        pages = self._map_pages(nbytes)
+        self._made.append((weakref.ref(pages), nbytes))
+        self.most = max(self.most, self.nbytes())
+        return pages
+
+    def nbytes(self) -> int:
+        return sum(nbytes for pages, nbytes in self._made if pages() is not None)
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mapped]:
+    """Counts host memory while the garbage collector does not run."""
+    mapped = Mapped()
+    monkeypatch.setattr(buffers, "_map_pages", mapped.map_pages)
+    gc.disable()
+    try:
+        yield mapped
+    finally:
+        gc.enable()
+
+
+class Blocks(L.LightningModule):
+    """Blocks of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(8)]
+        self.blocks = nn.Sequential(*layers)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.blocks(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Compares(L.Callback):
+    """Compares what the summary says with what is in memory, when gradients of the last step are gone."""
+
+    def __init__(self, mapped: Mapped) -> None:
+        self.mapped = mapped
+        self.most = 0
+        self.arrangements = 0
+
+    def on_before_backward(self, trainer: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
+        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
+            return  # gradients of the last step are still there, perhaps where a former arrangement has put them
+        pipeline = trainer.strategy.pipeline
+        summary = pipeline.summary()
+        told = summary.host_bytes + summary.host_gradient_bytes + summary.host_activation_bytes
+        assert self.mapped.nbytes() == told
+        self.most = max(self.most, told)
+        self.arrangements = pipeline.stats.arrangements
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ({}, {}),
+        ({"precision": "bf16-mixed"}, {}),
+        ({"precision": "bf16-mixed", "accumulate_grad_batches": 2}, {}),
+        ({"precision": "bf16-mixed", "gradient_clip_val": 0.1}, {}),
+        ({"precision": "bf16-mixed"}, {"activations": "offload"}),
+        ({"precision": "bf16-true"}, {"overlap_optimizer": False}),
+    ],
+    ids=["fp32", "lowered", "accumulation", "clipping", "offloaded activations", "no overlap"],
+)
+def test_what_a_former_arrangement_has_held_is_free(
+    arguments: dict[str, Any], options: dict[str, Any], mapped: Mapped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units travel one by one, then in pairs, and one by one again."""
+    monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2, 1)], *3 * [(4, 2)], (3, 1)))
+    compares, module = Compares(mapped), Blocks()
+    trainer = L.Trainer(
+        strategy=SuperpipelineStrategy(**options),
+        accelerator="cpu",
+        max_steps=9,
+        barebones=True,
+        callbacks=[compares],
+        **arguments,
+    )
+    trainer.fit(module, DataLoader(torch.randn(40, WIDTH), batch_size=2))
+    assert compares.arrangements >= 3
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    assert compares.most > weights
+    module.zero_grad()
+    assert weights <= mapped.nbytes() < 1.05 * weights  # each of them begins at a multiple of 64 bytes
+
+
+def test_weights_move_group_by_group(mapped: Mapped) -> None:
+    """The memory that they leave is free before the next ones move."""
+    module = Blocks().blocks
+    pipeline = Pipeline(module, "cpu", options=PipelineOptions(), planner=Fixed((2, 1), (4, 2), (2, 1)))
+    weights = mapped.nbytes()
+    for pairs in (False, True, False):
+        mapped.most = 0
+        with pipeline.step(), torch.no_grad():
+            module(torch.randn(2, WIDTH))
+        assert mapped.nbytes() == weights
+        assert pipeline.arrangement.k_prime == 1 + pairs
+        assert mapped.most <= weights + 2 * max(pipeline.summary().unit_bytes)
+    pipeline.detach()
+    assert mapped.nbytes() == weights
