@@ -240,16 +240,21 @@ class Arranger:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
+        self.assembly.drop_used_gradients()
         self.assembly.uninstall()
-        for weight in () if self.arrangement.is_given_up else self.arrangement.weights:
+        for weight in self.arrangement.weights:
             if weight.is_replaced:  # whoever still holds our memory keeps the values in it
                 self._lasting.memory.leave(weight)
             else:  # otherwise memory from `p.data = ...` would stay outside of the memory that is sent
                 weight.readopt()
-        self.arrangement.give_up()
         module = self._lasting.module
         self._learned.forget_all_but({*map(id, module.modules()), *map(id, module.parameters())})
-        self._arrange(autocast)
+        try:
+            self.arrangement.give_up()
+            self._arrange(autocast)
+        except BaseException:
+            self.arrangement.find_masters()
+            raise
 
     def _arrange(self, autocast: torch.dtype | None = None) -> None:
         lasting = self._lasting

@@ -202,11 +202,28 @@ class Assembly:
             on_device.move(parameters, _HOST, lasting.optimizers.seen)
             raise
 
+    def drop_used_gradients(self) -> None:
+        """Under autocast, drop gradients that were used, and that nobody will look at.
+
+        The next arrangement needs memory for lowered weights. In plain training, gradients stay until `zero_grad`,
+        which Lightning calls after the next forward.
+        """
+        lasting, weights = self._lasting, self.arrangement.weights
+        if self.arrangement.autocast is None:
+            return
+        with lasting.at_work:
+            used = [weight for weight in weights if id(weight.master) in lasting.optimizers.expendable]
+            used = [weight for weight in used if self.gradients.get(weight) is not None]
+            if used:
+                self.settle()
+                self.gradients.drop_all(used)
+                lasting.spent.update(id(weight.master) for weight in used)
+
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement, lasting = self.arrangement, self._lasting
         self.backward.closed = True
-        self.overlap.restore_param_groups()
+        self.overlap.close()
         self.steps.settle()
         for member in arrangement.members:
             swap_out(member)  # the call of a module that looks into a unit may still be running
@@ -215,11 +232,10 @@ class Assembly:
             if twin.gradient_hook is not None:  # a reference cycle through C++ that Python's collector cannot see
                 twin.gradient_hook.remove()
             twin.refuse_gradients()
+        lasting.backend.drain()
+        arrangement.release_host_memory()  # first, as gradients in a lower dtype need more memory to be shown
         self.gradient_return.close()
         self.guard.disarm()
-        lasting.backend.drain()
-        self.gradient_return.give_up_memory()
-        arrangement.release_host_memory()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(lasting.module)])
         on_device.move(moving, _HOST, lasting.optimizers.seen)
@@ -267,6 +283,7 @@ class Assembly:
 
     def _begin_backward(self) -> None:
         self.arm_guard()
+        self._lasting.optimizers.expendable = frozenset()
         self._lasting.step_record.gradients.note_backward(self.gradients, self.arrangement.weights)
         self._lasting.activations.begin_backward()
 

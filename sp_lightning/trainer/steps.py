@@ -110,4 +110,6 @@ class Steps:
             yield plan
         finally:
             self._steps_next = None
+        if automatic and plan.why_not is None and not plan.keeps_gradients:
+            self._pipeline.optimizers.give_up_gradients(optimizer)
         self._pipeline.weights_changed()

@@ -72,6 +72,7 @@ class GradientReturn:
         finish_optimizer: Callable[[Group], None],
         replicated: ReplicatedWeights | None = None,
     ) -> None:
+        self._units = units
         self._on_arrival = on_arrival
         self._on_departure = on_departure
         self._finish_optimizer = finish_optimizer
@@ -317,10 +318,21 @@ class GradientReturn:
         self._let_go()
 
     def close(self) -> None:
-        """Show all gradients; they stay where they are."""
+        """Show all gradients, and release all other memory, on the device as well.
+
+        No copy may be under way. `device_bytes` and `host_bytes` still count the memory.
+        """
         self._let_go()
         self._direct.close()
-        self.gradients.show_all()
+        self._bytes_given_up = self.device_bytes(), self.host_bytes()
+        self._homes.pins = False  # no copies will come
+        for unit in self._units:
+            for weight in unit.weights:
+                self.gradients.show(weight)
+            self._homes.release_lower(unit)
+        self._staging_buffers.release()
+        self._homes.release()
+        self._landing_buffers.release()
 
     def _let_go(self) -> None:
         self.gradients.abandon()
@@ -349,13 +361,6 @@ class GradientReturn:
     def device_bytes(self) -> int:
         """Return the bytes of device memory held for gradients that leave."""
         return self._bytes_given_up[0] + self._staging_buffers.nbytes()
-
-    def give_up_memory(self) -> None:
-        """Release all memory, when no copy is under way; `device_bytes` and `host_bytes` still count it."""
-        self._bytes_given_up = self.device_bytes(), self.host_bytes()
-        self._staging_buffers.release()
-        self._homes.release()
-        self._landing_buffers.release()
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""

@@ -26,11 +26,14 @@ class Homes:
     Args:
         backend: Pins the memory.
         pin: Whether to pin it.
+
+    Attributes:
+        pins: Whether the memory of homes that are made from now on is pinned.
     """
 
     def __init__(self, backend: Backend, pin: bool) -> None:
         self._backend = backend
-        self._pin = pin
+        self.pins = pin
         self._homes: dict[Unit, Home] = {}
         self._lower: dict[Unit, Home] = {}
         self._outgrown: list[Home] = []
@@ -56,7 +59,7 @@ class Homes:
             return home
         if home is not None:
             self._outgrown.append(home)  # a copy into it may still be on its way
-        homes[unit] = Home(layout, self._backend, self._pin)
+        homes[unit] = Home(layout, self._backend, self.pins)
         return homes[unit]
 
     def room_for(self, weight: Weight) -> Tensor:
@@ -91,16 +94,20 @@ class Homes:
         home.buffer.release()
         return None
 
+    def release_lower(self, unit: Unit) -> None:
+        """Release the memory of gradients of a unit in a lower dtype, which are in their masters' dtypes by now."""
+        if self.has_lower(unit):
+            self._lower.pop(unit).buffer.release()
+
     def release_outgrown(self) -> None:
         """Unpin the memory of homes that were replaced, when no copy is on its way to them."""
         while self._outgrown:
             self._outgrown.pop().buffer.release()
 
     def release(self) -> None:
-        """Release the memory; gradients stay where they are."""
-        for homes in (self._homes, self._lower):
-            while homes:
-                homes.popitem()[1].buffer.release()
+        """Release the memory of gradients in their masters' dtypes, which stay where they are."""
+        while self._homes:
+            self._homes.popitem()[1].buffer.release()
 
     def nbytes(self) -> int:
         """Return the bytes of host memory."""

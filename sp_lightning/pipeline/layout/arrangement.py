@@ -62,7 +62,6 @@ class Arrangement:
         k_prime: Units that travel together.
         staging_buffers: How many gradients of a unit are on their way to the host at once.
         unused_in_step: Whether nothing of it has been used yet in this step.
-        is_given_up: Whether it has made way.
 
     Raises:
         ValueError: If an option does not fit the module or the memory.
@@ -84,7 +83,6 @@ class Arrangement:
         self.unused_in_step = True
         self._memory = memory
         self._backend = backend
-        self.is_given_up = False
         device_bytes = backend.total_memory()
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, device_bytes)
         largest = largest_unit_bytes(self.budget or device_bytes)
@@ -164,9 +162,6 @@ class Arrangement:
 
     def give_up(self) -> None:
         """Make way for another arrangement, or for none: whoever has kept a leaf uses its master from now on."""
-        if self.is_given_up:
-            return
-        self.is_given_up = True
         for twin in self.twins.values():
             put_to_rest(twin)
         for unit in self.all_units:
@@ -188,6 +183,11 @@ class Arrangement:
                 twin.lay_leaf()
                 put_to_rest(twin)
         self.twins.clear()  # twins are known by their memory, which others may get now
+
+    def find_masters(self) -> None:
+        """Find out where masters lie now: the next arrangement has failed, and may have moved some of them."""
+        for weight in self.weights:
+            weight.host = self._memory.tensor_of(weight)
 
     def release_host_memory(self) -> None:
         """Let go of host memory, too, but for that in which masters lie."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 from sp_lightning.pipeline.sizes import readable_bytes
@@ -35,6 +36,8 @@ class HostShare:
         self._copy_bytes = sum(weight.compute_bytes for weight in weights if weight.lowered)
         trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in units)
         self._gradient_bytes = sum(GradientLayout.in_master_dtypes(own).nbytes for own in trainable)
+        present = sum(weight.master.grad.nbytes for weight in weights if weight.master.grad is not None)
+        self._new_gradient_bytes = max(0, sum(map(gradient_bytes, units)) - present)
         self._total = total_host_memory()
         self._may_pin = backend.can_pin and pin_memory is not False
         has_limit = self._may_pin and pin_memory is not True and self._total is not None
@@ -53,12 +56,12 @@ class HostShare:
             ValueError: If host memory does not suffice.
         """
         free = available_host_memory()
-        needed = self._gradient_bytes + self._copy_bytes + moving
+        needed = self._new_gradient_bytes + self._copy_bytes + moving
         if free is not None and needed * at_once > free:
             each = f" in each of {at_once} processes" if at_once > 1 else ""
             raise ValueError(
                 f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model{each} "
-                f"({readable_bytes(self._gradient_bytes)} for gradients, the rest for copies of weights; optimizer "
+                f"({readable_bytes(self._new_gradient_bytes)} for gradients, the rest for copies of weights; optimizer "
                 f"state is not counted), and {readable_bytes(free)} are free. Use a machine with more memory, or "
                 f"freeze weights{', or train on fewer devices (`Trainer(devices=1)`)' if self._processes > 1 else ''}."
             )

@@ -75,6 +75,7 @@ class Optimizers:
     Attributes:
         seen: Optimizers that have stepped weights of the module.
         steps_taken: Number of their steps.
+        expendable: Parameters, by identity, whose gradients were used, and will not be looked at by anybody.
     """
 
     _parts: OptimizerParts
@@ -96,6 +97,7 @@ class Optimizers:
         self._hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.steps_taken = 0
+        self.expendable: frozenset[int] = frozenset()
 
     def work_with(self, parts: OptimizerParts) -> None:
         """Work with the parts of another arrangement from now on."""
@@ -222,6 +224,17 @@ class Optimizers:
                 an error to read them after the step.
         """
         return self._parts.overlap.stepping_in_backward(optimizer, clamp, keep_gradients)
+
+    def give_up_gradients(self, optimizer: Optimizer) -> None:
+        """Declare that nobody will look at the gradients that an optimizer has used in its step.
+
+        They stay until `zero_grad`, unless units are arranged anew before that, for which host memory may be needed:
+        then it is an error to read them.
+
+        Args:
+            optimizer: The optimizer, which has stepped.
+        """
+        self.expendable = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
 
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:

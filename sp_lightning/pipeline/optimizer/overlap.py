@@ -78,6 +78,7 @@ class Overlap:
         self._held: set[Group] = set()  # with gradients that users hold, and may change when `step()` has returned
         self._had_state: set[int] = set()
         self._stepper = stepper
+        self._is_closed = False
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
 
@@ -137,6 +138,11 @@ class Overlap:
             if id(parameter) not in self._had_state and parameter in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(parameter)
 
+    def close(self) -> None:
+        """Leave all steps to the optimizers' own code: units are arranged anew, or by the next step if that fails."""
+        self.restore_param_groups()
+        self._is_closed = True
+
     def restore_param_groups(self) -> None:
         """Put everything that was taken out back into the param groups."""
         while self._taken_out:
@@ -167,6 +173,8 @@ class Overlap:
 
     def why_not(self, optimizer: Optimizer) -> str | None:
         """Return why an optimizer cannot step weights unit by unit; None if it can."""
+        if self._is_closed:
+            return "units have yet to be arranged anew"
         if getattr(optimizer, "found_inf", None) is not None:
             return "a GradScaler has left it to the optimizer's own kernel to skip steps"
         if has_foreign_step_hooks(optimizer):

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TypeAlias
 
+from torch import Tensor
+
 from sp_lightning.pipeline._private import users_of_storage
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.host import GroupHost
@@ -33,6 +35,11 @@ class MasterMemory:
     def find(self, weights: Sequence[Weight]) -> HostBuffer | None:
         """Return the memory that the masters of just these weights lie in, if they lie together."""
         return self._buffers.get(_key(weights))
+
+    def tensor_of(self, weight: Weight) -> Tensor:
+        """Return the memory that a master lies in; what the master has now, if that is not ours."""
+        piece = self._pieces.get(id(weight.master))
+        return weight.master.data if piece is None else piece.tensors[0]
 
     def find_pieces(self, weights: Sequence[Weight]) -> list[HostBuffer | None]:
         """Return a piece of memory for each master, if they do not lie together but others hold one of them.

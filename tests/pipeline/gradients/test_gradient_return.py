@@ -357,6 +357,5 @@ def test_page_locked_memory_is_given_back() -> None:
         returns.finish()
     assert backend.pinned
     returns.close()
-    returns.give_up_memory()
     assert not backend.pinned
     assert made.weights[0].master.grad.tolist() == [3, 3, 3]
