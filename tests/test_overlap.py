@@ -851,8 +851,32 @@ def test_spent_gradients_cannot_be_read() -> None:
                 self.losses += [p.grad for p in self.parameters()]
             return super().training_step(batch, index)
 
-    with pytest.raises(RuntimeError, match="was used by the optimizer as it arrived, and not kept"):
+    with pytest.raises(RuntimeError, match="was used by the optimizer, and not kept"):
         fit(Reading(), SuperpipelineStrategy(k=2, units=[Block]), precision="bf16-mixed")
+
+
+class ReadingEarly(Module):
+    """Looks at gradients of the first step in the second one, before `zero_grad`."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index == 1:
+            self.losses += [p.grad.clone() for p in self.parameters()]
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.01}], ids=["in backward", "after clipping"])
+def test_used_gradients_give_way_to_lowered_weights(arguments: dict[str, Any]) -> None:
+    """As units are arranged anew then, unless a hook is overridden that may look at gradients."""
+
+    class ReadingLater(ReadingEarly):
+        def on_train_batch_end(self, *args: Any) -> None:
+            pass
+
+    with pytest.raises(RuntimeError, match="was used by the optimizer, and not kept"):
+        fit(ReadingEarly(), SuperpipelineStrategy(k=2, units=[Block]), precision="bf16-mixed", **arguments)
+    assert_same_fit(ReadingEarly, **arguments)
+    assert_same_fit(ReadingEarly, {"overlap_optimizer": False}, precision="bf16-mixed", **arguments)
+    assert_same_fit(ReadingLater, precision="bf16-mixed", **arguments)
 
 
 def test_choices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

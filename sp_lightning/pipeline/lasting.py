@@ -58,7 +58,7 @@ class Lasting:
         activations: Applies the policy for activations to each call.
         optimizers: Notices optimizer steps.
         step_record: What a step has done to weights and gradients, if it may have to run again.
-        spent: Identities of masters whose gradients were used as they arrived, and not kept.
+        spent: Identities of masters whose gradients were used, and not kept.
     """
 
     def __init__(

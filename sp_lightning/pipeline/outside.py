@@ -174,7 +174,7 @@ class OutsideUse:
             )
         if self._stepper.gradient_was_used(weight):
             raise RuntimeError(
-                f"The gradient of weight {weight.name!r} was used by the optimizer as it arrived, and not kept. Read "
+                f"The gradient of weight {weight.name!r} was used by the optimizer, and not kept. Read "
                 "it before the step, in `on_before_optimizer_step`, or train with `overlap_optimizer=False`."
             )
         with self._at_work:

@@ -8,7 +8,7 @@ and activations are left out. Times are FLOPs over an assumed rate, and bytes ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -18,7 +18,7 @@ from torch import nn
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.pipeline.division.finder import find_units
-from sp_lightning.pipeline.gradients.buffers import few_landing_buffers, gradient_bytes
+from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.modules.lowering import is_lowered_layer
 from sp_lightning.pipeline.options import ActivationPolicy
@@ -166,7 +166,7 @@ def estimate(module: nn.Module, inputs: Any, given: Assumptions) -> Estimate:
     resident = _work(division.resident, Seen(), given)
     workload = Workload(
         units=work,
-        resident=replace(resident, host_bytes=resident.host_bytes + _landing_bytes(division)),
+        resident=resident,
         stepping="in backward" if any(unit.gradient_bytes for unit in (*work, resident)) else None,
         turn_seconds=3 * outside.flops / (given.compute * TERA),
         outside_bytes=outside.saved,
@@ -242,12 +242,14 @@ def _ways(seen: Seen, weights: int, forward: float, backward: float, given: Assu
 
 
 def _host_bytes(weight: Weight, given: Assumptions) -> int:
-    """Return the host memory for a master, its lowered copy, its gradient and its optimizer state."""
-    nbytes = weight.master.nbytes + (weight.compute_bytes if weight.lowered else 0)
-    if weight.master.requires_grad:
-        # A gradient in a lower dtype goes from where it lands straight into the optimizer, without memory of its own.
-        nbytes += _state_bytes(weight.master, given) + (0 if weight.lowered else weight.master.nbytes)
-    return nbytes
+    """Return the most host memory for a master, its lowered copy, its gradient and its optimizer state."""
+    copy = weight.compute_bytes if weight.lowered else 0
+    if not weight.master.requires_grad:
+        return weight.master.nbytes + copy
+    # In the first step a gradient comes in the master's dtype, and there is no copy yet. Until the first steps are
+    # measured, gradients stay as they come; after that, those in a lower dtype need no memory of their own.
+    gradient = max(weight.master.nbytes, copy + weight.compute_bytes)
+    return weight.master.nbytes + gradient + _state_bytes(weight.master, given)
 
 
 def _bytes_on_device(weight: Weight, given: Assumptions) -> int:
@@ -256,13 +258,6 @@ def _bytes_on_device(weight: Weight, given: Assumptions) -> int:
         return 0
     trained = weight.master.nbytes + _state_bytes(weight.master, given) if weight.master.requires_grad else 0
     return weight.master.nbytes + trained + weight.lowered * weight.compute_bytes
-
-
-def _landing_bytes(division: Division) -> int:
-    """Return the host memory that gradients without memory of their own pass through, if it is scarce."""
-    passing = [unit for unit in division.units if any(w.lowered and w.master.requires_grad for w in unit.weights)]
-    buffers = few_landing_buffers(len(division.all_units()), 1)
-    return sum(sorted(map(gradient_bytes, passing), reverse=True)[:buffers])
 
 
 def _state_bytes(parameter: nn.Parameter, given: Assumptions) -> int:

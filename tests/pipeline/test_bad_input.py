@@ -184,6 +184,15 @@ def test_enough_or_unknown_host_memory(known: int | None, monkeypatch: pytest.Mo
     Pipeline(model(), "cpu").detach()
 
 
+def test_gradients_that_are_there_already_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are arranged anew while `zero_grad` is still to come."""
+    module = model()
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.available_host_memory", lambda: 20_000)
+    Pipeline(module, "cpu", options=PipelineOptions(units=Block)).detach()
+
+
 @pytest.mark.parametrize("units", [Block, nn.Linear])
 @pytest.mark.parametrize(
     "part",

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from transformers import ViTForImageClassification as ViT
 
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
-from sp_lightning.pipeline import Lane
+from sp_lightning.pipeline import Lane, Pipeline
 from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.planning import Choice, predict
@@ -125,6 +125,14 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     found = estimate(module, module.example_input_array, Assumptions(precision=precision, activations="keep"))
     workload, choice = found.workload, Choice(2, 1)
     taken = predict(workload, found.machine, choice)
+    on_host, note = [], Pipeline.weights_changed
+
+    def after_a_step(pipeline: Pipeline) -> None:
+        now = pipeline.summary()
+        on_host.append(now.host_bytes + now.host_gradient_bytes + now.optimizer_bytes)
+        note(pipeline)
+
+    monkeypatch.setattr(Pipeline, "weights_changed", after_a_step)
     train(module, precision)
     counted, ways = module.summary, tuple(unit.ways[0] for unit in workload.units)
     assert [unit.name for unit in workload.units] == list(counted.unit_names)
@@ -133,8 +141,7 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     assert weight_bytes(workload, choice) == counted.device_bytes
     assert gradient_bytes(workload) == counted.gradient_bytes
     assert 1 <= activation_bytes(workload, ways) / module.peaks[-1] <= MASKED[build]
-    host = counted.host_bytes + counted.host_gradient_bytes + counted.optimizer_bytes
-    assert taken.host_bytes == pytest.approx(host, rel=0.03)
+    assert taken.host_bytes == pytest.approx(max(on_host), rel=0.03)
     assert taken.bytes_to_device == module.sent[-1] - module.sent[-2]  # T5 uses its embedding in three places
 
 

@@ -93,7 +93,7 @@ class EarlyStepper:
         steps: Gives steps to the thread.
         take_back: Called with each shipment that was not used after all.
         stats: Counters.
-        spent: Masters, by identity, whose gradients were used and not kept; outlives an arrangement.
+        spent: Masters, by identity, whose gradients were used, and not kept; outlives an arrangement.
         is_nested: Tells whether the gradient that autograd has just finished may not be the last one for its weight.
     """
 
@@ -242,7 +242,7 @@ class EarlyStepper:
         return any(weight in step.stepped for step in self._awaiting_step)
 
     def gradient_was_used(self, weight: Weight) -> bool:
-        """Tell whether a weight's gradient was used as it arrived, and not kept."""
+        """Tell whether a weight's gradient was used, and not kept."""
         return id(weight.master) in self._spent
 
     def forget_spent(self, weight: Weight) -> None:
