@@ -291,7 +291,7 @@ class Calls:
         glances = Glances(member, lowered)
 
         def reach() -> None:
-            if glances.differ() and not self._backward.closed:
+            if not self._backward.closed and glances.differ():
                 raise RuntimeError(_changed_past_its_version(member.name))
             self._reach(member, graph, groups, around, bundle)
 

@@ -648,6 +648,21 @@ def test_a_backward_after_the_end_says_so(activations: str) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("end", [Pipeline.detach, Pipeline.rebuild])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute_offload"])
+def test_a_late_backward_of_lowered_weights_says_so(activations: str, end: Callable[[Pipeline], None]) -> None:
+    """It would look whether they have changed, but what it would look at is gone."""
+    model = layers()
+    with attached(model, activations=activations) as pipeline:
+        for _ in range(3):
+            with pipeline.step(), torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(1, 8)).sum()
+        assert all(weight.lowered for weight in pipeline.arrangement.units[0].weights)
+        end(pipeline)
+        with pytest.raises(RuntimeError, match="a graph that was built before superpipeline arranged its memory anew"):
+            loss.backward()
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_detach_gives_the_devices_memory_back(graph: bool) -> None:
     """At once, though the pipeline is still there; unless a graph waits, whose backward is refused."""

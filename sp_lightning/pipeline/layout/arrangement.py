@@ -190,7 +190,7 @@ class Arrangement:
             weight.host = self._memory.tensor_of(weight)
 
     def release_host_memory(self) -> None:
-        """Let go of host memory, too, but for that in which masters lie."""
+        """Let go of host memory, except for that in which masters lie."""
         for group in self.groups:
             group.host.release()
 
