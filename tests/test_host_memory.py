@@ -96,29 +96,33 @@ class Compares(L.Callback):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "bytes_per_parameter"),
+    ("arguments", "options", "most"),
     [
-        ({}, {}, 8),
+        ({}, {}, 8 + 1),
         (
             {"precision": "bf16-mixed"},
             {},
             8,
-        ),  # in the first step gradients come in fp32, then there are copies of weights
+        ),  # fp32 gradients first, then copies of weights
         ({"precision": "bf16-mixed", "gradient_clip_val": 0.1}, {}, 8),
-        ({"precision": "bf16-mixed", "accumulate_grad_batches": 2}, {}, 12),  # sums in fp32, too
+        ({"precision": "bf16-mixed", "accumulate_grad_batches": 2}, {}, 10 + 1),  # sums in fp32, and copies
         ({"precision": "bf16-mixed"}, {"activations": "offload"}, 8),
-        ({"precision": "bf16-true"}, {"overlap_optimizer": False}, 4),
+        ({"precision": "bf16-true"}, {"overlap_optimizer": False}, 4 + 0.5),
     ],
     ids=["fp32", "lowered", "clipping", "accumulation", "offloaded activations", "no overlap"],
 )
 def test_what_a_former_arrangement_has_held_is_free(
     arguments: dict[str, Any],
     options: dict[str, Any],
-    bytes_per_parameter: int,
+    most: float,
     mapped: Mapped,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Units travel one by one, then in pairs, and one by one again; optimizer state is not counted here."""
+    """Units travel one by one, then in pairs, and one by one again.
+
+    In all, weights and gradients take at most so many bytes per parameter, those included that pairs or landing buffers
+    take in a model with few units.
+    """
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2, 1)], *3 * [(4, 2)], (3, 1)))
     compares, module = Compares(mapped), Blocks()
     trainer = L.Trainer(
@@ -135,7 +139,7 @@ def test_what_a_former_arrangement_has_held_is_free(
     assert compares.most > weights
     activations = 32 * 2**20 if "activations" in options else 0
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    assert mapped.most - activations < 1.3 * bytes_per_parameter * parameters  # a few buffers, in a model this small
+    assert mapped.most - activations < (most + 0.5) * parameters
     module.zero_grad()
     assert weights <= mapped.nbytes() < 1.05 * weights  # each of them begins at a multiple of 64 bytes
 

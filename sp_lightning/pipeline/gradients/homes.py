@@ -78,6 +78,11 @@ class Homes:
         homes = (self._homes.get(weight.unit), self._lower.get(weight.unit))
         return any(home is not None and home.is_only_shown(weight, gradient) for home in homes)
 
+    def is_in_lower(self, weight: Weight, gradient: int) -> bool:
+        """Tell whether a gradient, in its master's dtype, is in a home beside others in a lower one, and only shown."""
+        home = self._lower.get(weight.unit)
+        return home is not None and home.is_only_shown(weight, gradient)
+
     def has_lower(self, unit: Unit) -> bool:
         """Tell whether a unit has a home for gradients in a lower dtype."""
         return unit in self._lower

@@ -88,6 +88,8 @@ class Shipping:
         self._stats = stats
         self._finish_optimizer = finish_optimizer
         self._sent: dict[Weight, None] = {}
+        self._with_sums: set[Unit] = set()
+        self._moving_out: dict[Unit, Ticket] = {}  # of homes in a lower dtype, into sums
 
     @property
     def sent(self) -> KeysView[Weight]:
@@ -115,7 +117,7 @@ class Shipping:
         route = choose_route(
             first=self._are_first(weights),
             lower=layout.is_lower,
-            complete=complete,
+            complete=complete and unit not in self._with_sums,  # a sum needs another home anyway
             fills_home=self._homes.layout_of(unit, weights) == layout,
             used_up=steps_now and not self.stepper.keeps_gradients,
         )
@@ -153,20 +155,26 @@ class Shipping:
         return Shipment(unit, weights, home.tensors, ticket, None)
 
     def _send_into_sum(self, parcel: Parcel) -> Shipment:
+        for unit in [unit for unit, ticket in self._moving_out.items() if ticket.done]:
+            del self._moving_out[unit]
+            self._turn_lower_home_into_buffer(unit)
         # The optimizer may catch up during the next forward; sums that fall behind do so in the next backward, too.
-        return self._sums.add(self._send_through_buffer(parcel, patient=True), self.measures_norms)
+        shipment = self._sums.add(self._send_through_buffer(parcel, patient=True), self.measures_norms)
+        if self._homes.has_lower(parcel.unit):
+            self._with_sums.add(parcel.unit)
+            self._moving_out[parcel.unit] = shipment.ticket
+        return shipment
 
     def _send_to_optimizer(self, parcel: Parcel) -> Shipment:
-        self._turn_lower_home_into_buffer(parcel.unit, parcel.layout.weights)
+        if self._homes.has_lower(parcel.unit):  # from before units were stepped in backward
+            self._gradients.wait_until_landed(parcel.layout.weights)
+            self._turn_lower_home_into_buffer(parcel.unit)
         return self._send_through_buffer(parcel, patient=False)
 
-    def _turn_lower_home_into_buffer(self, unit: Unit, weights: Sequence[Weight]) -> None:
-        """Reuse the home that gradients in a lower dtype had before the unit was stepped in backward."""
-        if self._homes.has_lower(unit):
-            self._gradients.wait_until_landed(weights)
-            left = self._homes.give_up_lower(unit)
-            if left is not None:
-                self._landing_buffers.take_over(left)
+    def _turn_lower_home_into_buffer(self, unit: Unit) -> None:
+        """Reuse the home of gradients in a lower dtype, which stay there no longer."""
+        if self._homes.has_lower(unit) and (left := self._homes.give_up_lower(unit)) is not None:
+            self._landing_buffers.take_over(left)
 
     def _send_through_buffer(self, parcel: Parcel, patient: bool) -> Shipment:
         layout = parcel.layout

@@ -111,7 +111,7 @@ class Sums:
         total = self._totals.get(weight)
         if total is None:
             total = self._gradients.get(weight)
-        if total is not None and total.dtype == weight.master.dtype:
+        if total is not None and total.dtype == weight.master.dtype and not self._homes.is_in_lower(weight, id(total)):
             if not self._homes.is_only_shown(weight, id(total)):
                 self._gradients.wait_until_landed([weight])  # an addition that is under way holds it, too
                 if not self._homes.is_only_shown(weight, id(total)):
@@ -181,7 +181,7 @@ class _Addition(NamedTuple):
 
     Attributes:
         target: The sum.
-        lower_part: The sum so far, if it is in a lower dtype, and has to be written to the target first.
+        lower_part: The sum so far, if it is in a home for a lower dtype, and has to be written to the target first.
         arrived: The gradient.
         onto: Whether there is a sum to add to; else the gradient is copied.
     """
