@@ -189,6 +189,7 @@ def test_gradients_that_are_there_already_need_no_memory(monkeypatch: pytest.Mon
     module = model()
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    parameter.grad = parameter.grad.to_sparse()
     monkeypatch.setattr("sp_lightning.pipeline.layout.host_share.available_host_memory", lambda: 20_000)
     Pipeline(module, "cpu", options=PipelineOptions(units=Block)).detach()
 

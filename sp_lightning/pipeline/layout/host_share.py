@@ -36,7 +36,8 @@ class HostShare:
         self._copy_bytes = sum(weight.compute_bytes for weight in weights if weight.lowered)
         trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in units)
         self._gradient_bytes = sum(GradientLayout.in_master_dtypes(own).nbytes for own in trainable)
-        present = sum(weight.master.grad.nbytes for weight in weights if weight.master.grad is not None)
+        gradients = [weight.master.grad for weight in weights]
+        present = sum(gradient.nbytes for gradient in gradients if gradient is not None and not gradient.is_sparse)
         self._new_gradient_bytes = max(0, sum(map(gradient_bytes, units)) - present)
         self._total = total_host_memory()
         self._may_pin = backend.can_pin and pin_memory is not False
