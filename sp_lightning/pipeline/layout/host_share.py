@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+import torch
+
 from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
@@ -36,8 +38,8 @@ class HostShare:
         self._copy_bytes = sum(weight.compute_bytes for weight in weights if weight.lowered)
         trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in units)
         self._gradient_bytes = sum(GradientLayout.in_master_dtypes(own).nbytes for own in trainable)
-        gradients = [weight.master.grad for weight in weights]
-        present = sum(gradient.nbytes for gradient in gradients if gradient is not None and not gradient.is_sparse)
+        gradients = [weight.master.grad for weight in weights if weight.master.grad is not None]
+        present = sum(gradient.nbytes for gradient in gradients if gradient.layout is torch.strided)
         self._new_gradient_bytes = max(0, sum(map(gradient_bytes, units)) - present)
         self._total = total_host_memory()
         self._may_pin = backend.can_pin and pin_memory is not False
