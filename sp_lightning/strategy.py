@@ -32,6 +32,7 @@ from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO, own_memory
 from sp_lightning.trainer.logged_graphs import log_graphs
 from sp_lightning.trainer.materialize import materialize
 from sp_lightning.trainer.narrator import Narrator
+from sp_lightning.trainer.optimizer_memory import warn_of_optimizer_memory
 from sp_lightning.trainer.precision import host_precision, lend, take_back
 from sp_lightning.trainer.processes import ProcessesMixin
 from sp_lightning.trainer.steps import Steps
@@ -240,6 +241,7 @@ class SuperpipelineMixin(ProcessesMixin):
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
+            warn_of_optimizer_memory(self.optimizers, self.num_processes, self.lightning.warn)
         self.setup_precision_plugin()
         self._narrator.begin(trainer, self.pipeline, self._expected_plans())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -20,7 +20,10 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.weights import buffers
+from sp_lightning.trainer import optimizer_memory
+from sp_lightning.trainer.optimizer_memory import warn_of_optimizer_memory
 
 from .planning.parts import Fixed
 
@@ -158,3 +161,38 @@ def test_weights_move_group_by_group(mapped: Mapped) -> None:
         assert mapped.most <= weights + 2 * max(pipeline.summary().unit_bytes)
     pipeline.detach()
     assert mapped.nbytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("build", "state"),
+    [
+        (torch.optim.AdamW, 2),
+        (torch.optim.SGD, 0),
+        (lambda parameters: torch.optim.SGD(parameters, momentum=0.9), 1),
+        (lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9), 2),
+        (torch.optim.LBFGS, 0),  # not known
+    ],
+)
+def test_state_that_will_not_fit_is_warned_of(
+    build: Callable[[Any], torch.optim.Optimizer], state: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step makes it; one frozen block needs none, and state that is there already takes no more."""
+    model = Blocks()
+    model.blocks[0].requires_grad_(False)
+    weights = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    said: list[str] = []
+    for free in (None, (2 * state + 2) * weights, (2 * state + 2) * weights - 1):
+        monkeypatch.setattr(optimizer_memory, "available_host_memory", lambda free=free: free)
+        warn_of_optimizer_memory([build(model.parameters())], 2, said.append)
+    assert len(said) == (state > 0)
+    if said:
+        assert f"{readable_bytes(2 * state * weights)} of state" in said[0]
+        assert f"{readable_bytes(2 * weights)} of gradients" in said[0]
+
+
+def test_a_run_that_will_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Blocks()
+    trainer = L.Trainer(strategy="superpipeline", accelerator="cpu", max_steps=1, barebones=True)
+    monkeypatch.setattr(optimizer_memory, "available_host_memory", lambda: 300_000)
+    with pytest.warns(UserWarning, match="AdamW will keep 520.0 KiB of state in host memory, beside 260.0 KiB of"):
+        trainer.fit(module, DataLoader(torch.randn(2, WIDTH), batch_size=2))
