@@ -86,6 +86,7 @@ class MasterMemory:
     def leave(self, weight: Weight) -> None:
         """Forget the memory of a weight, and of the weights with it that nobody else holds: they get new memory."""
         self._pieces.pop(id(weight.master), None)
+        self._neighbors.pop(id(weight.master), None)
         for key in [key for key in self._buffers if id(weight.master) in key]:
             self._release(key)
 
