@@ -130,7 +130,8 @@ class Arrangement:
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
         self._lay_out(learned, progress or (lambda done, total: None))
-        self.weights_by_memory = {storage_key(weight.host): weight for weight in self.weights}
+        self.weights_by_memory: dict[int, Weight] = {}
+        self._note_memory()
 
     def _choose_dtypes(self, learned: Learned, averaged: bool) -> None:
         """Decide in which dtype each weight is sent, and its gradient comes back."""
@@ -168,6 +169,7 @@ class Arrangement:
             unit.members.clear()  # saved weights lead to units, and must not lead to the module (see Announcement)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
             del weight.host
+        self.weights_by_memory.clear()  # others may get that memory
         if not any(group.handles for group in self.groups):  # else a graph holds weights
             self._give_up_device_memory()
 
@@ -188,6 +190,10 @@ class Arrangement:
         """Find out where masters lie now: the next arrangement has failed, and may have moved some of them."""
         for weight in self.weights:
             weight.host = self._memory.tensor_of(weight)
+        self._note_memory()
+
+    def _note_memory(self) -> None:
+        self.weights_by_memory.update((storage_key(weight.host), weight) for weight in self.weights)
 
     def release_host_memory(self) -> None:
         """Let go of host memory, except for that in which masters lie."""
