@@ -47,6 +47,46 @@ class Optimized(Base):
         return OPTIMIZERS[self.optimizer_name](self.parameters())
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Wraps an optimizer and changes gradients before its steps, without `Optimizer.__init__`, as Opacus does."""
+
+    def __init__(self, original: torch.optim.Optimizer) -> None:
+        self.original = original
+        self.defaults, self.state, self.param_groups = original.defaults, original.state, original.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.sign_()
+        self.original.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.original.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self.original.state_dict()
+
+
+class Wrapped(Base):
+    def configure_optimizers(self) -> Any:
+        return Wrapper(torch.optim.AdamW(self.parameters(), lr=1e-2))
+
+
+class Reinitializing(Base):
+    """Finds layers by their classes, while the pipeline is attached."""
+
+    def on_train_epoch_start(self) -> None:
+        kinds = {Block: 1, nn.Linear: 2}
+        self.note("kinds", torch.tensor([kinds.get(type(module), 0) for module in self.modules()]))
+        self.apply(self.reinitialize)
+
+    def reinitialize(self, module: nn.Module) -> None:
+        if type(module) == nn.Linear:  # noqa: E721 - as in many tutorials
+            nn.init.xavier_uniform_(module.weight)
+
+
 class Scheduled(Base):
     """A scheduler per step or per epoch."""
 
@@ -240,6 +280,15 @@ def fit_once(strategy: Any) -> tuple[Base, L.Trainer]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     assert_same_training(lambda: Optimized(name), arguments=lambda: {"max_epochs": 1})
+
+
+def test_an_optimizer_that_wraps_another_one():
+    assert_same_training(Wrapped)
+
+
+def test_layers_are_found_by_their_classes():
+    trace = assert_same_training(Reinitializing)
+    assert {1, 2} <= set(trace["kinds 0 / output 0"].tolist())
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])

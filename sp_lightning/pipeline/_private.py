@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import CompileContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable, forward_ad
@@ -165,9 +166,10 @@ def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
     """Tell whether an optimizer has step hooks besides the engine's own, which are registered for all optimizers.
 
     They may look at the optimizer's parameters or change their gradients, and torch decides the order of hooks.
+    Optimizers that wrap another one may have none, as they do not call `Optimizer.__init__` (Opacus's, for one).
     """
     of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    of_this = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    of_this = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
     return any(len(hooks) > own for hooks in of_all) or any(of_this)
 
 
@@ -467,6 +469,11 @@ def call_before_compiling(action: Callable[[], None]) -> None:
             yield
 
     torch.compiler._compile_session_context = session_after_action
+
+
+def is_dynamo_at_work() -> bool:
+    """Tell whether dynamo is compiling in this thread; torch's public question is for the code that is compiled."""
+    return CompileContext.try_get() is not None
 
 
 def explain_graph_break(function: Callable[..., Any], reason: str) -> None:

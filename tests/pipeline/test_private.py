@@ -42,6 +42,7 @@ from sp_lightning.pipeline._private import (
     in_transform,
     is_capturing,
     is_compiled,
+    is_dynamo_at_work,
     is_undecomposed,
     outside_of_transforms,
     pop_saved_tensor_hooks,
@@ -468,6 +469,28 @@ def test_graph_capture_is_noticed(capture: Callable[[nn.Module, Tensor], Any]) -
     assert not is_capturing()
 
 
+def test_is_dynamo_at_work() -> None:
+    """While it traces, and not in code that runs, compiled or not."""
+    seen: list[bool] = []
+
+    class Asked(type):
+        def __eq__(cls, other: object) -> bool:
+            seen.append(is_dynamo_at_work())
+            return cls is other
+
+        __hash__ = type.__hash__
+
+    class Base(torch.nn.Linear, metaclass=Asked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    layer = type("Derived", (Base,), {})(2, 2)
+    torch.compile(layer, backend="eager")(torch.ones(1, 2))
+    assert seen, "dynamo finds what `super()` means by comparing classes"
+    assert all(seen)
+    assert not is_dynamo_at_work()
+
+
 def test_scopes_that_end_before_backward() -> None:
     layer = parametrizations.weight_norm(torch.nn.Linear(2, 2))
     assert scope_that_ends_before_backward() is None
@@ -493,6 +516,14 @@ def test_has_foreign_step_hooks() -> None:
         assert has_foreign_step_hooks(optimizer, own=0)
         assert not has_foreign_step_hooks(optimizer, own=1)
         handle.remove()
+
+
+def test_an_optimizer_that_was_not_initialized_has_no_hooks() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            pass
+
+    assert not has_foreign_step_hooks(Wrapper())
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])

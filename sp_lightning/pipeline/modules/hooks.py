@@ -6,6 +6,8 @@ A module that is a gate gets a subclass of its own class, made on the fly, as `f
 look for hooks and compute other numbers when they see some, `always_call` hooks miss a KeyboardInterrupt,
 `block.compile()` compiles hooks into the graph, and a deepcopy of the module takes them along. A deepcopy or a pickle
 of a gate has the plain class. The class of a parametrized module stays on top: torch edits it, and takes it off again.
+The subclass equals the plain class, for users and libraries who ask `type(module) == nn.Linear`, or look a module's
+class up in a table; only `type(module) is nn.Linear` tells them apart.
 
 [Note: before backward]
 Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
@@ -19,7 +21,7 @@ import copyreg
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,7 +31,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 
-from sp_lightning.pipeline._private import explain_graph_break
+from sp_lightning.pipeline._private import explain_graph_break, is_dynamo_at_work
 from sp_lightning.pipeline.weights.units import Member
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Gatekeeper(Protocol):
 
 _WATCHED_AT = "superpipeline"  # keys in a node's metadata
 _NEEDED_BY = "superpipeline leaf"
+_PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that has the plain class
 
 _gates: dict[int, tuple[Gatekeeper, Member]] = {}
 _gate_classes: dict[type, type] = {}
@@ -109,9 +112,31 @@ def _is_parametrized(cls: type) -> bool:
 
 def _on_top_of(bases: tuple[type, ...], cls: type) -> type:
     """Return a copy of a class on top of other bases."""
-    make: Any = type(cls)
-    made: type = make(cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")})
-    return made
+    contents = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
+    return types.new_class(cls.__name__, bases, exec_body=lambda body: body.update(contents))
+
+
+@cache
+def _equal_to_plain(metaclass: Any) -> Any:
+    """Return the metaclass of gates whose plain classes have this one: a gate equals its plain class."""
+
+    def __eq__(cls: type, other: object) -> bool:
+        plain = _plain_of_gate(cls)
+        if cls is other or plain is None or is_dynamo_at_work():  # which finds what `super()` means by comparing
+            return cls is other
+        return plain == other
+
+    def __hash__(cls: type) -> int:
+        plain = _plain_of_gate(cls)
+        return hash(plain) if plain is not None else metaclass.__hash__(cls)
+
+    return type(metaclass.__name__, (metaclass,), {"__eq__": __eq__, "__hash__": __hash__})
+
+
+def _plain_of_gate(cls: type) -> type | None:
+    """Return the plain class of a gate; None for all other classes, those derived from gates included."""
+    plain: type | None = vars(cls).get(_PLAIN)
+    return plain
 
 
 def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
@@ -137,7 +162,7 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
         return reduced
 
     explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
-    methods: dict[str, Any] = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_superpipeline_plain": plain}
+    methods: dict[str, Any] = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, _PLAIN: plain}
     if hasattr(plain, "__deepcopy__"):
 
         def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -151,8 +176,11 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
             return _as_plain(self, lambda: self.recompile())
 
         methods["recompile"] = recompile
+    metaclass: Any = type(plain)
     with _without_init_subclass(plain):
-        gate: type[nn.Module] = types.new_class(plain.__name__, (plain,), exec_body=lambda body: body.update(methods))
+        gate: type[nn.Module] = types.new_class(
+            plain.__name__, (plain,), {"metaclass": _equal_to_plain(metaclass)}, lambda body: body.update(methods)
+        )
     gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
     return gate
 
@@ -169,10 +197,10 @@ def _as_plain(module: nn.Module, action: Callable[[], Any]) -> Any:
 
 def _without_gate(cls: type) -> type:
     """Return the class without the gate, even if a parametrization has put its own subclass on top in the meantime."""
-    if "_superpipeline_plain" in vars(cls):
-        plain: type = cls.__dict__["_superpipeline_plain"]
+    plain = _plain_of_gate(cls)
+    if plain is not None:
         return plain
-    if hasattr(cls, "_superpipeline_plain"):
+    if hasattr(cls, _PLAIN):
         return _on_top_of(tuple(_without_gate(base) for base in cls.__bases__), cls)
     return cls
 

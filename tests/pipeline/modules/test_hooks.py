@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import weakref
+from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -73,6 +74,34 @@ def test_a_gate_looks_like_the_plain_class(gated: Gated) -> None:
     assert type(gate) is nn.Linear
 
 
+def test_a_gate_is_of_the_plain_class_to_those_who_compare_or_look_up(gated: Gated) -> None:
+    """As `type(m) == nn.Linear` in a user's weight initialization does, and tables of handlers by class."""
+
+    class Derived(nn.Linear):
+        pass
+
+    class WithMetaclass(nn.Linear, metaclass=ABCMeta):
+        pass
+
+    for plain in (nn.Linear, Derived, WithMetaclass):
+        gate = gated(plain(2, 2))
+        assert type(gate) == plain  # noqa: E721 - as users do
+        assert plain == type(gate)  # noqa: E721
+        assert not type(gate) != plain  # noqa: E721, SIM202
+        assert type(gate) in (nn.Conv2d, plain)
+        assert type(gate) in {plain}
+        assert {plain: "handler"}[type(gate)] == "handler"
+        assert {type(gate): "handler"}[plain] == "handler"
+        others = {nn.Linear, Derived, WithMetaclass, nn.Conv2d, type(gated(nn.Conv2d(1, 1, 1)))} - {plain}
+        assert len(others) == 3
+        assert type(gate) not in others
+        derived_from_gate = type("More", (type(gate),), {})
+        assert derived_from_gate not in {plain, type(gate), "More"}
+        assert isinstance(gate, plain)
+        gated.remove()
+        assert type(gate) is plain
+
+
 def test_calls_go_through_the_keeper(gated: Gated) -> None:
     """Positional and keyword arguments, and hooks of the user's around them."""
     model = gated(nn.Sequential(nn.Linear(2, 2)), "outer")
@@ -124,7 +153,7 @@ def test_super_and_isinstance_inside_of_a_class(gated: Gated) -> None:
 
     class Derived(Base):
         def forward(self, x: Tensor) -> Tensor:
-            assert type(self).__mro__.count(Derived) == 1
+            assert sum(cls is Derived for cls in type(self).__mro__) == 1
             return 2 * super().forward(x)
 
     assert gated(Derived())(torch.ones(1)).tolist() == [4]
@@ -236,7 +265,7 @@ def test_copies_and_pickles_are_of_the_plain_class(gated: Gated, make: Callable[
     duplicate = DUPLICATE[way](module)
     assert type(duplicate) is plain
     if way != "copy":
-        assert all(type(child) in {nn.Linear, nn.BatchNorm1d} for child in duplicate.children())
+        assert all(type(child) is nn.Linear or type(child) is nn.BatchNorm1d for child in duplicate.children())
     assert type(module) is gate_class, "the original is a gate as before"
     assert all(map(torch.equal, duplicate.state_dict().values(), module.state_dict().values()))
     assert getattr(duplicate, "left_out", True) is True
