@@ -74,6 +74,19 @@ class Wrapped(Base):
         return Wrapper(torch.optim.AdamW(self.parameters(), lr=1e-2))
 
 
+class Decaying(Base):
+    """Chooses param groups by the classes of layers."""
+
+    def configure_optimizers(self) -> Any:
+        layers = [module for module in self.modules() if type(module) is nn.Linear]
+        others = [module for module in self.modules() if type(module) is nn.BatchNorm1d]
+        groups = [
+            {"params": [parameter for module in modules for parameter in module.parameters()], "weight_decay": decay}
+            for modules, decay in ((layers, 0.5), (others, 0.0))
+        ]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+
 class Reinitializing(Base):
     """Finds layers by their classes, while the pipeline is attached."""
 
@@ -284,6 +297,10 @@ def test_optimizers(name):
 
 def test_an_optimizer_that_wraps_another_one():
     assert_same_training(Wrapped)
+
+
+def test_param_groups_are_chosen_by_the_classes_of_layers():
+    assert_same_training(Decaying)
 
 
 def test_layers_are_found_by_their_classes():

@@ -20,7 +20,7 @@ from sp_lightning.pipeline.division.shape import Shape
 from sp_lightning.pipeline.division.tree import is_called
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.modules.hooks import Gatekeeper
+from sp_lightning.pipeline.modules.gates import Gatekeeper
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.weights.units import Member
 
@@ -268,9 +268,9 @@ class Arranger:
             self._progress,
             lasting.replicas,
         )
-        assembly = Assembly(arrangement, lasting, self._in_step)
+        assembly = Assembly(arrangement, lasting, self._in_step, self._keeper)
         try:
-            assembly.install(self._keeper)
+            assembly.install(is_used=self.arrangements > 0)
         except BaseException:
             arrangement.release_host_memory()
             raise

@@ -19,7 +19,8 @@ from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers, move_unmanaged
 from sp_lightning.pipeline.modules.compiled import compiled_call
-from sp_lightning.pipeline.modules.hooks import Gatekeeper, install_gate, remove_gate
+from sp_lightning.pipeline.modules.first_call import stop_watching_for_first_call, watch_for_first_call
+from sp_lightning.pipeline.modules.gates import Gatekeeper, install_gate, register_gate, remove_gate
 from sp_lightning.pipeline.modules.resting import put_to_rest
 from sp_lightning.pipeline.modules.swap import swap_out
 from sp_lightning.pipeline.optimizer import on_device
@@ -44,6 +45,7 @@ class Assembly:
         arrangement: The units, and where their weights lie.
         lasting: The parts that outlive the arrangement.
         in_step: Tells whether the scope of a step is open.
+        keeper: The object that members' calls are routed to.
 
     Attributes:
         arrangement: The units, and where their weights lie.
@@ -59,10 +61,14 @@ class Assembly:
         calls: Runs the calls of members.
     """
 
-    def __init__(self, arrangement: Arrangement, lasting: Lasting, in_step: Callable[[], bool]) -> None:
+    def __init__(
+        self, arrangement: Arrangement, lasting: Lasting, in_step: Callable[[], bool], keeper: Gatekeeper
+    ) -> None:
         self.arrangement = arrangement
         self._lasting = lasting
         self._in_step = in_step
+        self._keeper = keeper
+        self._has_gates = False
         backend, stats = lasting.backend, lasting.stats
         members = arrangement.streamed_members
         groups = [member.unit.group for member in members if member.unit is not None]
@@ -154,11 +160,11 @@ class Assembly:
 
     # ------------------------------------------------------------------------------------ installing and uninstalling
 
-    def install(self, keeper: Gatekeeper) -> None:
+    def install(self, is_used: bool) -> None:
         """Take over the module.
 
         Args:
-            keeper: The object that members' calls are routed to.
+            is_used: Whether the pipeline has been used. If not, modules keep their classes until `install_gates`.
 
         Raises:
             torch.OutOfMemoryError: If the units that should live on the device do not fit; the module is not taken over
@@ -191,7 +197,20 @@ class Assembly:
             for member in arrangement.streamed_members:
                 member.compiled = compiled_call(member.module)
         for member in arrangement.members:
-            install_gate(member, keeper)
+            register_gate(member, self._keeper)
+        if is_used:
+            self.install_gates()
+        else:
+            watch_for_first_call(self._keeper)
+
+    def install_gates(self) -> None:
+        """Have modules surround their calls, as the pipeline is used now."""
+        if self._has_gates:
+            return
+        self._has_gates = True
+        stop_watching_for_first_call(self._keeper)
+        for member in self.arrangement.members:
+            install_gate(member)
 
     def _settle_on_device(self) -> None:
         """Move the units that live on the device there, or move them all back if memory runs out."""
@@ -223,6 +242,7 @@ class Assembly:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement, lasting = self.arrangement, self._lasting
         self.backward.closed = True
+        stop_watching_for_first_call(self._keeper)
         self.overlap.close()
         self.steps.settle()
         for member in arrangement.members:

@@ -354,6 +354,7 @@ class Pipeline:
         if self._depth == 0:
             with outside_of_transforms():
                 self._open(look_for_new_parameters, goes_on)
+            self._assembly.install_gates()
         self._depth += 1
         pushed = self._saved.push(ahead=True)
         try:
@@ -433,7 +434,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------- calls of modules
 
     def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call of a member's module with its weights on the device (see hooks.py)."""
+        """Run the call of a member's module with its weights on the device (see gates.py)."""
         if is_capturing():
             raise RuntimeError(
                 "A module that superpipeline streams cannot be captured as a graph (by `torch.jit.trace`, "
