@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # before the test that patches `nn.Module.__call__`, as dynamo notes what stands there
 from torch import Tensor, nn
 
 from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline._private import COMPILES_UNDER_MODES
 from tests.helpers import attached
 from tests.zoo.blocks import WIDTH, Block, Chain
 
@@ -120,7 +122,7 @@ def test_a_model_that_is_compiled_before_the_first_call() -> None:
     """`torch.compile` keeps the method that it finds."""
     expected = chain()(rows())
     model = chain()
-    with attached(model) as pipe:
+    with attached(model, debug=COMPILES_UNDER_MODES) as pipe:
         compiled = torch.compile(model, backend="eager")
         for step in range(1, 4):
             assert torch.equal(compiled(rows()), expected)
