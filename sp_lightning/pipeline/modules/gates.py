@@ -8,14 +8,14 @@ look for hooks and compute other numbers when they see some, `always_call` hooks
 of a gate has the plain class. The class of a parametrized module stays on top: torch edits it, and takes it off again.
 
 [Note: users who ask for a class]
-The subclass equals the plain class, for users and libraries who ask `type(module) == nn.Linear`, or look a module's
-class up in a table. `type(module) is nn.Linear` tells them apart. So modules keep their own classes until their
-pipeline is first used (first_call.py): `configure_optimizers` may choose param groups by class.
+`module.__class__` is the plain class, as in `super(self.__class__, self).forward(x)`; a class that users assign becomes
+that of a gate. The subclass equals the plain class, for users and libraries who ask `type(module) == nn.Linear`, or
+look a module's class up in a table. `type(module) is nn.Linear` tells them apart. So modules keep their own classes
+until their pipeline is first used (first_call.py): `configure_optimizers` may choose param groups by class.
 """
 
 from __future__ import annotations
 
-import copyreg
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +40,8 @@ class Gatekeeper(Protocol):
 
 _PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that has the plain class
 
+_set_class: Any = vars(object)["__class__"].__set__
+
 _gates: dict[int, tuple[Gatekeeper, Member]] = {}
 _gate_classes: dict[type, type] = {}
 
@@ -60,13 +62,13 @@ def register_gate(member: Member, keeper: Gatekeeper) -> None:
 
 def install_gate(member: Member) -> None:
     """Make the member's module a gate."""
-    member.module.__class__ = _with_gate(type(member.module))
+    _set_class(member.module, _with_gate(type(member.module)))
 
 
 def remove_gate(member: Member) -> None:
     """Undo `register_gate` and `install_gate`."""
     if _gates.pop(id(member.module), None) is not None:
-        member.module.__class__ = _without_gate(type(member.module))
+        _set_class(member.module, _without_gate(type(member.module)))
 
 
 def keeper_of(module: nn.Module) -> tuple[Gatekeeper, Member] | None:
@@ -154,13 +156,15 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
         return keeper.call(member, plain_call, args, kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        reduced = _as_plain(self, lambda: self.__reduce_ex__(protocol))
-        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return (plain.__new__, *reduced[1:])  # `__newobj__` insists on the object's own class, the gate
-        return reduced
+        return _as_plain(self, lambda: self.__reduce_ex__(protocol))
 
     explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
-    methods: dict[str, Any] = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, _PLAIN: plain}
+    methods: dict[str, Any] = {
+        "__call__": __call__,
+        "__reduce_ex__": __reduce_ex__,
+        "__class__": property(_visible_class, _change_class),
+        _PLAIN: plain,
+    }
     if hasattr(plain, "__deepcopy__"):
 
         def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -183,14 +187,23 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
     return gate
 
 
+def _visible_class(module: nn.Module) -> type:
+    """Return the plain class of a gate; the class itself if a parametrization has put its own on top of a gate."""
+    return _plain_of_gate(type(module)) or type(module)
+
+
+def _change_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    _set_class(module, cls if hasattr(cls, _PLAIN) or keeper_of(module) is None else _with_gate(cls))
+
+
 def _as_plain(module: nn.Module, action: Callable[[], Any]) -> Any:
     """Run an action while the module has its plain class."""
     gate = type(module)
-    module.__class__ = _without_gate(gate)
+    _set_class(module, _without_gate(gate))
     try:
         return action()
     finally:
-        module.__class__ = gate
+        _set_class(module, gate)
 
 
 def _without_gate(cls: type) -> type:
