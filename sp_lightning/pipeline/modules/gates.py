@@ -10,8 +10,9 @@ of a gate has the plain class. The class of a parametrized module stays on top: 
 [Note: users who ask for a class]
 `module.__class__` is the plain class, as in `super(self.__class__, self).forward(x)`; a class that users assign becomes
 that of a gate. The subclass equals the plain class, for users and libraries who ask `type(module) == nn.Linear`, or
-look a module's class up in a table. `type(module) is nn.Linear` tells them apart. So modules keep their own classes
-until their pipeline is first used (first_call.py): `configure_optimizers` may choose param groups by class.
+look a module's class up in a table, and what they assign to it (`type(self).steps += 1`) becomes an attribute of the
+plain class. `type(module) is nn.Linear` tells them apart. So modules keep their own classes until their pipeline is
+first used (first_call.py): `configure_optimizers` may choose param groups by class.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def _on_top_of(bases: tuple[type, ...], cls: type) -> type:
 
 
 @cache
-def _equal_to_plain(metaclass: Any) -> Any:
-    """Return the metaclass of gates whose plain classes have this one: a gate equals its plain class."""
+def _metaclass_of_gates(metaclass: Any) -> Any:
+    """Return the metaclass of gates whose plain classes have this one."""
 
     def __eq__(cls: type, other: object) -> bool:
         plain = _plain_of_gate(cls)
@@ -131,7 +132,20 @@ def _equal_to_plain(metaclass: Any) -> Any:
         plain = _plain_of_gate(cls)
         return hash(plain) if plain is not None else metaclass.__hash__(cls)
 
-    return type(metaclass.__name__, (metaclass,), {"__eq__": __eq__, "__hash__": __hash__})
+    def __setattr__(cls: type, name: str, value: object) -> None:
+        metaclass.__setattr__(_owner_of(cls, name), name, value)
+
+    def __delattr__(cls: type, name: str) -> None:
+        metaclass.__delattr__(_owner_of(cls, name), name)
+
+    methods = {"__eq__": __eq__, "__hash__": __hash__, "__setattr__": __setattr__, "__delattr__": __delattr__}
+    return type(metaclass.__name__, (metaclass,), methods)
+
+
+def _owner_of(cls: type, name: str) -> type:
+    """Return the class to whose attributes one belongs that is assigned to `cls`."""
+    plain = _plain_of_gate(cls)
+    return cls if plain is None or name in vars(cls) else plain
 
 
 def _plain_of_gate(cls: type) -> type | None:
@@ -163,7 +177,6 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
         "__call__": __call__,
         "__reduce_ex__": __reduce_ex__,
         "__class__": property(_visible_class, _change_class),
-        _PLAIN: plain,
     }
     if hasattr(plain, "__deepcopy__"):
 
@@ -181,9 +194,10 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
     metaclass: Any = type(plain)
     with _without_init_subclass(plain):
         gate: type[nn.Module] = types.new_class(
-            plain.__name__, (plain,), {"metaclass": _equal_to_plain(metaclass)}, lambda body: body.update(methods)
+            plain.__name__, (plain,), {"metaclass": _metaclass_of_gates(metaclass)}, lambda body: body.update(methods)
         )
     gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
+    setattr(gate, _PLAIN, plain)  # last: from now on, attributes belong to the plain class
     return gate
 
 

@@ -170,6 +170,28 @@ def test_super_of_the_class_of_self(gated: Gated) -> None:
     assert torch.equal(gated(module)(torch.ones(1, 2)), expected)
 
 
+@pytest.mark.parametrize("metaclass", [type, ABCMeta])
+def test_attributes_of_the_class_are_those_of_the_plain_class(gated: Gated, metaclass: type) -> None:
+    class Counting(nn.Linear, metaclass=metaclass):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            return super().forward(x)
+
+    gate, other = gated(Counting(2, 2)), Counting(2, 2)
+    gate(torch.ones(1, 2))
+    other(torch.ones(1, 2))
+    assert Counting.calls == type(gate).calls == 2
+    type(gate).forward = lambda self, x: 3 * x  # type: ignore[method-assign]
+    assert torch.equal(gate(torch.ones(1, 2)), 3 * torch.ones(1, 2))
+    gated.remove()
+    assert torch.equal(gated(other)(torch.ones(1, 2)), 3 * torch.ones(1, 2))
+    assert gated.keeper.calls == ["unit"] * 3
+    del type(other).calls
+    assert not hasattr(Counting, "calls")
+
+
 def test_a_class_that_is_assigned_becomes_that_of_a_gate(gated: Gated) -> None:
     class Doubling(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
