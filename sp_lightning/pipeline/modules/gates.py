@@ -120,7 +120,13 @@ def _on_top_of(bases: tuple[type, ...], cls: type) -> type:
 
 @cache
 def _metaclass_of_gates(metaclass: Any) -> Any:
-    """Return the metaclass of gates whose plain classes have this one."""
+    """Return the metaclass of gates whose plain classes have this one, which does not hear of them: it may register."""
+
+    def __new__(meta: Any, name: str, bases: tuple[type, ...], contents: dict[str, Any]) -> Any:
+        return type.__new__(meta, name, bases, contents)
+
+    def __init__(cls: type, *_: object) -> None:
+        pass
 
     def __eq__(cls: type, other: object) -> bool:
         plain = _plain_of_gate(cls)
@@ -138,8 +144,8 @@ def _metaclass_of_gates(metaclass: Any) -> Any:
     def __delattr__(cls: type, name: str) -> None:
         metaclass.__delattr__(_owner_of(cls, name), name)
 
-    methods = {"__eq__": __eq__, "__hash__": __hash__, "__setattr__": __setattr__, "__delattr__": __delattr__}
-    return type(metaclass.__name__, (metaclass,), methods)
+    methods = (__new__, __init__, __eq__, __hash__, __setattr__, __delattr__)
+    return type(metaclass.__name__, (metaclass,), {method.__name__: method for method in methods})
 
 
 def _owner_of(cls: type, name: str) -> type:
@@ -193,9 +199,7 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
         methods["recompile"] = recompile
     metaclass: Any = type(plain)
     with _without_init_subclass(plain):
-        gate: type[nn.Module] = types.new_class(
-            plain.__name__, (plain,), {"metaclass": _metaclass_of_gates(metaclass)}, lambda body: body.update(methods)
-        )
+        gate: type[nn.Module] = _metaclass_of_gates(metaclass)(plain.__name__, (plain,), methods)
     gate.__module__, gate.__qualname__, gate.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
     setattr(gate, _PLAIN, plain)  # last: from now on, attributes belong to the plain class
     return gate

@@ -405,6 +405,34 @@ def test_a_registry_of_subclasses_does_not_see_gates(gated: Gated) -> None:
     assert gated.keeper.calls == ["unit"]
 
 
+def test_a_metaclass_does_not_see_gates(gated: Gated) -> None:
+    """A registry that wants arguments, and refuses a second class of the same kind."""
+    registry: dict[str, type] = {}
+
+    class Registering(type):
+        @classmethod
+        def __prepare__(cls, name: str, bases: tuple[type, ...], **kwargs: Any) -> dict[str, Any]:
+            return {"prepared": True}
+
+        def __new__(cls, name: str, bases: tuple[type, ...], contents: dict[str, Any], kind: str) -> Any:
+            return super().__new__(cls, name, bases, contents)
+
+        def __init__(cls, name: str, bases: tuple[type, ...], contents: dict[str, Any], kind: str) -> None:
+            assert kind not in registry
+            registry[kind] = cls
+
+    class Registered(nn.Linear, metaclass=Registering, kind="one"):
+        pass
+
+    gate = gated(Registered(2, 2))
+    assert registry == {"one": Registered}
+    assert type(gate).prepared
+    gate(torch.ones(1, 2))
+    assert gated.keeper.calls == ["unit"]
+    gated.remove()
+    assert type(gate) is Registered
+
+
 def test_a_graph_module_may_be_recompiled(gated: Gated) -> None:
     """It writes `__call__` into its class, as torchvision's feature extractors do whenever they change their mode."""
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
