@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights import buffers
 from sp_lightning.trainer import optimizer_memory
 from sp_lightning.trainer.optimizer_memory import warn_of_optimizer_memory
@@ -126,6 +127,15 @@ def test_what_a_former_arrangement_has_held_is_free(
     In all, weights and gradients take at most so many bytes per parameter, those included that pairs or landing buffers
     take in a model with few units.
     """
+    work = HostBackend.work
+
+    def at_once(self: HostBackend, *args: Any, **kwargs: Any) -> Ticket:
+        """Work without lagging behind, for which buffers are made where memory is to spare."""
+        ticket = work(self, *args, **kwargs)
+        ticket.join()
+        return ticket
+
+    monkeypatch.setattr(HostBackend, "work", at_once)
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2, 1)], *3 * [(4, 2)], (3, 1)))
     compares, module = Compares(mapped), Blocks()
     trainer = L.Trainer(
