@@ -299,11 +299,23 @@ def test_weights_in_a_checkpoint_whose_unit_is_stepped_in_backward(frozen: bool)
     assert module.steps_in_backward == 4 * 4
 
 
+class Convolves(nn.Module):
+    """A block of operations for which autograd saves the weights themselves; of a linear layer's, it saves a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(torch.tanh(self.conv(x[:, None])))[:, 0]
+
+
 class EditsBetween(Trains):
     """Changes weights after the forward, in a hook that comes before backward."""
 
-    def __init__(self, edit: Write) -> None:
-        super().__init__(Chain([Block() for _ in range(4)]))
+    def __init__(self, edit: Write, block: type[nn.Module] = Block) -> None:
+        super().__init__(Chain([block() for _ in range(4)]))
         self.edit = edit
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
@@ -319,9 +331,9 @@ def replace(weight: nn.Parameter) -> None:
     weight.data = weight.data * 0.9
 
 
-def edited_between(strategy: Any, edit: Write, precision: Any) -> list[Tensor]:
+def edited_between(strategy: Any, edit: Write, precision: Any, block: type[nn.Module] = Block) -> list[Tensor]:
     torch.manual_seed(0)
-    return weights_after_training(EditsBetween(edit), strategy, precision)
+    return weights_after_training(EditsBetween(edit, block), strategy, precision)
 
 
 @pytest.mark.parametrize(
@@ -345,6 +357,28 @@ def test_data_that_is_changed_between_forward_and_backward(
         return
     with pytest.raises(RuntimeError, match=error):
         edited_between(strategy, edit, precision)
+
+
+@pytest.mark.parametrize(
+    ("activations", "precision", "error"),
+    [
+        ("keep", "32-true", None),
+        ("offload", "32-true", None),
+        ("recompute", "32-true", "or a weight of 'net.blocks.3' has been modified.*cannot run again"),
+        ("keep", "bf16-mixed", "A weight of 'net.blocks.3' was changed|weight 'net.blocks.3.conv.weight' was changed"),
+    ],
+)
+def test_data_that_is_replaced_between_forward_and_backward(
+    activations: Any, precision: str, error: str | None
+) -> None:
+    """Where autograd has saved the weight itself, it goes on with the new values."""
+    strategy = SuperpipelineStrategy(k=2, units=Convolves, activations=activations)
+    if error is None:
+        expected = edited_between("auto", replace, precision, Convolves)
+        assert all(map(torch.equal, expected, edited_between(strategy, replace, precision, Convolves)))
+        return
+    with pytest.raises(RuntimeError, match=error):
+        edited_between(strategy, replace, precision, Convolves)
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])

@@ -36,16 +36,25 @@ from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 class _Handle:
     """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
-    __slots__ = ("_group", "_is_view", "alias", "twin", "version")
+    __slots__ = ("_group", "_is_view", "_replacements", "_version", "alias", "twin")
 
-    def __init__(self, twin: Twin, alias: Tensor, version: int) -> None:
+    def __init__(self, twin: Twin, alias: Tensor) -> None:
         self.twin = twin
         self.alias = alias
-        self.version = version
+        self._version = twin.version()
+        self._replacements = twin.replacements()
         self._group = twin.group
         self._group.handles += 1
         self._is_view = alias is not twin.parameter
         twin.saved_views += self._is_view
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the weight has changed since it was saved, and backward would use values that are gone."""
+        if self.twin.version() != self._version:
+            return True
+        has_old_memory = self._is_view or self.twin.weight.lowered  # in plain training: a view, or what autocast made
+        return has_old_memory and self.twin.replacements() != self._replacements
 
     def __del__(self) -> None:
         self._group.handles -= 1
@@ -186,7 +195,7 @@ class SavedTensors:
         if twin is None:
             return None
         with without_torch_function():
-            return _Handle(twin, tensor, twin.version())
+            return _Handle(twin, tensor)
 
     def pack(self, tensor: Tensor) -> Packed:
         """Return what autograd saves in place of a tensor."""
@@ -216,7 +225,7 @@ class SavedTensors:
         if self.twins.get(twin.key) is not twin:
             raise outdated_graph_error(f"weight {twin.weight.name!r}")
         with without_torch_function():
-            if twin.version() != packed.version:
+            if packed.is_outdated:
                 raise RuntimeError(_changed_in_place(f"weight {twin.weight.name!r}"))
             self.require(twin)
         return packed.alias

@@ -91,12 +91,19 @@ class Twin:
 
         Saved-tensor hooks switch off autograd's own check, so saved weights are checked against this.
         """
-        changes_of_master = self.weight.master._version + self.weight.replacements
-        return changes_of_master + self.parameter._version - self._write_backs + self._replacements
+        return self.weight.master._version + self.parameter._version - self._write_backs
+
+    def replacements(self) -> int:
+        """Return how often the weight was given other memory (`weight.data = ...`), and its values moved into ours.
+
+        Autograd does not count this: where it has saved the weight itself, backward goes on with the new values. A view
+        keeps the old memory.
+        """
+        return self.weight.replacements + self._replacements
 
     def changes(self) -> int:
         """Return a number that grows with every change, also with those in a forward that autograd does not count."""
-        return self.version() + self._write_backs
+        return self.version() + self._write_backs + self.replacements()
 
     def refuse_gradients(self) -> None:
         """Make any gradient that still arrives raise an error: units were arranged anew, and it would be lost."""
