@@ -833,6 +833,12 @@ WAYS: dict[str, Callable[[nn.Module], Iterable[Tensor]]] = {
 ALIASES = ["state_dict", "detach", "numpy"]
 
 
+def little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little to copy weights: of eight thousand bytes, a thousand."""
+    monkeypatch.setattr("sp_lightning.pipeline.weights.journal._LEAST_COPIED", 0)
+    monkeypatch.setattr("sp_lightning.pipeline.weights.journal.available_host_memory", lambda: 8000)
+
+
 @pytest.mark.filterwarnings("ignore:The device's memory did not suffice")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("way", ["itself", "data"])
@@ -848,7 +854,7 @@ def test_a_step_that_writes_to_large_weights(
     kind: Callable[[str], Module], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those are not copied, and would be changed once more."""
-    monkeypatch.setattr("sp_lightning.pipeline.weights.journal._LARGEST", 1000)
+    little_host_memory(monkeypatch)
     Device.current = Device("forward", one_unit)
     with pytest.raises(torch.OutOfMemoryError, match=r"cannot run again, because it writes to weight 'blocks\.0\.up"):
         fit(kind(way), SuperpipelineStrategy(units=Block))
@@ -864,7 +870,7 @@ def test_a_step_that_writes_to_aliases_of_weights(way: str, where: str) -> None:
 
 @pytest.mark.parametrize("way", ALIASES)
 def test_a_step_that_writes_to_aliases_of_large_weights(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.pipeline.weights.journal._LARGEST", 1000)
+    little_host_memory(monkeypatch)
     Device.current = Device("backward", one_unit)
     with pytest.raises(torch.OutOfMemoryError, match=r"cannot run again, because it writes to weight 'blocks\.0\."):
         fit(AroundForwards(way), SuperpipelineStrategy(units=Block))
@@ -882,7 +888,7 @@ class ReadsAllWeights(Module):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_reads_aliases_of_large_weights(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may run again, whatever their size."""
-    monkeypatch.setattr("sp_lightning.pipeline.weights.journal._LARGEST", 1000)
+    little_host_memory(monkeypatch)
     assert same(*run_with_and_without_failures(ReadsAllWeights, where))
 
 

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import without_torch_function
+from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.weights.buffers import as_bytes, is_dense
 from sp_lightning.pipeline.weights.weight import Weight
 
-_LARGEST = 1 << 24  # bytes that are copied: enough for a scale that is clamped; a model that is averaged is too much
+_LEAST_COPIED = 1 << 24  # bytes, wherever they are needed: enough for a scale that is clamped
+_SHARE_COPIED = 8  # of the host memory that is free, one part in so many may be taken: by a model that is averaged
 _SAMPLED = 1 << 16  # bytes that tell whether a larger weight was written to
 
 
@@ -20,8 +22,8 @@ class Journal:
     """Copies weights before they are written to, by a forward or by code around it; optimizers' steps do not count.
 
     Attributes:
-        lost: The name of a weight that was written to, or may have been, and was not copied: it is too large, or is
-            not streamed.
+        lost: The name of a weight that was written to, or may have been, and was not copied: the host has not enough
+            memory for that, or it is not streamed.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,7 @@ class Journal:
     def begin(self) -> None:
         """Begin a step that may have to run again."""
         self.end()
-        self._is_open, self._left = True, _LARGEST
+        self._is_open, self._left = True, _most_copied()
 
     def end(self) -> None:
         """Forget everything: the step will not run again."""
@@ -99,6 +101,11 @@ class Journal:
     def _copy(self, weight: Weight) -> None:
         self._left -= weight.master.nbytes
         self._before[id(weight.master)] = weight, _values(weight).clone()
+
+
+def _most_copied() -> int:
+    """Return how many bytes of weights may be copied in a step."""
+    return max(_LEAST_COPIED, (available_host_memory() or 0) // _SHARE_COPIED)
 
 
 class _Sample(NamedTuple):
