@@ -120,32 +120,34 @@ def _on_top_of(bases: tuple[type, ...], cls: type) -> type:
 
 @cache
 def _metaclass_of_gates(metaclass: Any) -> Any:
-    """Return the metaclass of gates whose plain classes have this one, which does not hear of them: it may register."""
+    """Return the metaclass of gates whose plain classes have this one."""
 
-    def __new__(meta: Any, name: str, bases: tuple[type, ...], contents: dict[str, Any]) -> Any:
-        return type.__new__(meta, name, bases, contents)
+    class GateMeta(metaclass):  # type: ignore[misc]
+        """Lets a gate pass for its plain class."""
 
-    def __init__(cls: type, *_: object) -> None:
-        pass
+        def __new__(cls: Any, name: str, bases: tuple[type, ...], contents: dict[str, Any]) -> Any:
+            return type.__new__(cls, name, bases, contents)  # the plain class's own metaclass may register classes
 
-    def __eq__(cls: type, other: object) -> bool:
-        plain = _plain_of_gate(cls)
-        if cls is other or plain is None or is_dynamo_at_work():  # which finds what `super()` means by comparing
-            return cls is other
-        return plain == other
+        def __init__(cls: type, *_: object) -> None:
+            pass
 
-    def __hash__(cls: type) -> int:
-        plain = _plain_of_gate(cls)
-        return hash(plain) if plain is not None else metaclass.__hash__(cls)
+        def __eq__(cls: type, other: object) -> bool:
+            plain = _plain_of_gate(cls)
+            if cls is other or plain is None or is_dynamo_at_work():  # which finds what `super()` means by comparing
+                return cls is other
+            return plain == other
 
-    def __setattr__(cls: type, name: str, value: object) -> None:
-        metaclass.__setattr__(_owner_of(cls, name), name, value)
+        def __hash__(cls: type) -> int:
+            plain = _plain_of_gate(cls)
+            return hash(plain) if plain is not None else metaclass.__hash__(cls)
 
-    def __delattr__(cls: type, name: str) -> None:
-        metaclass.__delattr__(_owner_of(cls, name), name)
+        def __setattr__(cls: type, name: str, value: object) -> None:
+            metaclass.__setattr__(_owner_of(cls, name), name, value)
 
-    methods = (__new__, __init__, __eq__, __hash__, __setattr__, __delattr__)
-    return type(metaclass.__name__, (metaclass,), {method.__name__: method for method in methods})
+        def __delattr__(cls: type, name: str) -> None:
+            metaclass.__delattr__(_owner_of(cls, name), name)
+
+    return GateMeta
 
 
 def _owner_of(cls: type, name: str) -> type:
