@@ -17,6 +17,8 @@ first used (first_call.py): `configure_optimizers` may choose param groups by cl
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -147,7 +149,14 @@ def _metaclass_of_gates(metaclass: Any) -> Any:
         def __delattr__(cls: type, name: str) -> None:
             metaclass.__delattr__(_owner_of(cls, name), name)
 
+    copyreg.pickle(GateMeta, _reduce_gate)
     return GateMeta
+
+
+def _reduce_gate(cls: type) -> str | tuple[Any, ...]:
+    """Have a gate's class pickled as its plain class; those derived from gates as any class."""
+    plain = _plain_of_gate(cls)
+    return cls.__qualname__ if plain is None else (copy.copy, (plain,))
 
 
 def _owner_of(cls: type, name: str) -> type:

@@ -321,6 +321,16 @@ def test_copies_and_pickles_are_of_the_plain_class(gated: Gated, make: Callable[
         assert gated.keeper.calls == []
 
 
+def test_the_class_of_a_gate_is_pickled_as_the_plain_class(gated: Gated) -> None:
+    """By name, as classes are; in a checkpoint that says what a part of the model is."""
+    gate = gated(WithState(2, 2))
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(type(gate), protocol)) is WithState
+    parametrize.register_parametrization(gate, "weight", Doubled())
+    with pytest.raises(pickle.PicklingError, match="ParametrizedWithState"):
+        pickle.dumps(type(gate))
+
+
 def test_a_copy_that_fails_leaves_the_gate(gated: Gated) -> None:
     class Uncopyable(nn.Linear):
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
