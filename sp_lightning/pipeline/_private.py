@@ -169,7 +169,7 @@ def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
     Optimizers that wrap another one may have none, as they do not call `Optimizer.__init__` (Opacus's, for one).
     """
     of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    of_this = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
+    of_this = (getattr(optimizer, name, None) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
     return any(len(hooks) > own for hooks in of_all) or any(of_this)
 
 

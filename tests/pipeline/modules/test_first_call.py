@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline._private import COMPILES_UNDER_MODES
 from tests.helpers import attached
-from tests.zoo.blocks import WIDTH, Block, Chain
+from tests.zoo.blocks import WIDTH, Block, Chain, chain
 
 PLAIN_CALL = nn.Module.__call__
 
@@ -25,9 +25,9 @@ def nothing_stays() -> Iterator[None]:
     assert nn.Module.__call__ is PLAIN_CALL
 
 
-def chain() -> Chain:
+def three_blocks() -> Chain:
     torch.manual_seed(0)
-    return Chain([Block(), Block(), Block()])
+    return chain(3)
 
 
 def rows() -> Tensor:
@@ -58,7 +58,7 @@ def use_by_step(model: nn.Module, pipe: Pipeline) -> None:
 
 @pytest.mark.parametrize("use", [use_by_call, use_by_call_of_a_part, use_by_step])
 def test_classes_change_with_the_first_use(use: Callable[[nn.Module, Pipeline], None]) -> None:
-    model = chain()
+    model = three_blocks()
     own = classes(model)
     with attached(model) as pipe:
         assert are_same(classes(model), own)
@@ -71,7 +71,7 @@ def test_classes_change_with_the_first_use(use: Callable[[nn.Module, Pipeline], 
 
 
 def test_a_pipeline_that_is_never_used() -> None:
-    model = chain()
+    model = three_blocks()
     expected = model(rows())
     with attached(model):
         assert torch.equal(nn.Identity()(rows()), rows()), "modules of others are called as always"
@@ -80,8 +80,8 @@ def test_a_pipeline_that_is_never_used() -> None:
 
 def test_the_first_call_streams() -> None:
     """Of the model as a whole, which opens one step; its parts do not open one each."""
-    expected = chain()(rows())
-    model = chain()
+    expected = three_blocks()(rows())
+    model = three_blocks()
     with attached(model) as pipe:
         assert torch.equal(model(rows()), expected)
         assert pipe.stats.loads == 3
@@ -89,7 +89,7 @@ def test_the_first_call_streams() -> None:
 
 
 def test_units_that_are_arranged_anew_before_the_first_call() -> None:
-    model = chain()
+    model = three_blocks()
     with attached(model) as pipe:
         model.blocks.append(copy.deepcopy(model.blocks[0]))
         expected = copy.deepcopy(model)(rows())
@@ -110,7 +110,7 @@ def test_two_pipelines_of_which_one_is_not_used() -> None:
         return Chain([Doubling(), Doubling()])
 
     expected, model = build()(rows()), build()
-    with attached(chain()) as unused, attached(model) as used:
+    with attached(three_blocks()) as unused, attached(model) as used:
         for _ in range(3):
             assert torch.equal(model(rows()), expected)
         assert used.stats.loads > 0
@@ -120,8 +120,8 @@ def test_two_pipelines_of_which_one_is_not_used() -> None:
 
 def test_a_model_that_is_compiled_before_the_first_call() -> None:
     """`torch.compile` keeps the method that it finds."""
-    expected = chain()(rows())
-    model = chain()
+    expected = three_blocks()(rows())
+    model = three_blocks()
     with attached(model, debug=COMPILES_UNDER_MODES) as pipe:
         compiled = torch.compile(model, backend="eager")
         for step in range(1, 4):
@@ -142,7 +142,7 @@ def test_another_patch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(nn.Module, "__call__", call)
 
-    expected, model = chain()(rows()), chain()
+    expected, model = three_blocks()(rows()), three_blocks()
     patch("before")
     with attached(model):
         patch("after")

@@ -155,9 +155,6 @@ def test_super_and_isinstance_inside_of_a_class(gated: Gated) -> None:
     assert gated(Derived())(torch.ones(1)).tolist() == [4]
 
 
-# ------------------------------------------------------------------------------------------------------ copies, pickles
-
-
 def test_super_of_the_class_of_self(gated: Gated) -> None:
     """Instead of `super()`, which works as long as nobody derives from the class."""
 
@@ -205,6 +202,9 @@ def test_a_class_that_is_assigned_becomes_that_of_a_gate(gated: Gated) -> None:
     assert gated.keeper.calls == ["unit"] * 2
     gated.remove()
     assert type(gate) is Doubling
+
+
+# ------------------------------------------------------------------------------------------------------ copies, pickles
 
 
 class WithDeepcopy(nn.Linear):
@@ -457,6 +457,3 @@ def test_a_graph_module_may_be_recompiled(gated: Gated) -> None:
     gated.remove()
     assert torch.equal(gate(x), gate.get_submodule("0")(x))
     assert gated.keeper.calls == ["unit"]
-
-
-# ------------------------------------------------------------------------------------------------------ before backward
