@@ -320,8 +320,27 @@ def outside_of_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
 
 
+def contains_others(tensor: Tensor) -> bool:
+    """Tell whether a tensor consists of others and has no memory of its own, as quantized weights do.
+
+    It says so by a protocol that torch's own packages, `torch.compile` among them, and torchao share.
+    """
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor consists of: those that it contains, or only itself."""
+    if not contains_others(tensor):
+        return [tensor]
+    container: Any = tensor
+    names, _ = container.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage. Views share it (`W.t()`), which `is` and `isinstance` would miss."""
+    if contains_others(tensor):
+        tensor = parts_of(tensor)[0]
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # functorch's wrappers have no storage of their own

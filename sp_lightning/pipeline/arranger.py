@@ -210,7 +210,8 @@ class Arranger:
         buffers.
         """
         return self._shape.has_changed() or any(
-            type(found := entry.current) in (nn.Parameter, type(None)) and found is not entry.weight.master
+            type(found := entry.current) in (entry.weight.kind, nn.Parameter, type(None))
+            and found is not entry.weight.master
             for member in self.arrangement.members
             for entry in member.entries
         )

@@ -33,6 +33,7 @@ from sp_lightning.pipeline.under_autocast import UnderAutocast, without_autocast
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.glances import Glances
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.window import Window
@@ -316,7 +317,8 @@ class Calls:
 
 
 def _warn_of_kept_views(member: Member) -> None:
-    twins = [entry.weight.twin for entry in member.entries]
+    # bitsandbytes keeps views of quantized weights for its backward, and what else happens to these is rare
+    twins = [entry.weight.twin for entry in member.entries if not isinstance(entry.weight, QuantizedWeight)]
     kept = [twin.weight.name for twin in twins if twin.group.conflicts and twin.is_aliased]
     if kept:
         warnings.warn(

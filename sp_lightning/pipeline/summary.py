@@ -105,7 +105,7 @@ def summarize(assembly: Assembly, lasting: Lasting) -> Summary:
         units=len(arrangement.units),
         k=arrangement.k,
         k_prime=arrangement.k_prime,
-        model_bytes=sum(weight.master.nbytes for weight in every_weight),
+        model_bytes=sum(weight.nbytes for weight in every_weight),
         device_bytes=arrangement.device_bytes(),
         gradient_bytes=assembly.gradient_return.device_bytes(),
         resident=tuple(weight.name for weight in arrangement.resident.weights),

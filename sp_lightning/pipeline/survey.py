@@ -111,7 +111,7 @@ class Survey:
         trainable = [weight.master for weight in unit.every_weight if weight.master.requires_grad]
         if not (self.options.resident_optimizer and optimizers.step_by_unit and trainable):
             return 0
-        weights = sum(w.master.nbytes + w.lowered * w.compute_bytes for w in unit.every_weight)
+        weights = sum(w.nbytes + w.lowered * w.compute_bytes for w in unit.every_weight)
         return weights + sum(p.nbytes + on_device.state_bytes(optimizers.seen, p) for p in trainable)
 
     def begin_watching_memory(self) -> int | None:

@@ -100,7 +100,7 @@ class WriteBack:
                     "module out of autocast, or change the weight outside of the forward."
                 )
             self._journal.note(weight)
-            weight.master.copy_(arrived)
+            weight.overwrite(arrived)
         weight.twin.note_written_back()
         self._stats.write_backs += 1
         group = weight.twin.group

@@ -209,7 +209,7 @@ def _lowered_weights(root: nn.Module, units: Sequence[Unit]) -> list[Weight]:
         found.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
     lowered = owned - elsewhere
     weights = [weight for unit in units for weight in unit.weights]
-    return [weight for weight in weights if weight.master.dtype is torch.float32 and id(weight.master) in lowered]
+    return [weight for weight in weights if weight.dtype is torch.float32 and id(weight.master) in lowered]
 
 
 def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
@@ -230,7 +230,7 @@ def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
         host_bytes=sum(_host_bytes(weight, given) for weight in unit.weights),
         ways=_ways(seen, weights, forward, backward, given),
         bytes_on_device=sum(_bytes_on_device(weight, given) for weight in unit.weights) if trained else 0,
-        sections=count_sections(weight.master for weight in unit.weights),
+        sections=count_sections(weight.layout for weight in unit.weights),
     )
 
 
@@ -245,19 +245,19 @@ def _host_bytes(weight: Weight, given: Assumptions) -> int:
     """Return the most host memory for a master, its lowered copy, its gradient and its optimizer state."""
     copy = weight.compute_bytes if weight.lowered else 0
     if not weight.master.requires_grad:
-        return weight.master.nbytes + copy
+        return weight.nbytes + copy
     # In the first step a gradient comes in the master's dtype, and there is no copy yet. Until the first steps are
     # measured, gradients stay as they come; after that, those in a lower dtype need no memory of their own.
-    gradient = max(weight.master.nbytes, copy + weight.compute_bytes)
-    return weight.master.nbytes + gradient + _state_bytes(weight.master, given)
+    gradient = max(weight.nbytes, copy + weight.compute_bytes)
+    return weight.nbytes + gradient + _state_bytes(weight.master, given)
 
 
 def _bytes_on_device(weight: Weight, given: Assumptions) -> int:
     """Return what a weight, its gradient, its optimizer state and autocast's copy of it take on the device."""
     if not given.resident_optimizer:
         return 0
-    trained = weight.master.nbytes + _state_bytes(weight.master, given) if weight.master.requires_grad else 0
-    return weight.master.nbytes + trained + weight.lowered * weight.compute_bytes
+    trained = weight.nbytes + _state_bytes(weight.master, given) if weight.master.requires_grad else 0
+    return weight.nbytes + trained + weight.lowered * weight.compute_bytes
 
 
 def _state_bytes(parameter: nn.Parameter, given: Assumptions) -> int:
@@ -275,8 +275,7 @@ def _bytes_per_step(weights: Sequence[Weight], given: Assumptions) -> float:
     """Return what an optimizer reads and writes per parameter: gradient, master, state, and the copy that is sent."""
     trained = [weight for weight in weights if weight.master.requires_grad]
     touched = sum(
-        2 * (weight.master.nbytes + _state_bytes(weight.master, given))
-        + weight.compute_bytes * (2 if weight.lowered else 1)
+        2 * (weight.nbytes + _state_bytes(weight.master, given)) + weight.compute_bytes * (2 if weight.lowered else 1)
         for weight in trained
     )
     return touched / max(1, sum(weight.master.numel() for weight in trained)) or 1.0

@@ -83,7 +83,7 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
             weight_bytes=sent_bytes([arrangement.resident]),
             gradient_bytes=_moved(recording, Kind.GRADIENTS, arrangement.resident) // len(steps),
             parameters=_trainable(arrangement.resident),
-            sections=count_sections(weight.master for weight in arrangement.resident.weights),
+            sections=count_sections(weight.layout for weight in arrangement.resident.weights),
         ),
         trains=observed.trains,
         stepping=stepping,
@@ -117,10 +117,10 @@ def _unit_work(
         parameters=_trainable(unit),
         forward_seconds=min(step.forward[unit.name] for step, _ in seen),
         backward_seconds=max(0.0, backward),
-        host_bytes=sum(weight.master.nbytes for weight in unit.weights),
+        host_bytes=sum(weight.nbytes for weight in unit.weights),
         ways=_ways_of(unit, ways) or (_explicit(survey.options.activations, leaving),),
         bytes_on_device=survey.bytes_on_device(unit),
-        sections=count_sections(weight.master for weight in unit.weights),
+        sections=count_sections(weight.layout for weight in unit.weights),
     )
 
 

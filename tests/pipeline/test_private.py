@@ -33,6 +33,7 @@ from sp_lightning.pipeline._private import (
     StepCode,
     brings_gradient,
     call_before_compiling,
+    contains_others,
     decompose_under_mode,
     explain_graph_break,
     graph_task,
@@ -45,6 +46,7 @@ from sp_lightning.pipeline._private import (
     is_dynamo_at_work,
     is_undecomposed,
     outside_of_transforms,
+    parts_of,
     pop_saved_tensor_hooks,
     post_accumulate_hooks,
     push_function_mode,
@@ -445,6 +447,16 @@ def test_hooks_of_a_parameter_are_found() -> None:
     for handle in [*handles, late]:
         handle.remove()
     assert tensor_hooks(parameter) == post_accumulate_hooks(parameter) == []
+
+
+def test_tensors_that_contain_others() -> None:
+    """Torch has jagged ones, which it flattens by the same protocol."""
+    values = torch.randn(5, 2)
+    jagged = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 5]))
+    assert contains_others(jagged)
+    assert not contains_others(nn.Parameter(values))
+    assert parts_of(values)[0] is values
+    assert storage_key(parts_of(jagged)[0]) == storage_key(values) == storage_key(jagged)
 
 
 def test_every_function_has_a_test() -> None:

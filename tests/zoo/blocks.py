@@ -25,6 +25,19 @@ class Block(nn.Module):
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
+class LoRALinear(nn.Module):
+    """A frozen Linear and a trainable low-rank update."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features)
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
 class StashOnContext(torch.autograd.Function):
     """Keeps the weight on ``ctx``, where saved-tensor hooks never see it (fused kernels do this)."""
 

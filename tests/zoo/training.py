@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from .blocks import WIDTH, Block, Chain, Stashing, chain, rows
+from .blocks import WIDTH, Block, Chain, LoRALinear, Stashing, chain, rows
 from .case import Batch, Case, call_with_batch, sum_of_squares
 
 
@@ -46,23 +46,10 @@ def weight_gradient_penalty(model: nn.Module, batch: Batch) -> list[Tensor]:
     return [loss, *gradients]
 
 
-class LoRALinear(nn.Module):
-    """A frozen Linear and a trainable low-rank update."""
-
-    def __init__(self, inputs: int, outputs: int, rank: int = 2) -> None:
-        super().__init__()
-        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(rank, inputs) / inputs)
-        self.b = nn.Parameter(torch.zeros(outputs, rank))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
 def lora() -> nn.Module:
     model = chain(4, dropout=0.1).requires_grad_(False)
     for block in model.blocks:
-        block.up, block.down = LoRALinear(WIDTH, 24), LoRALinear(24, WIDTH)
+        block.up, block.down = LoRALinear(nn.Linear(WIDTH, 24)), LoRALinear(nn.Linear(24, WIDTH))
     return model
 
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline._private import (
+    contains_others,
+    parts_of,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_allowed,
@@ -36,7 +38,7 @@ from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 class _Handle:
     """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
-    __slots__ = ("_group", "_is_view", "_replacements", "_version", "alias", "twin")
+    __slots__ = ("_group", "_replacements", "_version", "_views", "alias", "twin")
 
     def __init__(self, twin: Twin, alias: Tensor) -> None:
         self.twin = twin
@@ -45,20 +47,20 @@ class _Handle:
         self._replacements = twin.replacements()
         self._group = twin.group
         self._group.handles += 1
-        self._is_view = alias is not twin.parameter
-        twin.saved_views += self._is_view
+        self._views = 0 if alias is twin.parameter else len(parts_of(alias))
+        twin.saved_views += self._views
 
     @property
     def is_outdated(self) -> bool:
         """Whether the weight has changed since it was saved, and backward would use values that are gone."""
         if self.twin.version() != self._version:
             return True
-        has_old_memory = self._is_view or self.twin.weight.lowered  # in plain training: a view, or what autocast made
-        return has_old_memory and self.twin.replacements() != self._replacements
+        has_old_memory = self._views or self.twin.weight.lowered  # in plain training: a view, or what autocast made
+        return bool(has_old_memory) and self.twin.replacements() != self._replacements
 
     def __del__(self) -> None:
         self._group.handles -= 1
-        self.twin.saved_views -= self._is_view
+        self.twin.saved_views -= self._views
 
 
 class Kept:
@@ -195,7 +197,7 @@ class SavedTensors:
         if twin is None:
             return None
         with without_torch_function():
-            return _Handle(twin, tensor)
+            return _Handle(twin, tensor.detach() if contains_others(tensor) else tensor)
 
     def pack(self, tensor: Tensor) -> Packed:
         """Return what autograd saves in place of a tensor."""

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from sp_lightning.pipeline._private import parts_of
 from sp_lightning.pipeline.weights.buffers import is_dense
+from sp_lightning.pipeline.weights.quantized import is_quantized
 
 
 def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
@@ -48,13 +50,14 @@ def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
 
 
 def is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
-    """Tell whether the engine can point a parameter to other memory: plain, dense, and not of a scripted module."""
-    return (
+    """Tell whether the engine can point a parameter to other memory: plain and dense, or quantized."""
+    if isinstance(owner, torch.jit.ScriptModule):
+        return False
+    return is_quantized(parameter) or (
         type(parameter) is nn.Parameter
         and type(parameter.data) is torch.Tensor
         and parameter.layout is torch.strided
         and is_dense(parameter)
-        and not isinstance(owner, torch.jit.ScriptModule)
     )
 
 
@@ -68,11 +71,12 @@ def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
 
 def tied_by_memory(root: nn.Module) -> set[int]:
     """Find parameters that share memory with others or with buffers, as after `b.weight.data = a.weight.data`."""
-    tensors = {id(tensor): tensor for tensor in [*root.parameters(), *root.buffers()] if _has_memory(tensor)}
+    owners = [*root.parameters(), *root.buffers()]
+    tensors = [(id(owner), part) for owner in owners for part in parts_of(owner) if _has_memory(part)]
     tied: set[int] = set()
-    for device in {tensor.device for tensor in tensors.values()}:
+    for device in {tensor.device for _, tensor in tensors}:
         furthest, reached = 0, 0
-        for start, end, key in sorted((*_span(t), key) for key, t in tensors.items() if t.device == device):
+        for start, end, key in sorted((*_span(t), key) for key, t in tensors if t.device == device):
             if start < reached:
                 tied |= {key, furthest}
             if end > reached:

@@ -14,6 +14,7 @@ from sp_lightning.pipeline.division.parameters import (
     named_own_parameters,
     tied_by_memory,
 )
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -95,10 +96,12 @@ class Tree:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            if is_manageable(owner, parameter) and id(parameter) not in tied:
-                self.weights[id(parameter)] = Weight(name, parameter)
-            else:
+            if not is_manageable(owner, parameter) or id(parameter) in tied:
                 self.unmanaged[name] = parameter
+            elif is_quantized(parameter):
+                self.weights[id(parameter)] = QuantizedWeight(name, parameter)
+            else:
+                self.weights[id(parameter)] = Weight(name, parameter)
 
     def _keep_resident(self, names: Sequence[str]) -> None:
         modules = dict(self.root.named_modules(remove_duplicate=False))

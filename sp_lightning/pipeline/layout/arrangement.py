@@ -26,6 +26,7 @@ from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.device import Group, overlaps, place_in_arena
 from sp_lightning.pipeline.weights.host import GroupHost
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
+from sp_lightning.pipeline.weights.quantized import move_parameter
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -146,7 +147,7 @@ class Arrangement:
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         wake(weight.twin)
-        lowered, weight.compute_dtype = weight.lowered, weight.master.dtype
+        lowered, weight.compute_dtype = weight.lowered, weight.dtype
         host = GroupHost([weight], self._backend, pin=False, masters=weight.unit.group.host.piece_of(weight))
         group = Group(-1, unit_count=0, host=host, resident=True, name=weight.name)
         group.place = self._backend.allocate(group.nbytes)
@@ -154,7 +155,7 @@ class Arrangement:
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
         if lowered:
             weight.lowered_leaves.append(weight.twin.parameter)
-        weight.twin = Twin(weight, group, data, self.compiled) if lowered else weight.twin.moved_to(group, data)
+        weight.twin = weight.make_twin(group, data, self.compiled) if lowered else weight.twin.moved_to(group, data)
         self.twins[weight.twin.key] = weight.twin
         for member in self.members:
             if any(entry.weight is weight for entry in member.entries):
@@ -274,7 +275,7 @@ class Arrangement:
         for group in self.groups:
             for weight, offset in zip(group.host.weights, group.host.source_offsets, strict=True):
                 data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
-                weight.twin = Twin(weight, group, data, self.compiled)
+                weight.twin = weight.make_twin(group, data, self.compiled)
                 self.twins[weight.twin.key] = weight.twin
 
 
@@ -301,4 +302,4 @@ def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> 
     for parameter in parameters:
         if parameter.device != device:
             with torch.inference_mode(parameter.is_inference()):
-                parameter.data = parameter.data.to(device)
+                move_parameter(parameter, device)

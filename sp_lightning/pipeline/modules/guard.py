@@ -24,6 +24,7 @@ from sp_lightning.pipeline._private import sees_torch_functions, without_torch_f
 from sp_lightning.pipeline.modules.inner_gradients import DIFFERENTIATING, differentiate
 from sp_lightning.pipeline.modules.operands import instances_in, replace_instances
 from sp_lightning.pipeline.modules.suspension import guards_suspended
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 
 _DEVICE_PROPERTIES = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
@@ -101,7 +102,7 @@ class Guard:
 
     def __init__(self, owner: Owner, weights: Iterable[Weight]) -> None:
         self.owner = owner
-        self._entries = {id(weight.master): (self, weight) for weight in weights}
+        self._entries = {id(w.master): (self, w) for w in weights if not isinstance(w, QuantizedWeight)}
         self.armed = False
         self.redirects = False
 

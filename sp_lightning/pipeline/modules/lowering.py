@@ -143,7 +143,7 @@ class LoweringSpy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if (
             cast is not None
-            and weight.master.dtype is torch.float32
+            and weight.dtype is torch.float32
             and torch.is_grad_enabled() == self.builds_graph
             and self._note_cast(weight, cast)
         ):

@@ -17,6 +17,7 @@ from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.modules.guard import GoesFirst
 from sp_lightning.pipeline.modules.operands import replace_instances
 from sp_lightning.pipeline.weights.leaf import StandsIn
+from sp_lightning.pipeline.weights.quantized import QuantizedTwin
 from sp_lightning.pipeline.weights.weight import Twin
 
 
@@ -53,6 +54,9 @@ def master_of(leaf: nn.Parameter) -> nn.Parameter:
 
 def put_to_rest(twin: Twin) -> None:
     """Have the master used in place of the twin's leaf."""
+    if isinstance(twin, QuantizedTwin):
+        twin.put_to_rest()
+        return
     leaf = twin.parameter
     if type(leaf) is not RestingLeaf:
         twin.awake_class = type(leaf)
@@ -61,7 +65,9 @@ def put_to_rest(twin: Twin) -> None:
 
 def wake(twin: Twin) -> None:
     """Undo `put_to_rest`: the twin's memory holds the weight."""
-    if type(twin.parameter) is RestingLeaf:
+    if isinstance(twin, QuantizedTwin):
+        twin.wake()
+    elif type(twin.parameter) is RestingLeaf:
         _set_class(twin.parameter, twin.awake_class)
 
 

@@ -162,7 +162,7 @@ class HostSteps:
             self._unit_steps[optimizer] = {}
         unit_steps = self._unit_steps[optimizer]
         if group not in unit_steps:
-            unit_steps[group] = UnitStep([weight.master for weight in group.host.weights])
+            unit_steps[group] = UnitStep([weight.layout for weight in group.host.weights])
         return unit_steps[group]
 
     def finish_optimizer(self, group: Group) -> None:

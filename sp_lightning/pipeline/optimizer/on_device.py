@@ -15,11 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.pipeline.weights.quantized import is_quantized, move_parameter
+
 
 def move(parameters: Collection[nn.Parameter], device: torch.device, optimizers: Iterable[Optimizer]) -> None:
     """Move parameters with their gradients and optimizer state; the Parameter objects stay the same."""
     with torch.inference_mode(False), torch.no_grad():
         for parameter in parameters:
+            if is_quantized(parameter):
+                move_parameter(parameter, device, copy=True)
+                continue
             # copied even if it is there already, so that memory shared with other weights is freed; and both before
             # either is set, as memory may run out here: no gradient must be lost
             data = parameter.data.to(device, copy=True)

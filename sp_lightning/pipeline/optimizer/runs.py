@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE, FlatState, flat, side_by_side
 from sp_lightning.pipeline.weights.buffers import is_dense
@@ -40,7 +40,7 @@ class Candidate:
     """
 
     index: int
-    master: nn.Parameter
+    master: Tensor
     memory: Tensor
     gradient: Tensor
     copy: Tensor | None

@@ -121,7 +121,7 @@ class UnitStep:
         masters: The masters of the group, in their order in memory.
     """
 
-    def __init__(self, masters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, masters: Sequence[Tensor]) -> None:
         self._masters = list(masters)
         self._cuts_before = [0, *accumulate(len(cuts_in(master.numel())) for master in masters)]
         self._flat_state: FlatState | None = None

@@ -64,14 +64,14 @@ class GroupHost:
         pieces: Sequence[HostBuffer | None] = (),
     ) -> None:
         self.weights = list(weights)
-        self._offsets, self.master_bytes = lay_out([weight.master.nbytes for weight in self.weights])
+        self._offsets, self.master_bytes = lay_out([weight.nbytes for weight in self.weights])
         self._backend = backend
         self.sends_lowered = any(weight.lowered for weight in self.weights)
         self.sends_copies = bool(pieces) or self.sends_lowered
         self._pieces: list[HostBuffer] = []
         if pieces:
             self._pieces = [
-                piece or self._new_masters([weight], *lay_out([weight.master.nbytes]), pin=False)
+                piece or self._new_masters([weight], *lay_out([weight.nbytes]), pin=False)
                 for weight, piece in zip(self.weights, pieces, strict=True)
             ]
         elif masters is None:
@@ -95,7 +95,7 @@ class GroupHost:
             self.source_offsets, nbytes = lay_out([weight.compute_bytes for weight in self.weights])
             self.source = HostBuffer(nbytes, backend, pin)
             self._copies = [
-                tensor_in(self.source.bytes, offset, weight.master, weight.compute_dtype)
+                tensor_in(self.source.bytes, offset, weight.layout, weight.compute_dtype)
                 for weight, offset in zip(self.weights, self.source_offsets, strict=True)
             ]
         else:
@@ -103,7 +103,7 @@ class GroupHost:
             self.source_offsets, self.source = self._offsets, masters
         dtypes = [weight.compute_dtype for weight in self.weights]
         self.sections = divide(
-            [weight.master for weight in self.weights], self.source_offsets, dtypes, self.source.nbytes
+            [weight.layout for weight in self.weights], self.source_offsets, dtypes, self.source.nbytes
         )
         self._copied_state: MasterState | None = None  # of the masters when copies were made of them
 
@@ -180,7 +180,7 @@ class GroupHost:
     def _versions(self) -> tuple[int, ...]:
         """Return a number for each master that grows with every change that torch counts, and when it is replaced."""
         self.readopt()
-        return tuple(weight.master._version + weight.replacements for weight in self.weights)
+        return tuple(weight.version + weight.replacements for weight in self.weights)
 
     def piece_of(self, weight: Weight) -> HostBuffer:
         """Return the memory of one of the masters, with the padding after it, as a buffer that is not pinned itself."""
@@ -208,7 +208,7 @@ class GroupHost:
         """Make a buffer, and move these masters into it."""
         masters = HostBuffer(nbytes, self._backend, pin)
         for weight, offset in zip(weights, offsets, strict=True):
-            weight.adopt(tensor_in(masters.bytes, offset, weight.master, weight.master.dtype))
+            weight.adopt(tensor_in(masters.bytes, offset, weight.layout, weight.dtype))
         masters.tensors = [weight.host for weight in weights]
         return masters
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.host_memory import available_host_memory
-from sp_lightning.pipeline.weights.buffers import as_bytes, is_dense
+from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 
 _LEAST_COPIED = 1 << 24  # bytes, wherever they are needed: enough for a scale that is clamped
@@ -59,7 +59,7 @@ class Journal:
         """Note that a master is about to be written to, or may be."""
         if not self._is_new(weight):
             return
-        if weight.master.nbytes > self._left:
+        if weight.nbytes > self._left:
             self.lost = weight.name
             self._before.clear()
         else:
@@ -69,7 +69,7 @@ class Journal:
         """Note that somebody gets an alias of a master: most of them only read it, which loses nothing."""
         if not self._is_new(weight) or id(weight.master) in self._not_copied:
             return
-        if weight.master.nbytes > self._left:
+        if weight.nbytes > self._left:
             self._not_copied[id(weight.master)] = weight, _sample(weight)
         else:
             self._copy(weight)
@@ -77,7 +77,7 @@ class Journal:
     def conclude(self) -> None:
         """Forget weights that the step has not written to after all: hooks may do so next, and do not run again."""
         for key, (weight, values) in list(self._before.items()):
-            if torch.equal(as_bytes(_values(weight)), as_bytes(values)):
+            if torch.equal(as_bytes(weight.values()), as_bytes(values)):
                 del self._before[key]
         for weight, before in self._not_copied.values():
             now = _sample(weight)
@@ -93,14 +93,14 @@ class Journal:
         """Give weights back the values that they had when the step began."""
         with torch.inference_mode(False), torch.no_grad(), without_torch_function():
             for weight, values in self._before.values():
-                weight.master.copy_(values)
+                weight.overwrite(values)
 
     def _is_new(self, weight: Weight) -> bool:
         return self._is_open and self.lost is None and id(weight.master) not in self._before
 
     def _copy(self, weight: Weight) -> None:
-        self._left -= weight.master.nbytes
-        self._before[id(weight.master)] = weight, _values(weight).clone()
+        self._left -= weight.nbytes
+        self._before[id(weight.master)] = weight, weight.values().clone()
 
 
 def _most_copied() -> int:
@@ -116,14 +116,7 @@ class _Sample(NamedTuple):
 
 
 def _sample(weight: Weight) -> _Sample:
-    everything = as_bytes(_values(weight))
+    everything = as_bytes(weight.values())
     with without_torch_function():
-        version = weight.master._version
+        version = weight.version
     return _Sample(version, everything[:: everything.nbytes // _SAMPLED | 1].clone())  # odd: of each byte of a number
-
-
-def _values(weight: Weight) -> Tensor:
-    """Return the master's values; `Weight.host` is gone if units are arranged anew after the step has begun."""
-    with without_torch_function():
-        values = weight.master.data
-    return values if is_dense(values) else values.contiguous()

@@ -12,13 +12,11 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from sp_lightning.pipeline._private import users_of_storage
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.host import GroupHost
 from sp_lightning.pipeline.weights.weight import Weight
 
 _Masters: TypeAlias = "tuple[int, ...]"  # their identities, in the order in which they lie in memory
-_OWN_USERS = 3  # of a master's memory while units are arranged anew: the master, its piece, and the new `Weight.host`
 
 
 class MasterMemory:
@@ -55,9 +53,7 @@ class MasterMemory:
     def _is_held(self, weight: Weight) -> bool:
         """Tell whether others hold the memory that a master has from us."""
         piece = self._pieces.get(id(weight.master))
-        if piece is None or weight.master.data_ptr() != piece.bytes.data_ptr():
-            return False
-        return users_of_storage(piece.tensors[0]) > _OWN_USERS
+        return piece is not None and weight.is_held_in(piece.tensors[0])
 
     def keep(self, host: GroupHost) -> None:
         """Keep the memory that the masters of a group lie in now, and release that which the last master has left."""

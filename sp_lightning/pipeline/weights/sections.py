@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor
 
 SECTION = 1 << 25
 """Elements in a section. At 64 MiB or more, what a copy costs whatever its size does not count.
@@ -48,19 +48,19 @@ def cuts_in(elements: int) -> range:
     return range(SECTION, elements, SECTION)
 
 
-def count_sections(masters: Iterable[nn.Parameter]) -> int:
+def count_sections(weights: Iterable[Tensor]) -> int:
     """Return the number of sections that a step of these weights, or a copy of all of them, is divided into."""
-    return 1 + sum(len(cuts_in(master.numel())) for master in masters)
+    return 1 + sum(len(cuts_in(weight.numel())) for weight in weights)
 
 
 def divide(
-    masters: Sequence[nn.Parameter], offsets: Sequence[int], dtypes: Sequence[torch.dtype], nbytes: int
+    weights: Sequence[Tensor], offsets: Sequence[int], dtypes: Sequence[torch.dtype], nbytes: int
 ) -> list[Section]:
     """Return the sections of memory where these weights lie at these offsets in these dtypes."""
     cuts: list[Cut | None] = []
     ends = [0]
-    for master, offset, dtype in zip(masters, offsets, dtypes, strict=True):
-        for elements in cuts_in(master.numel()):
-            cuts.append((id(master), elements))
+    for weight, offset, dtype in zip(weights, offsets, dtypes, strict=True):
+        for elements in cuts_in(weight.numel()):
+            cuts.append((id(weight), elements))
             ends.append(offset + elements * dtype.itemsize)
     return [Section(cut, *extent) for cut, extent in zip([*cuts, None], pairwise([*ends, nbytes]), strict=True)]

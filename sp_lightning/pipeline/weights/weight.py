@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline._private import storage_key, users_of_storage, without_torch_function
+from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, TwinParameter
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _DATA: Any = Tensor.data
 _OWN_USERS_OF_TWIN = 2  # of its memory: its data and its parameter, which may hold an alias
 _OWN_USERS_OF_MASTER = 2  # of its memory: the master itself, and `Weight.host`
+_OWN_USERS_WHILE_ARRANGED = 3  # the master, the piece that it lies in, and the new `Weight.host`
 
 
 def outdated_graph_error(what: str) -> RuntimeError:
@@ -61,8 +63,7 @@ class Twin:
         self.group = group
         self.data = data
         with torch.inference_mode(False):
-            kind = EagerLeaf if not compiled else TwinParameter if CAN_COMPILE_SUBCLASSES else nn.Parameter
-            self.parameter = kind(data, requires_grad=False)
+            self.parameter = self._make_leaf(compiled)
         self.parameter.__dict__.update(twin_of=weight.name, master=weight.master)  # it may outlive this object
         self.key = storage_key(data)
         self.awake_class = type(self.parameter)
@@ -72,6 +73,10 @@ class Twin:
         self._changes_seen = self._changes_of_leaf()
         self._write_backs = 0
         self._replacements = 0
+
+    def _make_leaf(self, compiled: bool) -> nn.Parameter:
+        kind = EagerLeaf if not compiled else TwinParameter if CAN_COMPILE_SUBCLASSES else nn.Parameter
+        return kind(self.data, requires_grad=False)
 
     def moved_to(self, group: Group, data: Tensor) -> Twin:
         """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
@@ -91,7 +96,7 @@ class Twin:
 
         Saved-tensor hooks switch off autograd's own check, so saved weights are checked against this.
         """
-        return self.weight.master._version + self.parameter._version - self._write_backs
+        return self.weight.version + self._version_of_leaf() - self._write_backs
 
     def replacements(self) -> int:
         """Return how often the weight was given other memory (`weight.data = ...`), and its values moved into ours.
@@ -157,7 +162,10 @@ class Twin:
         self._changes_seen = self._changes_of_leaf()
 
     def _changes_of_leaf(self) -> int:
-        return self.parameter._version + self._writes_to_data
+        return self._version_of_leaf() + self._writes_to_data
+
+    def _version_of_leaf(self) -> int:
+        return self.parameter._version
 
     @property
     def _writes_to_data(self) -> int:
@@ -177,8 +185,10 @@ class Weight:
         master: The user's Parameter.
 
     Attributes:
+        kind: The master's class, while it is not guarded.
         host: The master's memory as a plain tensor.
-        compute_dtype: The dtype in which it is sent: the master's, or the one that autocast lowers it to.
+        dtype: The dtype of its values in memory.
+        compute_dtype: The dtype in which it is sent: its own, or the one that autocast lowers it to.
         averaged: Whether its gradient is averaged over several processes.
         unit: The unit that it belongs to.
         last_graph: The number of the graph that last used it under autocast.
@@ -194,13 +204,34 @@ class Weight:
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
         self.master = master
+        self.kind = type(master)
         self.host = master.data
+        self.dtype = master.dtype
         self.compute_dtype = master.dtype
         self.averaged = False
         self.last_graph = -1
         self.last_region: int | None = None
         self.replacements = 0
         self.lowered_leaves: list[nn.Parameter] = []
+
+    @property
+    def layout(self) -> Tensor:
+        """A plain tensor that lies where the weight does, with its shape and strides."""
+        return self.master
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its memory on the host."""
+        return self.layout.numel() * self.dtype.itemsize
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every change of the master that torch counts."""
+        return self.master._version
+
+    def make_twin(self, group: Group, data: Tensor, compiled: bool) -> Twin:
+        """Make a twin over memory on the device."""
+        return Twin(self, group, data, compiled)
 
     def leaves(self) -> list[Tensor]:
         """Return the leaves that stand for it in autograd graphs of this arrangement, the newest one first.
@@ -213,18 +244,18 @@ class Weight:
 
     @property
     def lowered(self) -> bool:
-        """Whether it is sent in a dtype other than the master's."""
-        return self.compute_dtype != self.master.dtype
+        """Whether it is sent in a dtype other than its own."""
+        return self.compute_dtype != self.dtype
 
     @property
     def compute_bytes(self) -> int:
         """The bytes of the weight as it is sent."""
-        return self.master.numel() * self.compute_dtype.itemsize
+        return self.layout.numel() * self.compute_dtype.itemsize
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype in which its gradient leaves the device: the master's if it is averaged over processes."""
-        return self.master.dtype if self.averaged else self.compute_dtype
+        """The dtype in which its gradient leaves the device: the weight's if it is averaged over processes."""
+        return self.dtype if self.averaged else self.compute_dtype
 
     def adopt(self, host: Tensor) -> None:
         """Move the master's values into `host` and point the master there; the Parameter object stays the same."""
@@ -241,6 +272,14 @@ class Weight:
     def is_aliased(self) -> bool:
         """Whether others hold the master's memory, and so could look at it unnoticed."""
         return users_of_storage(self.host) > _OWN_USERS_OF_MASTER
+
+    def is_held_in(self, memory: Tensor) -> bool:
+        """Tell whether the master lies in this memory, and others hold it, too, while units are arranged anew.
+
+        Args:
+            memory: The tensor through which the engine holds it.
+        """
+        return self.master.data_ptr() == memory.data_ptr() and users_of_storage(memory) > _OWN_USERS_WHILE_ARRANGED
 
     @property
     def is_replaced(self) -> bool:
@@ -286,3 +325,13 @@ class Weight:
                 "graph waits for its backward, and somebody still holds what it had (`kept = p.data`), which is about "
                 "to be overwritten. Hold a copy (`p.data.clone()`), or swap weights between steps, in a hook."
             )
+
+    def values(self) -> Tensor:
+        """Return the master's values; `host` is gone if units are arranged anew after a step has begun."""
+        with without_torch_function():
+            values = self.master.data
+        return values if is_dense(values) else values.contiguous()
+
+    def overwrite(self, values: Tensor) -> None:
+        """Write values in place of the master's, as torch counts it."""
+        self.master.copy_(values)

@@ -1,0 +1,222 @@
+"""Quantized weights: which of them stream, and what becomes of them beside a plain step (the zoo has whole runs)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline._private import parts_of
+from sp_lightning.pipeline.division.finder import find_units
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight, move_parameter
+
+from ...helpers import attached
+from ...zoo.blocks import WIDTH, Block, Chain, LoRALinear, chain
+from ...zoo.quantized import Int8Linear, Int8Weight, PackedLinear, State
+
+Quantize = Callable[[nn.Linear], nn.Linear]
+BOTH_KINDS = pytest.mark.parametrize("quantize", [Int8Linear, PackedLinear])
+
+
+def quantized(quantize: Quantize, length: int = 4) -> Chain:
+    """Blocks, one layer of which is quantized, with a trained one beside it."""
+    torch.manual_seed(0)
+    model = chain(length)
+    for block in model.blocks:
+        block.up = LoRALinear(quantize(block.up))
+    return model
+
+
+def inputs() -> Tensor:
+    return torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).requires_grad_()
+
+
+def weight_of(model: Chain, index: int = 1) -> Any:
+    """The quantized weight of a block."""
+    return model.blocks[index].up.base.weight
+
+
+def gradient(model: nn.Module) -> Tensor:
+    """What backward through the whole model gives the input."""
+    x = inputs()
+    model(x).square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+# ------------------------------------------------------------------------------------------------------- what streams
+
+
+@BOTH_KINDS
+def test_a_frozen_quantized_weight_is_part_of_its_unit(quantize: Quantize) -> None:
+    division = find_units(quantized(quantize), Block)
+    assert not division.unmanaged
+    (found,) = [weight for weight in division.units[1].weights if isinstance(weight, QuantizedWeight)]
+    assert found.name == "blocks.1.up.base.weight"
+    assert found.nbytes == found.compute_bytes >= 24 * WIDTH
+
+
+def test_one_that_is_trained_lives_on_the_device() -> None:
+    """Its gradient is one of its own class, too."""
+    model = quantized(Int8Linear)
+    weight_of(model).requires_grad_()
+    assert list(find_units(model, Block).unmanaged) == ["blocks.1.up.base.weight"]
+
+
+def test_one_with_another_tensor_beside_it_lives_on_the_device() -> None:
+    """As bitsandbytes' int8 weights have another name for their memory, which would not move along."""
+    model = quantized(PackedLinear)
+    weight_of(model).codes = weight_of(model).data
+    assert list(find_units(model, Block).unmanaged) == ["blocks.1.up.base.weight"]
+
+
+def test_those_that_share_a_part_live_on_the_device() -> None:
+    """A part cannot lie in the memory of two units."""
+    model = quantized(Int8Linear)
+    weight_of(model, 2).scale = weight_of(model, 1).scale
+    assert list(find_units(model, Block).unmanaged) == ["blocks.1.up.base.weight", "blocks.2.up.base.weight"]
+
+
+@BOTH_KINDS
+def test_they_are_given_back_as_they_were(quantize: Quantize) -> None:
+    model = quantized(quantize)
+    before, parts = weight_of(model), [part.clone() for part in parts_of(weight_of(model))]
+    with attached(model):
+        gradient(model)
+    assert weight_of(model) is before
+    assert all(torch.equal(*pair) for pair in zip(parts_of(before), parts, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------ between steps
+
+
+@BOTH_KINDS
+def test_values_that_are_loaded_between_steps_are_used(quantize: Quantize) -> None:
+    model, other = quantized(quantize), quantized(quantize)
+    with torch.no_grad():
+        for index, block in enumerate(other.blocks):
+            for part in parts_of(block.up.base.weight):
+                part.mul_(index)
+    with attached(model):
+        gradient(model)
+        model.load_state_dict(other.state_dict())
+        actual = gradient(model)
+    assert torch.equal(actual, gradient(other))
+
+
+@BOTH_KINDS
+def test_another_weight_in_its_place_streams(quantize: Quantize) -> None:
+    model, other = quantized(quantize), quantized(quantize)
+    with torch.no_grad():
+        for part in parts_of(weight_of(other)):
+            part.neg_()
+    with attached(model) as pipeline:
+        gradient(model)
+        model.blocks[1].up.base.weight = weight_of(other)
+        actual = gradient(model)
+        assert not pipeline.arrangement.unmanaged
+    assert torch.equal(actual, gradient(other))
+
+
+def test_one_that_is_unfrozen_moves_to_the_device() -> None:
+    model = quantized(Int8Linear)
+    with attached(model) as pipeline:
+        gradient(model)
+        weight_of(model).requires_grad_()
+        with pipeline.step():
+            gradient(model)
+        assert list(pipeline.arrangement.unmanaged) == ["blocks.1.up.base.weight"]
+    assert weight_of(model).grad is not None
+
+
+def test_one_that_is_converted_gets_other_memory() -> None:
+    """Here to one scale for all rows."""
+    model, other = quantized(Int8Linear), quantized(Int8Linear)
+    with attached(model) as pipeline:
+        gradient(model)
+        for each in (model, other):
+            weight_of(each).scale = weight_of(each).scale[:1].clone()
+        with pipeline.step():
+            actual = gradient(model)
+    assert torch.equal(actual, gradient(other))
+
+
+# ---------------------------------------------------------------------------------------------------------- in a step
+
+
+class Keeps(nn.Module):
+    """A block that keeps the weight it has computed with."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(self.block.up.base.weight)
+        return self.block(x)
+
+
+def test_whoever_keeps_one_finds_its_values() -> None:
+    """The place on the device holds another unit's weights by then."""
+    model = quantized(Int8Linear)
+    keeps = model.blocks[0] = Keeps(model.blocks[0])
+    before = keeps.block.up.base.weight.dequantize()
+    with attached(model, k=1):
+        gradient(model)
+        assert torch.equal(keeps.kept[0].dequantize(), before)
+
+
+@BOTH_KINDS
+def test_what_a_forward_writes_to_one_reaches_the_master(quantize: Quantize) -> None:
+    def halve(block: nn.Module, _: Any) -> None:
+        with torch.no_grad():
+            parts_of(block.up.base.weight)[0].div_(2, rounding_mode="floor")
+
+    model, other = quantized(quantize), quantized(quantize)
+    for each in (model, other):
+        each.blocks[1].register_forward_pre_hook(halve)
+    with attached(model, k=1):
+        actual = [gradient(model) for _ in range(2)]
+    assert all(torch.equal(one, gradient(other)) for one in actual)
+
+
+def test_other_memory_in_a_forward_is_refused() -> None:
+    model = quantized(PackedLinear)
+
+    def replace(block: nn.Module, _: Any) -> None:
+        block.up.base.weight.data = block.up.base.weight.data.clone()
+
+    model.blocks[1].register_forward_pre_hook(replace)
+    with attached(model), pytest.raises(RuntimeError, match=r"'blocks.1.up.base.weight' other memory.*`resident`"):
+        gradient(model)
+
+
+# ------------------------------------------------------------------------------------------------------------- moving
+
+
+def test_all_that_a_weight_consists_of_moves() -> None:
+    """`parameter.data = parameter.data.to(...)` would leave the parts where they are."""
+    weight = nn.Parameter(Int8Weight.of(torch.randn(3, 4)), requires_grad=False)
+    identity = id(weight)
+    move_parameter(weight, torch.device("meta"))
+    assert id(weight) == identity
+    assert {part.device.type for part in (weight, *parts_of(weight))} == {"meta"}
+
+
+def test_a_copy_gets_memory_of_its_own() -> None:
+    weight = nn.Parameter(Int8Weight.of(torch.randn(3, 4)), requires_grad=False)
+    before = parts_of(weight.detach())
+    move_parameter(weight, torch.device("cpu"), copy=True)
+    assert all(torch.equal(*pair) for pair in zip(parts_of(weight), before, strict=True))
+    assert not {part.data_ptr() for part in before} & {part.data_ptr() for part in parts_of(weight)}
+
+
+def test_the_state_of_a_packed_weight_is_its_own() -> None:
+    """The miniature is like what it stands for: copies share the state, which moves with the weight."""
+    packed = PackedLinear(nn.Linear(4, 3)).weight
+    assert isinstance(packed.state, State)
+    assert packed.to("cpu").state is packed.state
