@@ -27,6 +27,7 @@ from sp_lightning.trainer import optimizer_memory
 from sp_lightning.trainer.optimizer_memory import warn_of_optimizer_memory
 
 from .planning.parts import Fixed
+from .zoo.blocks import LoRALinear
 
 WIDTH = 64
 
@@ -80,6 +81,18 @@ class Blocks(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+class Adapted(Blocks):
+    """Blocks with a frozen base in bf16 and adapters in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block[0], block[2] = (LoRALinear(layer.bfloat16()) for layer in (block[0], block[2]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameter for parameter in self.parameters() if parameter.requires_grad)
+
+
 class Compares(L.Callback):
     """Compares what the summary says with what is in memory, when gradients of the last step are gone."""
 
@@ -100,22 +113,20 @@ class Compares(L.Callback):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "most"),
+    ("build", "arguments", "options", "most"),
     [
-        ({}, {}, 8 + 1),
-        (
-            {"precision": "bf16-mixed"},
-            {},
-            8,
-        ),  # fp32 gradients first, then copies of weights
-        ({"precision": "bf16-mixed", "gradient_clip_val": 0.1}, {}, 8),
-        ({"precision": "bf16-mixed", "accumulate_grad_batches": 2}, {}, 10 + 1),  # sums in fp32, and copies
-        ({"precision": "bf16-mixed"}, {"activations": "offload"}, 8),
-        ({"precision": "bf16-true"}, {"overlap_optimizer": False}, 4 + 0.5),
+        (Blocks, {}, {}, 8 + 1),
+        (Blocks, {"precision": "bf16-mixed"}, {}, 8),  # fp32 gradients first, then copies of weights
+        (Blocks, {"precision": "bf16-mixed", "gradient_clip_val": 0.1}, {}, 8),
+        (Blocks, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}, {}, 10 + 1),  # sums in fp32, and copies
+        (Blocks, {"precision": "bf16-mixed"}, {"activations": "offload"}, 8),
+        (Blocks, {"precision": "bf16-true"}, {"overlap_optimizer": False}, 4 + 0.5),
+        (Adapted, {"precision": "bf16-mixed"}, {}, 2 + 0.5),  # and a group twice, while it moves
     ],
-    ids=["fp32", "lowered", "clipping", "accumulation", "offloaded activations", "no overlap"],
+    ids=["fp32", "lowered", "clipping", "accumulation", "offloaded activations", "no overlap", "adapters"],
 )
 def test_what_a_former_arrangement_has_held_is_free(
+    build: Callable[[], L.LightningModule],
     arguments: dict[str, Any],
     options: dict[str, Any],
     most: float,
@@ -137,7 +148,7 @@ def test_what_a_former_arrangement_has_held_is_free(
 
     monkeypatch.setattr(HostBackend, "work", at_once)
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2, 1)], *3 * [(4, 2)], (3, 1)))
-    compares, module = Compares(mapped), Blocks()
+    compares, module = Compares(mapped), build()
     trainer = L.Trainer(
         strategy=SuperpipelineStrategy(**options),
         accelerator="cpu",
@@ -154,7 +165,7 @@ def test_what_a_former_arrangement_has_held_is_free(
     parameters = sum(parameter.numel() for parameter in module.parameters())
     assert mapped.most - activations < (most + 0.5) * parameters
     module.zero_grad()
-    assert weights <= mapped.nbytes() < 1.05 * weights  # each of them begins at a multiple of 64 bytes
+    assert weights <= mapped.nbytes() < 1.2 * weights  # each of them begins at a multiple of 256 bytes
 
 
 def test_weights_move_group_by_group(mapped: Mapped) -> None:

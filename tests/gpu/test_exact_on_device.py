@@ -27,7 +27,7 @@ NAMES = [
     "chain", "gpt2-tied", "gpt2-checkpoint-plain", "gpt2-checkpoint-reentrant", "llama-untied", "albert", "vit", "unet",
     "resnet50", "lora", "siamese", "half-frozen", "stochastic-depth", "inplace-residual-on-view",
     "weight-on-ctx-and-inplace-view", "checkpoint-sequential-plain", "tied-by-use", "two-losses", "jvp",
-    "vjp-of-a-unit",
+    "vjp-of-a-unit", "int8 weights", "packed weights",
 ]  # fmt: skip
 NOT_ON_THE_SECOND = {
     "lstm",  # one kernel on CUDA, which the CPU does not have

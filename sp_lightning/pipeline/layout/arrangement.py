@@ -24,7 +24,7 @@ from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.device import Group, overlaps, place_in_arena
-from sp_lightning.pipeline.weights.host import GroupHost
+from sp_lightning.pipeline.weights.host import GroupHost, must_stay_apart
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
 from sp_lightning.pipeline.weights.quantized import move_parameter
 from sp_lightning.pipeline.weights.units import Unit
@@ -125,8 +125,8 @@ class Arrangement:
         processes = 1 if replicas is None else replicas.on_this_machine
         self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)
         parts = [*self._layout.parts, [self.resident]]
-        copied = [part for part in parts if memory.find_pieces(_weights_of(part))]
-        moving = max(map(sent_bytes, parts)) + sum(map(sent_bytes, copied))
+        apart = [part for part in parts if must_stay_apart(_weights_of(part), memory)]
+        moving = max(map(sent_bytes, parts)) + sum(map(sent_bytes, apart))
         self.host_share.check(moving, at_once=1 if memory else processes)
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
@@ -148,7 +148,8 @@ class Arrangement:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         wake(weight.twin)
         lowered, weight.compute_dtype = weight.lowered, weight.dtype
-        host = GroupHost([weight], self._backend, pin=False, masters=weight.unit.group.host.piece_of(weight))
+        piece = weight.unit.group.host.piece_of(weight)
+        host = GroupHost([weight], self._backend, pin=False, memory=MasterMemory.of_one(weight, piece))
         group = Group(-1, unit_count=0, host=host, resident=True, name=weight.name)
         group.place = self._backend.allocate(group.nbytes)
         self.groups.append(group)
@@ -224,7 +225,7 @@ class Arrangement:
         except BaseException:
             self.release_host_memory()
             raise
-        self._memory.release_all_but(group.host.weights for group in self.groups)
+        self._memory.release_all_but([room for group in self.groups for room in group.host.rooms])
         self._make_twins()
         for member in self.members:
             member.twins = self.twins
@@ -249,9 +250,8 @@ class Arrangement:
 
     def _make_group(self, index: int, units: Sequence[Unit]) -> Group:
         weights = _weights_of(units)
-        masters, pieces = self._memory.find(weights), self._memory.find_pieces(weights)
-        host = GroupHost(weights, self._backend, self.host_share.pin, masters, pieces)
-        self._memory.keep(host)
+        host = GroupHost(weights, self._backend, self.host_share.pin, self._memory)
+        self._memory.keep(host.rooms, self._backend)
         name = ", ".join(unit.name for unit in units)
         is_kept = units[0] in self._layout.kept
         group = Group(index, len(units), host, resident=units[0].resident, has_own_place=is_kept, name=name)

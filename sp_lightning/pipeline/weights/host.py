@@ -1,16 +1,19 @@
 """The host side of a group: its masters, what is sent of them, and whether they have changed.
 
-A group goes to the device in one copy, so everything that it sends must lie together. Where weights are sent in the
-dtype in which they are kept, the masters themselves are sent; where autocast would lower one of them, a second buffer
-holds copies in the dtypes that are sent, written once per change of the masters. So does one for masters that have to
-stay where they are, apart (master_memory.py).
+A group goes to the device in one copy, so everything that it sends must lie together. Weights that are sent in the
+dtype in which they are kept are sent from where their masters lie. Of those that autocast would lower, copies in the
+dtype that is sent lie there, written once per change of the masters. A master that others hold has to stay where it is,
+apart (master_memory.py): of the weights of its group, copies are sent.
+
+[Note: which weights are copied]
+Beside adapters that autocast lowers, a frozen base in bf16 is sent as it is. A copy of it would double the host memory
+that the model takes, so only the adapters are copied. Where most bytes are lowered, all weights of the group are copied
+instead: otherwise every master would have to move once, when autocast is first seen, for the sake of a few norms.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -18,37 +21,78 @@ from torch import Tensor
 
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
+from sp_lightning.pipeline.weights.master_memory import MasterMemory
+from sp_lightning.pipeline.weights.rooms import Room, padded
 from sp_lightning.pipeline.weights.sections import divide
 from sp_lightning.pipeline.weights.weight import Weight
 
-_GLANCE = 256  # words
-_WORD = 4  # bytes compared at once
-_LEAST_SAMPLES, _MOST_SAMPLES = 64, 1 << 17  # per weight
-
 
 class MasterState(NamedTuple):
-    """The version counters of masters, and a sample of their bytes.
+    """The version counters of masters, and samples of their bytes, one for each room that they lie in.
 
-    `.data.copy_` (EMA, weight averaging, pruning) does not bump the version counter, hence the sample.
+    `.data.copy_` (EMA, weight averaging, pruning) does not bump the version counter, hence the samples.
     """
 
     versions: tuple[int, ...]
-    sample: Tensor
+    samples: tuple[Tensor, ...]
+
+
+class _Plan(NamedTuple):
+    """Masters that are to lie together in memory of so many bytes, from these offsets on."""
+
+    weights: list[Weight]
+    offsets: list[int]
+    nbytes: int
+
+
+class _Plans:
+    """Where the masters of a group are to lie, and of which weights copies are sent.
+
+    Args:
+        weights: The weights, in the order in which they are sent.
+        memory: What masters already lie in.
+
+    Attributes:
+        copied: The weights of which copies are sent.
+        rooms: A plan for each room. If masters are sent themselves, the first one is that of what is sent.
+        found: For each room, the memory in which masters already lie like this.
+        are_apart: Whether each master has a room of its own, as others hold one of them.
+        source_offsets: Where each weight begins in what is sent.
+        sent_bytes: How many bytes are sent.
+    """
+
+    def __init__(self, weights: Sequence[Weight], memory: MasterMemory) -> None:
+        self.source_offsets, self.sent_bytes = lay_out([weight.compute_bytes for weight in weights])
+        self.copied = _copied(weights)
+        self.rooms = self._together(weights)
+        self.found = [memory.find(*plan) for plan in self.rooms]
+        held = {} if all(self.found) else memory.held_by_others(weights)
+        self.are_apart = bool(held)
+        if held:
+            self.copied = set(weights)
+            self.rooms = [_Plan([weight], [0], padded(weight)) for weight in weights]
+            self.found = [held.get(weight) for weight in weights]
+
+    def _together(self, weights: Sequence[Weight]) -> list[_Plan]:
+        sent = [pair for pair in zip(weights, self.source_offsets, strict=True) if pair[0] not in self.copied]
+        apart = [weight for weight in weights if weight in self.copied]
+        rooms = [_Plan([weight for weight, _ in sent], [offset for _, offset in sent], self.sent_bytes)]
+        rooms.append(_Plan(apart, *lay_out([weight.nbytes for weight in apart])))
+        return [room for room in rooms if room.weights]
 
 
 class GroupHost:
     """The host side of a group.
 
     Args:
-        weights: The weights, in the order in which they lie in memory.
+        weights: The weights, in the order in which they are sent.
         backend: Pins the memory.
         pin: Whether to pin the memory that is sent.
-        masters: The buffer that the masters already lie in, if an earlier arrangement has made it.
-        pieces: Where masters lie apart: for each weight the memory that its master has to stay in, or None.
+        memory: What masters already lie in.
 
     Attributes:
-        masters: The buffer that all masters lie in; None if they lie apart.
-        sends_copies: Whether copies are sent instead of the masters themselves.
+        rooms: The memory that masters lie in.
+        sends_copies: Whether copies of some masters are sent instead of the masters themselves.
         sends_lowered: Whether some of the copies are in a lower dtype.
         source: The memory that is sent.
         source_offsets: Where each weight begins in it, in bytes.
@@ -56,76 +100,54 @@ class GroupHost:
     """
 
     def __init__(
-        self,
-        weights: Sequence[Weight],
-        backend: Backend,
-        pin: bool,
-        masters: HostBuffer | None = None,
-        pieces: Sequence[HostBuffer | None] = (),
+        self, weights: Sequence[Weight], backend: Backend, pin: bool, memory: MasterMemory | None = None
     ) -> None:
         self.weights = list(weights)
-        self._offsets, self.master_bytes = lay_out([weight.nbytes for weight in self.weights])
         self._backend = backend
+        plans = _Plans(self.weights, MasterMemory() if memory is None else memory)
         self.sends_lowered = any(weight.lowered for weight in self.weights)
-        self.sends_copies = bool(pieces) or self.sends_lowered
-        self._pieces: list[HostBuffer] = []
-        if pieces:
-            self._pieces = [
-                piece or self._new_masters([weight], *lay_out([weight.nbytes]), pin=False)
-                for weight, piece in zip(self.weights, pieces, strict=True)
-            ]
-        elif masters is None:
-            masters = self._new_masters(self.weights, self._offsets, self.master_bytes, pin and not self.sends_copies)
-        elif self.sends_copies:
-            masters.unpin()
-        elif pin:
-            masters.pin()
-        self.masters = masters
-        memories = self._pieces if masters is None else [masters]
-        for weight, tensor in zip(self.weights, chain.from_iterable(m.tensors for m in memories), strict=False):
-            weight.host = tensor
-        with torch.inference_mode(False):
-            self._words = [
-                memory.bytes[: memory.bytes.nbytes // _WORD * _WORD].view(torch.int32) for memory in memories
-            ]
-        self._sample_index = self._sampled_words()
-        self._glance_index = self._sample_index[:: max(1, len(self._sample_index) // _GLANCE)].contiguous()
-        self._copies: list[Tensor] = []
-        if self.sends_copies:
-            self.source_offsets, nbytes = lay_out([weight.compute_bytes for weight in self.weights])
-            self.source = HostBuffer(nbytes, backend, pin)
-            self._copies = [
-                tensor_in(self.source.bytes, offset, weight.layout, weight.compute_dtype)
-                for weight, offset in zip(self.weights, self.source_offsets, strict=True)
-            ]
-        else:
-            assert masters is not None
-            self.source_offsets, self.source = self._offsets, masters
+        self.sends_copies = bool(plans.copied)
+        buffers = [
+            found or HostBuffer(plan.nbytes, backend, pin=False)
+            for plan, found in zip(plans.rooms, plans.found, strict=True)
+        ]
+        self.source = buffers[0] if len(plans.copied) < len(weights) else HostBuffer(plans.sent_bytes, backend, pin)
+        self.source_offsets = plans.source_offsets
+        self.rooms = [
+            Room(plan.weights, plan.offsets, buffer) for plan, buffer in zip(plans.rooms, buffers, strict=True)
+        ]
+        for buffer in buffers:
+            if buffer is not self.source:
+                buffer.unpin()
+            elif pin:
+                buffer.pin()
+        self._copies = [
+            tensor_in(self.source.bytes, offset, weight.layout, weight.compute_dtype)
+            if weight in plans.copied
+            else None
+            for weight, offset in zip(self.weights, self.source_offsets, strict=True)
+        ]
         dtypes = [weight.compute_dtype for weight in self.weights]
-        self.sections = divide(
-            [weight.layout for weight in self.weights], self.source_offsets, dtypes, self.source.nbytes
-        )
+        layouts = [weight.layout for weight in self.weights]
+        self.sections = divide(layouts, self.source_offsets, dtypes, self.source.nbytes)
         self._copied_state: MasterState | None = None  # of the masters when copies were made of them
 
     def state(self) -> MasterState:
         """Return the masters' present state."""
         with torch.inference_mode(False):
-            return MasterState(self._versions(), self._read(self._sample_index))
+            return MasterState(self._versions(), tuple(room.sample() for room in self.rooms))
 
     def glance(self) -> MasterState:
         """Return the masters' present state with a smaller sample, for every call of a unit."""
         with torch.inference_mode(False):
-            return MasterState(self._versions(), self._read(self._glance_index))
+            return MasterState(self._versions(), tuple(room.glance() for room in self.rooms))
 
     def changed_past_versions(self, since: MasterState) -> set[Weight]:
         """Return the weights that look different than in an earlier glance, although no change of them was counted."""
-        now = self.glance()
+        counted = zip(self.weights, since.versions, self._versions(), strict=True)
         with torch.inference_mode(False):
-            if torch.equal(now.sample, since.sample):
-                return set()
-            places = self._glance_index[now.sample != since.sample] * _WORD
-        found = {self.weights[bisect_right(self._offsets, place) - 1] for place in places.tolist()}
-        counted = zip(self.weights, since.versions, now.versions, strict=True)
+            rooms = zip(self.rooms, since.samples, strict=True)
+            found = {weight for room, glance in rooms for weight in room.changed_since(glance)}
         return found.difference(weight for weight, before, after in counted if before != after)
 
     def has_changed(self, since: MasterState) -> bool:
@@ -133,7 +155,8 @@ class GroupHost:
         if self._versions() != since.versions:
             return True
         with torch.inference_mode(False):
-            return not torch.equal(self._read(self._sample_index), since.sample)
+            rooms = zip(self.rooms, since.samples, strict=True)
+            return not all(torch.equal(room.sample(), sample) for room, sample in rooms)
 
     def prepare(self, state: MasterState) -> Tensor:
         """Return the bytes to send, with copies brought up to date.
@@ -142,14 +165,13 @@ class GroupHost:
             state: The masters' present state.
         """
         if self.sends_copies and self._copied_state is not state:
-            for weight, target in zip(self.weights, self._copies, strict=True):
-                target.copy_(weight.host)
+            self.refresh_copies(stepped=())
             self._copied_state = state
         return self.source.bytes
 
     def copies(self) -> Sequence[Tensor | None]:
         """Return, for each weight, the copy that is sent, to write to; None where the master itself is sent."""
-        return self._copies or [None] * len(self.weights)
+        return self._copies
 
     def copies_match(self, state: MasterState | None) -> bool:
         """Tell whether the copies were made of masters in this state, and the masters still are in it."""
@@ -159,11 +181,9 @@ class GroupHost:
 
     def refresh_copies(self, stepped: Collection[Weight]) -> None:
         """Bring the copies up to date, except those of weights that are being stepped."""
-        if not self.sends_copies:
-            return
-        for weight, target in zip(self.weights, self._copies, strict=True):
-            if weight not in stepped:
-                target.copy_(weight.host)
+        for weight, copy in zip(self.weights, self._copies, strict=True):
+            if copy is not None and weight not in stepped:
+                copy.copy_(weight.host)
 
     def note_copies(self) -> MasterState:
         """Note that the copies are up to date, and return the masters' state."""
@@ -184,67 +204,35 @@ class GroupHost:
 
     def piece_of(self, weight: Weight) -> HostBuffer:
         """Return the memory of one of the masters, with the padding after it, as a buffer that is not pinned itself."""
-        index = self.weights.index(weight)
-        if self.masters is None:
-            return self._pieces[index]
-        end = self._offsets[index + 1] if index + 1 < len(self._offsets) else self.master_bytes
-        memory = self.masters.bytes[self._offsets[index] : end]
-        piece = HostBuffer(memory.nbytes, self._backend, pin=False, memory=memory)
-        piece.tensors = [weight.host]
-        return piece
+        room = next(room for room in self.rooms if weight in room.weights)
+        return room.piece_of(weight, self._backend)
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for these weights, without gradients."""
-        return self.master_bytes + (self.source.nbytes if self.source is not self.masters else 0)
+        masters = sum(room.memory.nbytes for room in self.rooms)
+        return masters + (self.source.nbytes if self._sends_only_copies else 0)
 
     def release(self) -> None:
         """Let go of the memory; that of masters serves the next arrangement, too, for which `MasterMemory` has it."""
-        if self.source is not self.masters:
+        if self._sends_only_copies:
             self.source.release()
-        for tensors in (self._copies, self._words, self._pieces):
-            tensors.clear()
+        self._copies.clear()
+        for room in self.rooms:
+            room.release()
 
-    def _new_masters(self, weights: Sequence[Weight], offsets: Sequence[int], nbytes: int, pin: bool) -> HostBuffer:
-        """Make a buffer, and move these masters into it."""
-        masters = HostBuffer(nbytes, self._backend, pin)
-        for weight, offset in zip(weights, offsets, strict=True):
-            weight.adopt(tensor_in(masters.bytes, offset, weight.layout, weight.dtype))
-        masters.tensors = [weight.host for weight in weights]
-        return masters
-
-    def _read(self, index: Tensor) -> Tensor:
-        """Return sampled words of the masters; the index counts as if all of them lay together."""
-        if self.masters is not None:
-            return self._words[0].index_select(0, index)
-        starts = torch.tensor([offset // _WORD for offset in self._offsets])
-        counts = torch.bincount(torch.searchsorted(starts, index, right=True) - 1, minlength=len(starts)).tolist()
-        parts = zip(self._words, starts, torch.split(index, counts), strict=True)
-        return torch.cat([words.index_select(0, part - start) for words, start, part in parts])
-
-    def _sampled_words(self) -> Tensor:
-        """Choose the words that a `MasterState` samples, by index: all words of the sampled elements."""
-        generator = torch.Generator().manual_seed(0)
-        chosen = [torch.empty(0, dtype=torch.long)]
-        with torch.inference_mode(False):
-            for weight, offset in zip(self.weights, self._offsets, strict=True):
-                if weight.host.numel():
-                    nbytes = weight.host.element_size()
-                    first = (offset + _sampled_elements(weight.host, generator) * nbytes) // _WORD
-                    chosen.append((first[:, None] + torch.arange(max(1, nbytes // _WORD))).flatten())
-            return torch.cat(chosen)
+    @property
+    def _sends_only_copies(self) -> bool:
+        return all(room.memory is not self.source for room in self.rooms)
 
 
-def _sampled_elements(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Choose elements of a tensor, by their offsets in memory, such that a change of any one row is seen.
+def must_stay_apart(weights: Sequence[Weight], memory: MasterMemory) -> bool:
+    """Tell whether masters that are to travel together cannot lie together, as others hold one of them."""
+    return _Plans(weights, memory).are_apart
 
-    Each row has one at a random place. If there are more than `_MOST_SAMPLES` rows, that many have one, evenly spread.
-    """
-    rows = tensor.size(0) if tensor.dim() else 1
-    samples = min(max(rows, _LEAST_SAMPLES), _MOST_SAMPLES)
-    offsets = torch.zeros(samples, dtype=torch.long)
-    for dimension, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
-        numbers = torch.randint(size, (samples,), generator=generator)  # for rows, too: later draws depend on it
-        if dimension == 0:
-            numbers = torch.arange(samples) * size // samples if samples < size else torch.arange(samples) % size
-        offsets += numbers * stride
-    return offsets
+
+def _copied(weights: Sequence[Weight]) -> set[Weight]:
+    """Return the weights of which copies are sent; see [Note: which weights are copied]."""
+    lowered = {weight for weight in weights if weight.lowered}
+    lowered_bytes = sum(weight.nbytes for weight in lowered)
+    is_most = 2 * lowered_bytes >= sum(weight.nbytes for weight in weights)
+    return set(weights) if lowered and is_most else lowered

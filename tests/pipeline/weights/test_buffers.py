@@ -76,6 +76,7 @@ def test_forked_processes_share_nothing_with_a_device() -> None:
         from types import SimpleNamespace
         from sp_lightning.pipeline.weights.buffers import HostBuffer
         from sp_lightning.pipeline.weights.host import GroupHost
+        from sp_lightning.pipeline.weights.master_memory import MasterMemory
         from sp_lightning.pipeline.weights.weight import Weight
 
         def seen_by_a_worker(memory):
@@ -92,13 +93,14 @@ def test_forked_processes_share_nothing_with_a_device() -> None:
             buffer.release()
             print(kind, attached, seen_by_a_worker(memory))
 
-            weight, masters, seen = Weight("w", torch.nn.Parameter(torch.ones(2))), None, []
+            weight, kept, seen = Weight("w", torch.nn.Parameter(torch.ones(2))), MasterMemory(), []
             for dtype in (torch.float32, torch.bfloat16, torch.float32):
                 weight.compute_dtype = dtype
-                masters = GroupHost([weight], backend, False, masters).masters
-                memory = masters.bytes.fill_(7)
+                (room,) = GroupHost([weight], backend, False, kept).rooms
+                kept.keep([room], backend)
+                memory = room.memory.bytes.fill_(7)
                 seen.append(seen_by_a_worker(memory))
-            masters.release()
+            kept.release_all_but([])
             print("as sent, lowered, as sent, released:", *seen, seen_by_a_worker(memory))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)

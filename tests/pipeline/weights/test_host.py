@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.weights.buffers import as_bytes, tensor_in
 from sp_lightning.pipeline.weights.host import GroupHost
+from sp_lightning.pipeline.weights.master_memory import MasterMemory
 from sp_lightning.pipeline.weights.weight import Weight
 
 from ..parts import RecordingBackend
@@ -47,7 +48,7 @@ def test_masters_keep_values_strides_and_identity(make: Callable[[], Tensor]) ->
     assert parameter.requires_grad
     assert parameter.is_leaf
     if parameter.numel():
-        assert parameter.data_ptr() == group.masters.bytes.data_ptr()
+        assert parameter.data_ptr() == group.source.bytes.data_ptr()
 
 
 def test_every_master_has_a_storage_of_its_own() -> None:
@@ -74,7 +75,7 @@ def test_masters_are_sent_without_a_copy() -> None:
     """No second copy of the model where nothing is lowered; one contiguous piece."""
     group = group_of(torch.arange(3.0), torch.arange(5.0))
     source = group.prepare(group.state())
-    assert source.data_ptr() == group.masters.bytes.data_ptr()
+    assert source.data_ptr() == group.weights[0].master.data_ptr()
     assert source.nbytes == 512 == group.host_bytes()
     assert torch.equal(tensor_in(source, 256, torch.empty(5), torch.float32), torch.arange(5.0))
 
@@ -83,7 +84,7 @@ def test_tensors_in_memory_made_under_inference_mode_can_train() -> None:
     """Lightning's sanity check comes first, under inference mode."""
     with torch.inference_mode():
         group = group_of(torch.randn(4))
-        data = tensor_in(group.masters.bytes, 0, torch.empty(4), torch.float32)
+        data = tensor_in(group.source.bytes, 0, torch.empty(4), torch.float32)
     assert not data.is_inference()
     assert not group.weights[0].host.is_inference()
     assert not as_bytes(data).is_inference()
@@ -231,22 +232,95 @@ def test_lowered_copies_are_written_once_per_change() -> None:
     assert group.host_bytes() == 512
 
 
+def with_adapters() -> list[Weight]:
+    """A frozen base, sent as it is, and adapters around it that are lowered."""
+    base = [Weight(f"base {n}", nn.Parameter(torch.randn(64, 64), requires_grad=False)) for n in range(2)]
+    adapters = [Weight(f"adapter {n}", nn.Parameter(torch.randn(64, 2))) for n in range(2)]
+    for weight in adapters:
+        weight.compute_dtype = torch.bfloat16
+    return [adapters[0], base[0], adapters[1], base[1]]
+
+
+def sent_of(group: GroupHost, index: int) -> Tensor:
+    """What the group sends of a weight now."""
+    weight = group.weights[index]
+    source = group.prepare(group.state())
+    return tensor_in(source, group.source_offsets[index], weight.master, weight.compute_dtype)
+
+
+def test_a_frozen_base_under_adapters_is_sent_without_a_copy() -> None:
+    """Otherwise it would take host memory twice."""
+    group = GroupHost(with_adapters(), RecordingBackend(), pin=False)
+    assert [copy is None for copy in group.copies()] == [False, True, False, True]
+    assert group.host_bytes() == 2 * (64 * 64 * 4) + 2 * (64 * 2 * 4) + 2 * (64 * 2 * 2)
+    for index, weight in enumerate(group.weights):
+        assert torch.equal(sent_of(group, index), weight.master.detach().to(weight.compute_dtype))
+
+
+@pytest.mark.parametrize("edit", [write, copy_data, one_row, new_memory])
+@pytest.mark.parametrize("index", range(4))
+def test_a_change_of_either_is_noticed_and_sent(index: int, edit: Callable[[Tensor], None]) -> None:
+    group = GroupHost(with_adapters(), RecordingBackend(), pin=False)
+    weight = group.weights[index]
+    state, glance = group.state(), group.glance()
+    edit(weight.master)
+    assert group.has_changed(state)
+    assert group.changed_past_versions(glance) == ({weight} if edit in (copy_data, one_row) else set())
+    assert torch.equal(sent_of(group, index), weight.master.detach().to(weight.compute_dtype))
+
+
+def test_where_most_is_lowered_all_is_copied() -> None:
+    """So that no master moves when autocast is first seen."""
+    weights = [Weight(str(rows), nn.Parameter(torch.randn(rows, 64))) for rows in (64, 1)]
+    memory, backend = MasterMemory(), RecordingBackend()
+    memory.keep(GroupHost(weights, backend, pin=False).rooms, backend)
+    before = [weight.master.data_ptr() for weight in weights]
+    weights[0].compute_dtype = torch.bfloat16
+    group = GroupHost(weights, backend, False, memory)
+    assert [weight.master.data_ptr() for weight in weights] == before
+    assert None not in group.copies()
+
+
+def test_adapters_and_their_base_do_not_move_again() -> None:
+    """Another arrangement, with the same weights lowered, finds both where they are; what they have left is free."""
+    weights, memory, backend = with_adapters(), MasterMemory(), RecordingBackend()
+    lowered = [weight.compute_dtype for weight in weights]
+    for weight in weights:
+        weight.compute_dtype = weight.master.dtype
+    first = GroupHost(weights, backend, pin=True)
+    memory.keep(first.rooms, backend)
+    for weight, dtype in zip(weights, lowered, strict=True):
+        weight.compute_dtype = dtype
+    second = GroupHost(weights, backend, True, memory)
+    memory.keep(second.rooms, backend)
+    assert not first.source.pinned
+    assert not first.source.bytes.nbytes
+    where = [weight.master.data_ptr() for weight in weights]
+    third = GroupHost(weights, backend, True, memory)
+    memory.keep(third.rooms, backend)
+    assert third.source is second.source
+    assert third.source.pinned
+    assert [weight.master.data_ptr() for weight in weights] == where
+
+
 def test_a_buffer_of_an_earlier_arrangement_is_used_again() -> None:
     """Taking in what was learned copies no model."""
-    weights = [Weight("w", nn.Parameter(torch.randn(6)))]
-    first = GroupHost(weights, RecordingBackend(), pin=True)
+    weights, memory, backend = [Weight("w", nn.Parameter(torch.randn(6)))], MasterMemory(), RecordingBackend()
+    first = GroupHost(weights, backend, pin=True)
+    memory.keep(first.rooms, backend)
     address = weights[0].master.data_ptr()
-    again = GroupHost(weights, RecordingBackend(), True, first.masters)
-    assert again.masters is first.masters
+    again = GroupHost(weights, backend, True, memory)
+    assert again.source is first.source
     assert weights[0].master.data_ptr() == address
     assert again.source.pinned
 
 
 def test_masters_that_are_not_sent_are_not_page_locked() -> None:
     """Where a copy is what is sent, page-locking the masters would be waste."""
-    weight = Weight("w", nn.Parameter(torch.randn(6)))
-    first = GroupHost([weight], RecordingBackend(), pin=True)
+    weight, memory, backend = Weight("w", nn.Parameter(torch.randn(6))), MasterMemory(), RecordingBackend()
+    first = GroupHost([weight], backend, pin=True)
+    memory.keep(first.rooms, backend)
     weight.compute_dtype = torch.bfloat16
-    lowered = GroupHost([weight], RecordingBackend(), True, first.masters)
-    assert not lowered.masters.pinned
+    lowered = GroupHost([weight], backend, True, memory)
+    assert not first.source.pinned
     assert lowered.source.pinned

@@ -26,10 +26,9 @@ class Arrangements:
         hosts = []
         for group in groups:
             weights = [Weight(str(index), self.parameters[index]) for index in group]
-            masters, pieces = self.memory.find(weights), self.memory.find_pieces(weights)
-            hosts.append(GroupHost(weights, self.backend, True, masters, pieces))
-            self.memory.keep(hosts[-1])
-        self.memory.release_all_but(host.weights for host in hosts)
+            hosts.append(GroupHost(weights, self.backend, True, self.memory))
+            self.memory.keep(hosts[-1].rooms, self.backend)
+        self.memory.release_all_but([room for host in hosts for room in host.rooms])
         return hosts
 
 
