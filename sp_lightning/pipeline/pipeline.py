@@ -48,6 +48,7 @@ from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.transfer.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.transfer.devices import full_device, make_backend
 from sp_lightning.pipeline.transfer.trace import Recording
+from sp_lightning.pipeline.weights.quantized import bring_states_home
 from sp_lightning.pipeline.weights.units import Member
 
 _HOST = torch.device("cpu")
@@ -231,6 +232,7 @@ class Pipeline:
         self._offloader.close()
         self._lasting.memory.release_all_but([])
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
+        bring_states_home(self.arrangement.weights)
         move_buffers(self.module, _HOST)
         forget_ended_steps()
         self._backend.close()

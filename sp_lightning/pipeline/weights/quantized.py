@@ -9,18 +9,20 @@ Nobody trains such weights, so masters are not guarded, and nothing is known of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import parts_of, users_of_storage
+from sp_lightning.pipeline._private import contains_others, parts_of, users_of_storage
 from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.weights.device import Group
+
+_HOST = torch.device("cpu")
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
@@ -46,6 +48,13 @@ def move_parameter(parameter: nn.Parameter, device: torch.device, copy: bool = F
     owner = nn.Module()
     owner.register_parameter("parameter", parameter)
     owner.to(device)
+
+
+def bring_states_home(weights: Iterable[Weight]) -> None:
+    """Move what quantized weights have besides their memory back to the host: it has moved along with their leaves."""
+    for weight in weights:
+        if isinstance(weight, QuantizedWeight) and not contains_others(weight.master):
+            weight.master.to(_HOST)
 
 
 class QuantizedTwin(Twin):
@@ -95,16 +104,23 @@ class QuantizedTwin(Twin):
         return not self._is_at_rest and any(part.data_ptr() != place.data_ptr() for part, place in pairs)
 
     def adopt_replacement(self) -> None:
-        """Refuse what a forward has given the leaf.
+        """Copy what a forward has given the leaf to the twin's own memory: on a CPU, bitsandbytes packs weights anew.
 
         Raises:
-            RuntimeError: Always.
+            RuntimeError: If it has other sizes.
         """
+        given = parts_of(self.parameter)
+        if [part.nbytes for part in given] != [place.nbytes for place in self._places]:
+            _lay(self.parameter, self._places)
+            raise RuntimeError(
+                f"A forward gave the quantized weight {self.weight.name!r} memory of another size. Convert weights "
+                "before training."
+            )
+        self._places = _divide(self.data, given)
+        for part, place in zip(given, self._places, strict=True):
+            place.copy_(part)
         _lay(self.parameter, self._places)
-        raise RuntimeError(
-            f"A forward gave the quantized weight {self.weight.name!r} other memory (`weight.data = ...`). Name it in "
-            "`resident`, and it stays on the device as a whole."
-        )
+        self._replacements += 1
 
     def note_written_back(self) -> None:
         """Note that every part of the master got a change by an in-place write, which must not count a second time."""
@@ -121,7 +137,7 @@ class QuantizedWeight(Weight):
     def __init__(self, name: str, master: nn.Parameter) -> None:
         super().__init__(name, master)
         parts = parts_of(master)
-        self._form = [(part.shape, part.stride(), part.dtype) for part in parts]
+        self._form = _form_of(parts)
         _, self._nbytes = lay_out([part.nbytes for part in parts])
         self.host = torch.empty(self._nbytes, dtype=torch.uint8, device="meta")
         self.dtype = self.compute_dtype = torch.uint8
@@ -155,8 +171,7 @@ class QuantizedWeight(Weight):
         if self.master.device != host.device:
             move_parameter(self.master, host.device)
         parts = parts_of(self.master)
-        offsets, _ = lay_out([part.nbytes for part in parts])
-        places = [tensor_in(host, offset, part, part.dtype) for offset, part in zip(offsets, parts, strict=True)]
+        places = _divide_apart(host, parts)
         for part, place in zip(parts, places, strict=True):
             place.copy_(part)
         _lay(self.master, places)
@@ -182,8 +197,7 @@ class QuantizedWeight(Weight):
     @property
     def is_replaced(self) -> bool:
         """Whether the master has become another tensor, whose values cannot simply be moved back into our memory."""
-        form = [(part.shape, part.stride(), part.dtype) for part in parts_of(self.master)]
-        return self.master.requires_grad or form != self._form
+        return self.master.requires_grad or _form_of(parts_of(self.master)) != self._form
 
     def readopt(self) -> None:
         """If a part of the master is elsewhere, move the values back into our memory."""
@@ -209,9 +223,12 @@ class QuantizedWeight(Weight):
         return values
 
     def overwrite(self, values: Tensor) -> None:
-        """Write values in the form that `host` has to the master."""
-        parts = parts_of(self.master)
-        for part, value in zip(parts, _divide(values, parts), strict=True):
+        """Write values in the form that `host` has to the master, whose parts become like those of the leaf."""
+        parts, likes = parts_of(self.master), parts_of(self.twin.parameter)
+        if self._form != (form := _form_of(likes)):
+            self._form = form
+            _lay(self.master, _divide_apart(self.host, likes))
+        for part, value in zip(parts, _divide(values, likes), strict=True):
             part.copy_(value)
 
 
@@ -223,6 +240,17 @@ def _copy_on(device: torch.device, master: nn.Parameter) -> nn.Parameter:
     for name, value in vars(master).items():
         vars(copied).setdefault(name, value)
     return copied
+
+
+def _form_of(parts: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """Return what must stay the same about parts for them to be exchanged."""
+    return [(part.shape, part.stride(), part.dtype) for part in parts]
+
+
+def _divide_apart(memory: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return parts of a tensor of bytes as tensors like these, each with a storage of its own."""
+    offsets, _ = lay_out([part.nbytes for part in parts])
+    return [tensor_in(memory, offset, part, part.dtype) for offset, part in zip(offsets, parts, strict=True)]
 
 
 def _divide(memory: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
