@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sp_lightning.pipeline.weights.device import Group
 
 _HOST = torch.device("cpu")
+_BYTES_PER_SAMPLE = 4096  # a row or two
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
@@ -140,6 +141,7 @@ class QuantizedWeight(Weight):
         self._form = _form_of(parts)
         _, self._nbytes = lay_out([part.nbytes for part in parts])
         self.host = torch.empty(self._nbytes, dtype=torch.uint8, device="meta")
+        self.most_samples = self._nbytes // _BYTES_PER_SAMPLE
         self.dtype = self.compute_dtype = torch.uint8
 
     @property

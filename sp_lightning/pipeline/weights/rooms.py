@@ -17,7 +17,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 _GLANCE = 256  # words
 _WORD = 4  # bytes compared at once
-_LEAST_SAMPLES, _MOST_SAMPLES = 64, 1 << 17  # per weight
+_LEAST_SAMPLES = 64  # per weight
 
 
 class Room:
@@ -81,7 +81,8 @@ class Room:
             for weight, offset in zip(self.weights, self.offsets, strict=True):
                 if weight.host.numel():
                     nbytes = weight.host.element_size()
-                    first = (offset + _sampled_elements(weight.host, generator) * nbytes) // _WORD
+                    elements = _sampled_elements(weight.host, weight.most_samples, generator)
+                    first = (offset + elements * nbytes) // _WORD
                     chosen.append((first[:, None] + torch.arange(max(1, nbytes // _WORD))).flatten())
             return torch.cat(chosen)
 
@@ -91,13 +92,13 @@ def padded(weight: Weight) -> int:
     return lay_out([weight.nbytes])[1]
 
 
-def _sampled_elements(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _sampled_elements(tensor: Tensor, most: int, generator: torch.Generator) -> Tensor:
     """Choose elements of a tensor, by their offsets in memory, such that a change of any one row is seen.
 
-    Each row has one at a random place. If there are more than `_MOST_SAMPLES` rows, that many have one, evenly spread.
+    Each row has one at a random place. If there are more rows than elements at most, that many have one, evenly spread.
     """
     rows = tensor.size(0) if tensor.dim() else 1
-    samples = min(max(rows, _LEAST_SAMPLES), _MOST_SAMPLES)
+    samples = min(max(rows, _LEAST_SAMPLES), max(most, _LEAST_SAMPLES))
     offsets = torch.zeros(samples, dtype=torch.long)
     for dimension, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
         numbers = torch.randint(size, (samples,), generator=generator)  # for rows, too: later draws depend on it

@@ -194,12 +194,14 @@ class Weight:
         last_graph: The number of the graph that last used it under autocast.
         last_region: The number of the `with torch.autocast(...)` in which it did; None without autocast's cache.
         replacements: How often values were moved back from other memory that the master was given.
+        most_samples: How many of its elements are looked at, at most, to find changes that torch does not count.
         lowered_leaves: The leaf of an earlier twin, if it was lowered until something used it as it is.
         twin: Its current twin.
     """
 
     unit: Unit
     twin: Twin
+    most_samples = 1 << 17
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
