@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
 from typing_extensions import override
 
 from sp_lightning.monitor.progress import SetUpProgress
@@ -247,11 +246,8 @@ class SuperpipelineMixin(ProcessesMixin):
 
     @override
     def model_to_device(self) -> None:
-        """Attach the pipeline, which moves the buffers, and move metrics; weights stay where they are."""
+        """Attach the pipeline, which moves buffers and metrics; weights stay where they are."""
         module = self._module
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                _move_metric(metric, self.root_device)
         if next(module.parameters(), None) is None:
             module.to(self.root_device)  # nothing to stream: metrics and buffers only
         else:
@@ -439,13 +435,3 @@ class SuperpipelineMixin(ProcessesMixin):
         for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=cls.__name__, **choices)
-
-
-def _move_metric(metric: Metric, device: torch.device) -> None:
-    """Move a metric's states, but not the weights of networks inside it, which are streamed."""
-    hidden = {name: metric.__dict__[name] for name in ("_parameters", "_modules")}
-    metric.__dict__.update({name: {} for name in hidden})
-    try:
-        metric.to(device)
-    finally:
-        metric.__dict__.update(hidden)

@@ -50,6 +50,7 @@ from .lightning_modules import (
     streamed,
     trainer,
 )
+from .pipeline.parts import RecordingBackend
 
 DEVICE = torch.device("meta")
 
@@ -80,7 +81,6 @@ def module() -> Base:
 
 
 def test_hazard_01_the_module_names_the_compute_device(module):
-    del module.accuracy  # a metric cannot come back from a pretended device
     strategy = Pretended(module)
     strategy.set_up()
     assert module.device == DEVICE
@@ -89,22 +89,24 @@ def test_hazard_01_the_module_names_the_compute_device(module):
     assert module.device == torch.device("cpu")
 
 
-def test_hazard_02_metrics_move_without_the_networks_inside_of_them(module):
+def test_hazard_02_metrics_move_without_the_networks_inside_of_them():
     class Learned(torchmetrics.MeanMetric):
         def __init__(self) -> None:
             super().__init__()
             self.network = nn.Linear(2, 2)
 
+    module = nn.Sequential(nn.Linear(2, 2))
     module.learned = Learned()
     module.collection = torchmetrics.MetricCollection({"a": torchmetrics.MeanMetric()})
     weight = module.learned.network.weight
-    Pretended(module).set_up()
-    assert module.accuracy.tp.device == DEVICE
-    assert module.accuracy.device == DEVICE
-    assert module.learned.mean_value.device == DEVICE
-    assert module.collection["a"].mean_value.device == DEVICE
+    pipeline = Pipeline(module, "meta:0", backend=RecordingBackend())
+    assert module.learned.mean_value.is_meta
+    assert module.learned.device.type == "meta"
+    assert module.collection["a"].mean_value.is_meta
     assert module.learned.network.weight is weight
-    assert weight.device.type == "cpu"
+    assert not weight.is_meta
+    del module.learned, module.collection  # metrics cannot come back from a pretended device
+    pipeline.detach()
 
 
 def test_hazard_03_models_are_built_on_the_host(module):

@@ -17,10 +17,11 @@ from sp_lightning.pipeline.division.parameters import weights_on_accelerators
 from sp_lightning.pipeline.gradients.averaging import ReplicatedWeights
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
-from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers, move_unmanaged
+from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import compiled_call
 from sp_lightning.pipeline.modules.first_call import stop_watching_for_first_call, watch_for_first_call
 from sp_lightning.pipeline.modules.gates import Gatekeeper, install_gate, register_gate, remove_gate
+from sp_lightning.pipeline.modules.moving import move_all_but_parameters, move_unmanaged
 from sp_lightning.pipeline.modules.resting import put_to_rest
 from sp_lightning.pipeline.modules.swap import swap_out
 from sp_lightning.pipeline.optimizer import on_device
@@ -186,7 +187,7 @@ class Assembly:
                 write_back=self.write_back.write_served,
             )
         )
-        move_buffers(lasting.module, lasting.device)
+        move_all_but_parameters(lasting.module, lasting.device)
         move_unmanaged(arrangement.unmanaged.values(), lasting.device)
         lasting.pool.pinnable = arrangement.host_share.pinnable_bytes()
         stay = (*lasting.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)

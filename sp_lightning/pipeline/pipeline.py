@@ -30,10 +30,11 @@ from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.division.parameters import weights_on_accelerators
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lasting import Lasting
-from sp_lightning.pipeline.layout.arrangement import Arrangement, move_buffers, move_unmanaged
+from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.modules.functions import stop_watching_functions, watch_functions
 from sp_lightning.pipeline.modules.host_inputs import call_on_device
+from sp_lightning.pipeline.modules.moving import move_all_but_parameters, move_unmanaged
 from sp_lightning.pipeline.modules.suspension import (
     forget_ended_steps,
     guards_resumed,
@@ -233,7 +234,7 @@ class Pipeline:
         self._lasting.memory.release_all_but([])
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
         bring_states_home(self.arrangement.weights)
-        move_buffers(self.module, _HOST)
+        move_all_but_parameters(self.module, _HOST)
         forget_ended_steps()
         self._backend.close()
         if failed is not None:

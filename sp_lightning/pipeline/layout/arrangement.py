@@ -7,10 +7,10 @@ unit, autocast lowers a weight) or the module tree has changed. Masters keep the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sp_lightning.pipeline._private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.division.finder import find_units
@@ -26,7 +26,6 @@ from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.device import Group, overlaps, place_in_arena
 from sp_lightning.pipeline.weights.host import GroupHost, must_stay_apart
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
-from sp_lightning.pipeline.weights.quantized import move_parameter
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -281,25 +280,3 @@ class Arrangement:
 
 def _weights_of(units: Sequence[Unit]) -> list[Weight]:
     return [weight for unit in units for weight in unit.weights]
-
-
-def move_buffers(root: nn.Module, device: torch.device) -> None:
-    """Move buffers: they live on the device, because BatchNorm saves and changes these very tensors."""
-    moved: dict[int, Tensor] = {}
-    for module in root.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                if id(buffer) not in moved:
-                    with torch.inference_mode(buffer.is_inference()):  # validation may come first, training later
-                        moved[id(buffer)] = buffer.to(device)
-                module._buffers[key] = moved[id(buffer)]
-
-
-def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move parameters that cannot stream (tensor subclasses, those of scripted modules): they live on the device."""
-    for parameter in parameters:
-        if parameter.device != device:
-            with torch.inference_mode(parameter.is_inference()):
-                move_parameter(parameter, device)
