@@ -263,8 +263,6 @@ class SuperpipelineMixin(ProcessesMixin):
             self.pipeline.bring_operands_together()
             self._steps = Steps(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
             lend(self.precision_plugin, self.pipeline, self._steps, self.lightning)
-        # `self.device`, `self.log` and others rely on the device property, and no `.to()` has set it.
-        self.lightning.update_properties(module, device=self.root_device)
 
     @property
     def _module(self) -> LightningModule:

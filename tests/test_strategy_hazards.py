@@ -80,12 +80,13 @@ def module() -> Base:
     return Base()
 
 
-def test_hazard_01_the_module_names_the_compute_device(module):
-    strategy = Pretended(module)
-    strategy.set_up()
-    assert module.device == DEVICE
+def test_hazard_01_the_module_names_the_compute_device():
+    module = L.LightningModule()
+    module.layer = nn.Linear(2, 2)
+    pipeline = Pipeline(module, "meta:0", backend=RecordingBackend())
+    assert module.device == torch.device("meta:0")
     assert {p.device.type for p in module.parameters()} == {"cpu"}
-    strategy.teardown()
+    pipeline.detach()
     assert module.device == torch.device("cpu")
 
 

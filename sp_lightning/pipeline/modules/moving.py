@@ -1,13 +1,14 @@
 """Moving what a module has besides the weights that stream: it lives on the device.
 
-Buffers do, because BatchNorm saves and changes these very tensors. So does what modules move in an `_apply` of their
-own: the anchors of a detector, the states of a metric. And so do parameters that cannot stream.
+Buffers do, because BatchNorm saves and changes these very tensors. So does what a `to` or an `_apply` of a user's own
+moves: the anchors of a detector, the states of a metric, a teacher in a list. And so do parameters that cannot stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from sp_lightning.pipeline.weights.quantized import move_parameter
 
 
 def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
-    """Move everything that `root.to(device)` would move, except for parameters and their gradients."""
+    """Do what `root.to(device)` would do, except that parameters and their gradients do not move."""
     parameters = list(root.parameters())
     stay = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
     staying = set(map(id, stay))
@@ -31,8 +32,15 @@ def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
                 moved[id(tensor)] = tensor, tensor.to(device)
         return moved[id(tensor)][1]
 
+    def apply(_: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        return type(root)._apply(root, move, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+
     with _parameters_stay_the_same(root):
-        root._apply(move)  # type: ignore[no-untyped-call]
+        vars(root)["_apply"] = apply
+        try:
+            root.to(device)
+        finally:
+            del vars(root)["_apply"]
 
 
 def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> None:

@@ -64,6 +64,24 @@ def test_what_a_module_moves_itself() -> None:
     assert not detector.layer.weight.is_meta
 
 
+def test_what_the_root_moves_in_a_to_of_its_own() -> None:
+    """A teacher that is no submodule, say, so that its weights are not trained, nor saved."""
+
+    class Distilled(nn.Sequential):
+        teacher = (nn.Linear(4, 4),)
+
+        def to(self, *args: Any, **kwargs: Any) -> Distilled:
+            self.teacher[0].to(*args, **kwargs)
+            return super().to(*args, **kwargs)
+
+    root = Distilled(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    move_all_but_parameters(root, META)
+    assert root.teacher[0].weight.is_meta
+    assert {buffer.device.type for buffer in root.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in root.parameters()} == {"cpu"}
+    assert "_apply" not in vars(root)
+
+
 def test_states_of_a_metric() -> None:
     metric = MulticlassAccuracy(num_classes=3)
     moved(metric)
