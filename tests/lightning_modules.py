@@ -23,6 +23,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.monitor.metrics import PREFIX
 
 from .helpers import Trace, assert_same_trace, frozen, note_outputs
+from .zoo.quantized import Int8Weight
 
 WIDTH = 6
 
@@ -232,4 +233,4 @@ def assert_plain(module: nn.Module) -> None:
         assert "forward" not in vars(part), name
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         assert tensor.device.type == "cpu", name
-        assert type(tensor.data) is Tensor, name
+        assert type(tensor.data) in (Tensor, Int8Weight), name

@@ -30,6 +30,8 @@ from sp_lightning.pipeline.transfer.devices import make_backend
 from .helpers import assert_same_trace
 from .lightning_modules import WIDTH, Base, Block, fit, loader, plain, run, streamed, trainer
 from .processes import in_processes
+from .zoo.blocks import LoRALinear
+from .zoo.quantized import Int8Linear, PackedLinear
 
 Drive = Callable[[L.Trainer, Any], Any]
 
@@ -109,6 +111,15 @@ class Silent(Base):
     """Nobody looks at gradients, so units are stepped in backward."""
 
     on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
+
+
+class Quantized(Silent):
+    """Adapters beside frozen layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up, block.down = LoRALinear(PackedLinear(block.up)), LoRALinear(Int8Linear(block.down))
 
 
 class LeftOut(Base):
@@ -219,7 +230,7 @@ class Newton(Base):
 
 
 def modules() -> None:
-    for make in (LeftOut, LeftOutSilently, InOtherOrders, NobodyUses, Synced, Frozen, Newton):
+    for make in (LeftOut, LeftOutSilently, InOtherOrders, NobodyUses, Synced, Frozen, Newton, Quantized):
         assert_as_ddp(make)
         torch.manual_seed(0)
     for accumulate in (1, 2):

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import outside_of_transforms, without_torch_function
+from sp_lightning.pipeline._private import outside_of_transforms, parts_of, without_torch_function
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.division.shape import Shape
@@ -169,7 +169,8 @@ class Arranger:
             if name and modules[name] not in self._learned.undivided:
                 found[name] = modules[name]
         outermost = {name: module for name, module in found.items() if not any(name.startswith(f"{n}.") for n in found)}
-        weights = sum(parameter.nbytes for module in outermost.values() for parameter in module.parameters())
+        parameters = [parameter for module in outermost.values() for parameter in module.parameters()]
+        weights = sum(part.nbytes for parameter in parameters for part in parts_of(parameter))
         if not outermost or weights > self.survey.activation_peak:
             return None
         self._learned.undivided += outermost.values()

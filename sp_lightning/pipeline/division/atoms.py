@@ -26,8 +26,8 @@ def atoms_by_structure(tree: Tree, largest: int | None) -> list[Atom]:
         largest: Modules with more bytes are divided where they can be.
     """
     atoms = _Descent(tree, largest, small=min(tree.total // _SMALL_LEAF_DIVISOR, _SMALL_LEAF_BYTES)).atoms()
-    streamed = {id(p): p.nbytes for atom in atoms for p in atom.module.parameters()}
-    if sum(streamed.values()) < 0.9 * tree.total:  # many small leaves add up: stream them too
+    keys = {id(p) for atom in atoms for p in atom.module.parameters() if id(p) in tree.weights}
+    if sum(tree.weights[key].nbytes for key in keys) < 0.9 * tree.total:  # many small leaves add up: stream them too
         atoms = _Descent(tree, largest, small=0).atoms()
     return atoms
 

@@ -117,9 +117,13 @@ class Tree:
                 raise ValueError(
                     f"`resident` names {name!r}, which is neither a module nor a parameter. Top-level modules: {known}."
                 )
+        for weight in [self.weights[key] for key in self.resident_weights & self.weights.keys()]:
+            if isinstance(weight, QuantizedWeight):  # nobody notices uses outside of its module, so it is all there
+                del self.weights[id(weight.master)]
+                self.unmanaged[weight.name] = weight.master
 
     def _subtree_bytes(self, module: nn.Module) -> int:
-        own = {id(p): p.nbytes for p in module.parameters() if id(p) in self.weights}
+        own = {id(p): self.weights[id(p)].nbytes for p in module.parameters() if id(p) in self.weights}
         return sum(nbytes for key, nbytes in own.items() if key not in self.resident_weights)
 
 

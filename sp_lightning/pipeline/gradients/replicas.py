@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sp_lightning.pipeline._private import parts_of
 from sp_lightning.pipeline.division.parameters import check_parameter
 
 _Description = tuple[str, tuple[int, ...], str, tuple[int, ...]]  # name, shape, dtype, strides
@@ -62,8 +63,8 @@ class Replicas:
             for name, t in tensors.items()
         ]
         self._check_alike(described)
-        for tensor in tensors.values():
-            self._broadcast([tensor])
+        for part in [part for tensor in tensors.values() for part in parts_of(tensor)]:
+            self._broadcast([part])
 
     def _check_alike(self, described: list[_Description]) -> None:
         everyones: list[list[_Description]] = [[] for _ in range(self.count)]

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, SparseAdam
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Replicas
+from sp_lightning.pipeline._private import parts_of
 
 from ...helpers import Trace, assert_same_trace, note_gradients, note_state
 from ...processes import in_processes
 from ...random_graphs import Example, examples
 from ...zoo.blocks import WIDTH, Block
+from ...zoo.quantized import Int8Linear
 from .parts import Model, assert_averages_closely, average_gradients, chain, rows, train
 
 
@@ -308,6 +310,18 @@ def as_few_operations_as_possible() -> None:
     pipeline.detach()
 
 
+def quantized_weights_of_the_first() -> None:
+    """Integers and scales, each as it is."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(Int8Linear(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+    Pipeline(model, "cpu", replicas=Replicas()).detach()
+    parts = [part for weight in model.parameters() for part in parts_of(weight)]
+    everyones: list[Any] = [None, None]
+    dist.all_gather_object(everyones, [part.tolist() for part in parts])
+    assert everyones[0] == everyones[1]
+    assert [part.dtype for part in parts[:2]] == [torch.int8, torch.float32]
+
+
 def buffers_of_the_first() -> None:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
@@ -335,6 +349,7 @@ def test_single_things() -> None:
             a_pass_of_one_process_alone,
             other_units,
             as_few_operations_as_possible,
+            quantized_weights_of_the_first,
             buffers_of_the_first,
         ]
     )

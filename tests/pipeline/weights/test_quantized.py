@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from sp_lightning.pipeline._private import parts_of
 from sp_lightning.pipeline.division.finder import find_units
+from sp_lightning.pipeline.division.tree import Tree
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight, move_parameter
 
 from ...helpers import attached
@@ -79,6 +80,21 @@ def test_those_that_share_a_part_live_on_the_device() -> None:
     model = quantized(Int8Linear)
     weight_of(model, 2).scale = weight_of(model, 1).scale
     assert list(find_units(model, Block).unmanaged) == ["blocks.1.up.base.weight", "blocks.2.up.base.weight"]
+
+
+def test_one_that_is_named_in_resident_is_all_there() -> None:
+    """For code outside of its module, which nobody notices."""
+    division = find_units(quantized(Int8Linear), Block, resident=["blocks.1.up"])
+    assert list(division.unmanaged) == ["blocks.1.up.base.weight"]
+    assert [weight.name for weight in division.resident.weights] == ["blocks.1.up.a", "blocks.1.up.b"]
+
+
+def test_units_are_as_large_as_their_bytes() -> None:
+    """Not as the numbers that these stand for."""
+    model = quantized(Int8Linear)
+    model.blocks[1].up = LoRALinear(nn.Linear(WIDTH, 24, bias=False))
+    tree = Tree(model, ())
+    assert tree.bytes_of(model.blocks[0]) < tree.bytes_of(model.blocks[1])
 
 
 @BOTH_KINDS
