@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -17,7 +17,7 @@ from sp_lightning.pipeline.modules.guard import Guard
 
 from .helpers import attached
 from .zoo.blocks import WIDTH as NARROW
-from .zoo.blocks import Block, Chain, chain
+from .zoo.blocks import Block, Chain, LoRALinear, chain
 from .zoo.oddities import Fused
 
 BLOCKS, WIDTH, HIDDEN = 12, 32, 64  # large enough that alignment in flat buffers hardly counts
@@ -136,6 +136,52 @@ def test_bytes_to_the_device_are_those_of_the_units() -> None:
         optimizer.step()
         needed = pipe.stats.loads * weight_bytes(model.blocks[0])
         assert needed <= pipe.stats.bytes_to_device < 1.1 * needed
+
+
+def adapted() -> Chain:
+    """Blocks with a frozen base and adapters."""
+    model = blocks().requires_grad_(False)
+    for block in model.blocks:
+        block.up = LoRALinear(block.up)
+    return model
+
+
+@pytest.mark.parametrize("k", [2, 5, BLOCKS])
+def test_only_adapters_are_sent_to_where_their_base_still_lies(k: int) -> None:
+    """Those of the units that lie on the device when a step ends; frozen weights of the others have to come again."""
+    model = adapted()
+    with attached(model, k=k) as pipe:
+        optimizer = SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            train_step(pipe, optimizer)
+        before = pipe.stats.bytes_to_device
+        train_step(pipe, optimizer)
+        (unit, *_) = pipe.summary().unit_bytes
+        adapters = sum(parameter.nbytes for parameter in model.blocks[0].parameters() if parameter.requires_grad)
+        come_again = 2 * (BLOCKS - k) * unit
+        stay = k * adapters
+        assert come_again + stay <= pipe.stats.bytes_to_device - before <= 1.05 * come_again + 1.1 * stay
+
+
+@pytest.mark.parametrize("edit", [lambda weight: weight.mul_(2), lambda weight: weight.data.mul_(2)], ids=["", "data"])
+def test_a_frozen_weight_that_was_changed_is_sent_as_well(edit: Callable[[Tensor], object]) -> None:
+    """While its unit counts as absent, because its adapters were stepped."""
+    results = []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        model = adapted()
+        optimizer = SGD(model.parameters(), 0.1)
+        with attached(model, k=BLOCKS) if streamed else nullcontext() as pipe:
+            for _ in range(3):
+                with pipe.step() if pipe is not None else nullcontext():
+                    model(torch.ones(2, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    edit(model.blocks[1].down.weight)
+            with torch.no_grad():
+                results.append(model(torch.ones(2, WIDTH)))
+    assert torch.equal(*results)
 
 
 def test_units_that_return_views_of_what_a_custom_function_has_computed() -> None:

@@ -19,7 +19,7 @@ from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients.buffers import gradient_bytes
-from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes, sent_bytes
+from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes, sent_bytes, stepped_bytes
 from sp_lightning.pipeline.modules.lowering import is_lowered_layer
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.sizes import parse_bytes
@@ -231,6 +231,7 @@ def _work(unit: Unit, seen: Seen, given: Assumptions) -> UnitWork:
         ways=_ways(seen, weights, forward, backward, given),
         bytes_on_device=sum(_bytes_on_device(weight, given) for weight in unit.weights) if trained else 0,
         sections=count_sections(weight.layout for weight in unit.weights),
+        stepped_bytes=stepped_bytes(unit),
     )
 
 

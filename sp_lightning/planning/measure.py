@@ -18,7 +18,7 @@ from sp_lightning.pipeline import Kind, Recording, Span, Survey
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, peak
 from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.layout.device_layout import sent_bytes
+from sp_lightning.pipeline.layout.device_layout import sent_bytes, stepped_bytes
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.weights.sections import count_sections
 from sp_lightning.pipeline.weights.units import Unit
@@ -84,6 +84,7 @@ def workload_of(survey: Survey, recording: Recording, observed: Observed) -> Wor
             gradient_bytes=_moved(recording, Kind.GRADIENTS, arrangement.resident) // len(steps),
             parameters=_trainable(arrangement.resident),
             sections=count_sections(weight.layout for weight in arrangement.resident.weights),
+            stepped_bytes=stepped_bytes(arrangement.resident),
         ),
         trains=observed.trains,
         stepping=stepping,
@@ -121,6 +122,7 @@ def _unit_work(
         ways=_ways_of(unit, ways) or (_explicit(survey.options.activations, leaving),),
         bytes_on_device=survey.bytes_on_device(unit),
         sections=count_sections(weight.layout for weight in unit.weights),
+        stepped_bytes=stepped_bytes(unit),
     )
 
 

@@ -73,6 +73,8 @@ class _Group:
         sections: Number of sections that it is copied and stepped in.
         left: How many of them are still to be stepped.
         first_stepped: When the first of them was stepped.
+        in_place: Whether it lies in its place on the device, but for the weights that were stepped.
+        sent: How many bytes its copy to the device has.
     """
 
     def __init__(self, index: int, units: Sequence[int], workload: Workload) -> None:
@@ -93,6 +95,9 @@ class _Group:
         self.landed = _LONG_AGO
         self.left = 0
         self.first_stepped = 0.0
+        self.after_step = sum(workload.units[unit].bytes_after_step for unit in units)
+        self.in_place = False
+        self.sent = self.nbytes
 
 
 class Replay:
@@ -145,6 +150,7 @@ class Replay:
             group.conflicts = [streamed[other] for other in others]
         self._resident = _Group(0, [], workload)
         self._resident.nbytes = workload.resident.weight_bytes
+        self._resident.after_step = workload.resident.bytes_after_step
         self._resident.parameters = workload.resident.parameters
         self._resident.sections = workload.resident.sections
 
@@ -240,8 +246,9 @@ class Replay:
 
     def _load(self, group: _Group) -> None:
         for other in group.conflicts:
-            other.loaded = False
-        group.loaded, group.asked = True, self.compute
+            other.loaded = other.in_place = False
+        group.sent = group.after_step if group.in_place else group.nbytes
+        group.loaded, group.in_place, group.asked = True, False, self.compute
         self._coming.append(group)
         self._send_what_is_stepped_now()
 
@@ -256,7 +263,7 @@ class Replay:
         stepped = [(group.stepped, group) for group in self._coming if group.stepped and group.stepped.first <= by]
         for done, group in sorted(stepped, key=lambda pair: max(pair[0].first, pair[1].asked)):
             self._coming.remove(group)
-            group.ready = self._upload(group.nbytes, max(group.asked, done.first), done.last, group.sections)
+            group.ready = self._upload(group.sent, max(group.asked, done.first), done.last, group.sections)
 
     def _fetch_ahead(self, position: int, kept_from: int) -> None:
         """Load the next uses after a position, until one needs a place whose group is used before it.
@@ -293,6 +300,7 @@ class Replay:
     def _step_group(self, group: _Group, position: int) -> None:
         """Give a group to the optimizer, which makes its copy on the device outdated."""
         insort(self._landing, group, key=lambda group: -group.landed.first)
+        group.in_place = group.in_place or group.loaded
         group.loaded, group.stepped, group.left = False, None, group.sections
         if group is not self._resident:
             self._next = min(self._next, self._next_use(group, position + 1))

@@ -34,6 +34,7 @@ class UnitWork:
         ways: What may become of its activations, in order of preference.
         bytes_on_device: Device memory with gradients and optimizer state, if it lives there; 0 if it may not.
         sections: Number of sections that its gradients, its step and its weights are divided into.
+        stepped_bytes: Bytes sent to the device after a step, if the other weights still lie there; None for all.
     """
 
     name: str
@@ -46,6 +47,12 @@ class UnitWork:
     ways: tuple[Way, ...] = (NOTHING_SAVED,)
     bytes_on_device: int = 0
     sections: int = 1
+    stepped_bytes: int | None = None
+
+    @property
+    def bytes_after_step(self) -> int:
+        """Bytes sent to the device after a step, if the weights that are not stepped still lie there."""
+        return self.weight_bytes if self.stepped_bytes is None else self.stepped_bytes
 
     @property
     def lives_on_device(self) -> bool:
@@ -100,7 +107,15 @@ class Workload:
     def with_on_device(self, units: Collection[int]) -> Workload:
         """Return the work that is left if these units live on the device: they compute, but nothing is copied."""
         there = [
-            replace(unit, weight_bytes=0, gradient_bytes=0, parameters=0, host_bytes=0, bytes_on_device=0)
+            replace(
+                unit,
+                weight_bytes=0,
+                gradient_bytes=0,
+                parameters=0,
+                host_bytes=0,
+                bytes_on_device=0,
+                stepped_bytes=None,
+            )
             if number in units
             else unit
             for number, unit in enumerate(self.units)

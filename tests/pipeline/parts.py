@@ -176,6 +176,9 @@ class FakeHost:
     def prepare(self, state: FakeState) -> Tensor:
         return self.source.bytes
 
+    def changed_ranges(self, *_: object) -> list[tuple[int, int]]:
+        return [(0, self.source.bytes.nbytes)]
+
     def has_changed(self, since: FakeState) -> bool:
         self.looks += 1
         return since.version != self.version

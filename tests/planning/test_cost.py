@@ -6,15 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from sp_lightning.pipeline import Lane
 from sp_lightning.pipeline.activations.ways import Way
-from sp_lightning.pipeline.weights import sections
+from sp_lightning.pipeline.weights import host, sections
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, predict
 from sp_lightning.planning.cost import least_seconds, ways_of
 
 from .. import simulated
-from ..simulated import UNIT_BYTES, WIDTH
+from ..simulated import UNIT_BYTES, WIDTH, TimedBlock
 from .parts import Blocks, Fixed
 
 MACHINES = {name: Blocks(**vars(machine)) for name, machine in simulated.MACHINES.items()}
@@ -89,6 +91,29 @@ def test_frozen_units(window: Any) -> None:
     blocks = MACHINES["sending is the slowest"]
     units = tuple(UnitWork("", UNIT_BYTES, 0, 0, blocks.forward, blocks.backward) for _ in range(blocks.units))
     compare(blocks, window, Workload(units, stepping=None), frozen=True, in_backward=False)
+
+
+class AdaptedBlock(TimedBlock):
+    """A unit of twice the bytes, half of which are frozen."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.base = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.base.sum())
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("name", MACHINES)
+def test_only_what_was_stepped_is_sent_to_where_the_rest_still_lies(
+    name: str, window: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_GAP", 0)  # such small units are not worth another copy
+    blocks = MACHINES[name]
+    workload = blocks.workload(staging_bytes=2 * UNIT_BYTES)
+    units = tuple(replace(unit, weight_bytes=2 * UNIT_BYTES, stepped_bytes=UNIT_BYTES) for unit in workload.units)
+    compare(blocks, window, replace(workload, units=units), rel=0.02, block=AdaptedBlock)  # some copies overtake others
 
 
 def test_gradients_that_add_up() -> None:

@@ -101,6 +101,7 @@ def _make_unit(tree: Tree, part: Sequence[Atom], resident_weights: set[int]) -> 
     unit.members = [make_member(tree, atom.name, atom.module, unit) for atom in part]
     weights = {id(entry.weight): entry.weight for member in unit.members for entry in member.entries}
     unit.weights = [weight for weight in weights.values() if id(weight.master) not in resident_weights]
+    unit.weights.sort(key=lambda weight: weight.master.requires_grad)  # what is stepped is sent in one copy
     return unit
 
 

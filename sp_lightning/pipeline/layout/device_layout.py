@@ -136,3 +136,10 @@ def largest_unit_bytes(device_bytes: int | None) -> int:
 def sent_bytes(units: Sequence[Unit]) -> int:
     """Return the bytes of the weights of units, as they are sent to the device and lie there."""
     return lay_out([weight.compute_bytes for unit in units for weight in unit.weights])[1]
+
+
+def stepped_bytes(unit: Unit) -> int:
+    """Return the bytes that are sent of a unit after a step, if the weights that are not stepped still lie there."""
+    _, stepped = lay_out([weight.compute_bytes for weight in unit.weights if weight.master.requires_grad])
+    everything = sent_bytes([unit])
+    return stepped if 2 * stepped <= everything else everything

@@ -137,7 +137,7 @@ class HostSteps:
 
         self._window.finish_optimizer(group)
         step = _GroupStep(group, [(self._unit_step(share.optimizer, group), share) for share in shares], after)
-        self._window.outdate(group)
+        self._window.outdate(group, [weight for share in shares for weight in share.gradients])
         copies = self._window.copies_of(group)
         moved = sum(2 * w.master.nbytes + gradient.nbytes for s in shares for w, gradient in s.gradients.items())
         tickets: dict[Hashable, Ticket] = {}

@@ -24,10 +24,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline._private import has_foreign_step_hooks
+from sp_lightning.pipeline._private import has_foreign_step_hooks, without_torch_function
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStep, EarlyStepper
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
@@ -102,16 +102,20 @@ class Overlap:
             self._take_out(optimizer, param_group, stepped)
 
     def _take_out(self, optimizer: Optimizer, param_group: dict[str, Any], stepped: Collection[Weight]) -> None:
-        """Leave in a param group what torch's own code steps; share out all others that were not stepped yet."""
+        """Leave in a param group what torch's own code steps; share out all others that were not stepped yet.
+
+        Without a gradient, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
+        """
         weights = [self._weights[id(p)] for p in param_group["params"] if id(p) in self._weights]
-        ours = [weight for weight in weights if weight in stepped or self._may_step(weight)]
-        left = [weight for weight in ours if weight not in stepped]
-        self._share_out(optimizer, self._settings(optimizer, param_group), left)
-        taken = {id(weight.master) for weight in ours}
+        waiting = [weight for weight in weights if weight not in stepped and self._gradients.get(weight) is not None]
+        ours = [weight for weight in waiting if self._may_step(weight)]
+        self._share_out(optimizer, self._settings(optimizer, param_group), ours)
+        theirs = set(waiting).difference(ours)
+        taken = {id(weight.master) for weight in weights if weight not in theirs}
         self._taken_out.append((param_group, param_group["params"]))
         param_group["params"] = [p for p in param_group["params"] if id(p) not in taken]
         for weight in weights:
-            if id(weight.master) not in taken:
+            if weight in theirs:
                 self._let_plain_code_step(weight)
 
     def after_step(self) -> None:
@@ -180,12 +184,17 @@ class Overlap:
         if has_foreign_step_hooks(optimizer):
             return f"a step hook may look at everything that {type(optimizer).__name__} steps"
         for param_group in optimizer.param_groups:
-            unknown = [p for p in param_group["params"] if id(p) in self._weights and id(p) not in self._checked]
+            with without_torch_function():
+                unknown = [p for p in param_group["params"] if id(p) not in self._checked and self._may_be_stepped(p)]
             reason = why_not_by_unit(optimizer, param_group, unknown)
             if reason is not None:
                 return reason
             self._checked.update(map(id, unknown))
         return None
+
+    def _may_be_stepped(self, parameter: nn.Parameter) -> bool:
+        weight = self._weights.get(id(parameter))
+        return weight is not None and (parameter.requires_grad or self._gradients.get(weight) is not None)
 
     def _let_plain_code_step(self, weight: Weight) -> None:
         self._steps.finish_optimizer(weight.unit.group)

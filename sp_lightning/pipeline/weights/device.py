@@ -27,6 +27,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.host import GroupHost, MasterState
+from sp_lightning.pipeline.weights.weight import Weight
 
 
 class Residency(enum.Enum):
@@ -60,6 +61,9 @@ class Group:
         handles: How many saved tensors of live graphs are its weights, or views of them.
         being_stepped: An optimizer's work on its masters; None if there is none, or once it is known to be done.
         state: The masters' state when last checked; None if they may have changed since.
+        in_place: The masters' state when what still lies in its place was sent, although it counts as absent, because
+            an optimizer steps some of them; None if another group may lie there.
+        outdated: The weights that are stepped.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class Group:
         self.used_copies: list[Ticket] = []
         self.suspect = False
         self.state: MasterState | None = None
+        self.in_place: MasterState | None = None
+        self.outdated: frozenset[Weight] = frozenset()
         self.handles = 0
         self.being_stepped: Ticket | None = None
 

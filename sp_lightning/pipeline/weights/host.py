@@ -26,6 +26,9 @@ from sp_lightning.pipeline.weights.rooms import Room, padded
 from sp_lightning.pipeline.weights.sections import divide
 from sp_lightning.pipeline.weights.weight import Weight
 
+_GAP = 1 << 18  # bytes that are sent once more, rather than in another copy
+_MOST_RANGES = 16
+
 
 class MasterState(NamedTuple):
     """The version counters of masters, and samples of their bytes, one for each room that they lie in.
@@ -149,6 +152,38 @@ class GroupHost:
             rooms = zip(self.rooms, since.samples, strict=True)
             found = {weight for room, glance in rooms for weight in room.changed_since(glance)}
         return found.difference(weight for weight, before, after in counted if before != after)
+
+    def changed_ranges(
+        self, since: MasterState, now: MasterState | None, stepped: Collection[Weight]
+    ) -> list[tuple[int, int]]:
+        """Return which bytes of what is sent have changed.
+
+        Args:
+            since: An earlier state.
+            now: The present state; None if some masters are being stepped.
+            stepped: The masters that have been stepped since, or still are.
+        """
+        everything = [(0, self.source.nbytes)]
+        is_most = 2 * sum(weight.compute_bytes for weight in stepped) > self.source.nbytes
+        if is_most or any(weight.is_elsewhere for weight in self.weights):
+            return everything
+        if now is None:
+            with torch.inference_mode(False):
+                samples = tuple(room.sample() for room in self.rooms)
+            now = MasterState(tuple(weight.version + weight.replacements for weight in self.weights), samples)
+        changed = set(stepped)
+        counted = zip(self.weights, since.versions, now.versions, strict=True)
+        changed.update(weight for weight, before, after in counted if before != after)
+        for room, before, after in zip(self.rooms, since.samples, now.samples, strict=True):
+            changed.update(room.differing(before, after))
+        ranges: list[tuple[int, int]] = []
+        ends = [*self.source_offsets[1:], self.source.nbytes]
+        for weight, begin, end in zip(self.weights, self.source_offsets, ends, strict=True):
+            if weight in changed:
+                joins = bool(ranges) and begin - ranges[-1][1] <= _GAP
+                ranges[-1:] = [(ranges[-1][0], end)] if joins else [*ranges[-1:], (begin, end)]
+        is_little = 2 * sum(end - begin for begin, end in ranges) <= self.source.nbytes
+        return ranges if is_little and len(ranges) <= _MOST_RANGES else everything
 
     def has_changed(self, since: MasterState) -> bool:
         """Tell whether masters have been written to since they were in this state."""

@@ -5,7 +5,6 @@ The host side of a group (host.py) has one room, or several. Rooms outlive an ar
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -55,11 +54,11 @@ class Room:
 
     def changed_since(self, glance: Tensor) -> list[Weight]:
         """Return the weights that look different than in an earlier glance."""
-        now = self.glance()
-        if torch.equal(now, glance):
-            return []
-        places = self._glance_index[now != glance] * _WORD
-        return [self.weights[bisect_right(self.offsets, place) - 1] for place in places.tolist()]
+        return self._differing(self._glance_index, glance, self.glance())
+
+    def differing(self, before: Tensor, after: Tensor) -> list[Weight]:
+        """Return the weights that two samples differ in."""
+        return self._differing(self._sample_index, before, after)
 
     def piece_of(self, weight: Weight, backend: Backend) -> HostBuffer:
         """Return the memory of one of the masters, with the padding after it, as a buffer that is not pinned itself."""
@@ -72,6 +71,13 @@ class Room:
     def release(self) -> None:
         """Let go of the memory, which serves the next arrangement."""
         self._words = torch.empty(0, dtype=torch.int32)
+
+    def _differing(self, index: Tensor, before: Tensor, after: Tensor) -> list[Weight]:
+        if torch.equal(before, after):
+            return []
+        places = index[before != after] * _WORD
+        numbers = torch.searchsorted(torch.tensor(self.offsets), places, right=True) - 1
+        return [self.weights[number] for number in sorted(set(numbers.tolist()))]
 
     def _sampled_words(self) -> Tensor:
         """Choose the words that a sample has, by index: all words of the sampled elements."""

@@ -11,6 +11,10 @@ The optimizer may still be stepping a group's masters when the group is needed a
 have been stepped, section by section (sections.py), and nothing reads the masters before the step is done. Other copies
 do not wait for that: the optimizer steps groups in another order than that in which they were asked for.
 
+[Note: what still lies in its place]
+An optimizer outdates a group on the device, but mostly not all of it: beside adapters lies a frozen base. If no other
+group has come into its place until it is needed again, only what has changed is sent.
+
 [Note: while copies read the masters]
 Computing waits for a copy to the device, but the host goes on: when a forward returns, copies that it has asked for may
 not have begun. Until such a copy is done, nothing may write to what it reads. Steps come after it, whoever else writes
@@ -30,6 +34,7 @@ from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.device import Group, Residency
 from sp_lightning.pipeline.weights.lookahead import Lookahead
 from sp_lightning.pipeline.weights.schedule import Schedule
+from sp_lightning.pipeline.weights.weight import Weight
 
 
 class Window:
@@ -80,7 +85,7 @@ class Window:
 
     def suspect(self, group: Group) -> None:
         """Check this group's masters before it is used again: someone may be about to write to them."""
-        group.suspect, group.state = True, None
+        group.suspect, group.state, group.in_place = True, None, None
         self._ahead.note_lost(group)
 
     def abandon(self) -> None:
@@ -88,7 +93,7 @@ class Window:
         self._ahead.forget()
         for group in self.groups:
             group.users, group.suspect = 0, True
-            group.residency = Residency.ABSENT
+            group.residency, group.in_place = Residency.ABSENT, None
             group.tickets.clear()
             group.used_copies.clear()
 
@@ -132,10 +137,12 @@ class Window:
                 return other
         return None
 
-    def outdate(self, group: Group) -> None:
-        """Discard the group's copy on the device: an optimizer is about to step its masters."""
+    def outdate(self, group: Group, weights: Iterable[Weight]) -> None:
+        """Discard the group's copy on the device: an optimizer is about to step the masters of these weights."""
+        in_place = group.state if group.loaded else group.in_place
         group.suspect, group.state = False, None
         self._discard(group)
+        group.in_place, group.outdated = in_place, frozenset(weights)
 
     def finish_optimizer(self, group: Group) -> None:
         """Wait until the optimizer is done with the group's masters.
@@ -205,7 +212,7 @@ class Window:
         self._mark_absent(group)
 
     def _mark_absent(self, group: Group) -> None:
-        group.residency = Residency.ABSENT
+        group.residency, group.in_place = Residency.ABSENT, None
         self._ahead.note_lost(group)
 
     def _in_the_way_of(self, group: Group) -> list[Group]:
@@ -218,6 +225,8 @@ class Window:
         for other in (group, *(group.conflicts & self._last_in_place)):
             self._wait_for_copies(other)  # if nobody has used them: copies to the device need not keep their order
         if group.conflicts:
+            for other in group.conflicts & self._last_in_place:
+                other.in_place = None
             self._last_in_place -= group.conflicts
             self._last_in_place.add(group)
         if self._is_being_stepped(group):
@@ -225,9 +234,10 @@ class Window:
         else:
             if group.state is None:
                 group.state = group.host.state()
-            self._upload(group, group.host.prepare(group.state))
-        group.residency = Residency.COMING
-        self._stats.bytes_to_device += group.nbytes
+            source = group.host.prepare(group.state)
+            for begin, end in self._missing(group):
+                self._upload(group, source[begin:end], begin)
+        group.residency, group.in_place = Residency.COMING, None
         if group.resident:
             self._stats.resident_loads += 1
         else:
@@ -241,12 +251,22 @@ class Window:
     def _upload_behind_step(self, group: Group) -> None:
         """Send each section of the group when it has been stepped; see [Note: while masters are being stepped]."""
         assert group.being_stepped is not None
-        for cut, begin, end in group.host.sections:
-            self._upload(group, group.host.source.bytes[begin:end], begin, group.being_stepped.until(cut))
+        missing = self._missing(group)
+        for cut, first, last in group.host.sections:
+            for begin, end in [(max(begin, first), min(end, last)) for begin, end in missing]:
+                if begin < end:
+                    self._upload(group, group.host.source.bytes[begin:end], begin, group.being_stepped.until(cut))
 
-    def _upload(self, group: Group, source: Tensor, offset: int = 0, after: Ticket | None = None) -> None:
+    def _missing(self, group: Group) -> list[tuple[int, int]]:
+        """Return which bytes of the group do not lie in its place; see [Note: what still lies in its place]."""
+        if group.in_place is None:
+            return [(0, group.nbytes)]
+        return group.host.changed_ranges(group.in_place, group.state, group.outdated)
+
+    def _upload(self, group: Group, source: Tensor, offset: int, after: Ticket | None = None) -> None:
         group.tickets.append(self._backend.upload(group.place[offset : offset + source.nbytes], source, after))
         self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.tickets[-1])
+        self._stats.bytes_to_device += source.nbytes
 
     def _evict(self, group: Group) -> None:
         if group.users:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.pipeline.weights import host
 from sp_lightning.pipeline.weights.buffers import as_bytes, tensor_in
 from sp_lightning.pipeline.weights.host import GroupHost
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
@@ -267,6 +268,59 @@ def test_a_change_of_either_is_noticed_and_sent(index: int, edit: Callable[[Tens
     assert group.has_changed(state)
     assert group.changed_past_versions(glance) == ({weight} if edit in (copy_data, one_row) else set())
     assert torch.equal(sent_of(group, index), weight.master.detach().to(weight.compute_dtype))
+
+
+def ranges_of(group: GroupHost, *changed: int) -> list[tuple[int, int]]:
+    """Where weights begin and end in what is sent."""
+    ends = [*group.source_offsets[1:], group.source.nbytes]
+    return [(group.source_offsets[index], ends[index]) for index in changed]
+
+
+@pytest.fixture
+def _no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even the smallest gap is worth another copy."""
+    monkeypatch.setattr(host, "_GAP", 0)
+
+
+@pytest.mark.usefixtures("_no_gap")
+@pytest.mark.parametrize("edit", [write, copy_data, one_row])
+def test_what_was_stepped_or_changed_is_what_is_sent(edit: Callable[[Tensor], None]) -> None:
+    group = GroupHost(with_adapters(), RecordingBackend(), pin=False)
+    before = group.state()
+    edit(group.weights[2].master)
+    for now in (group.state(), None):
+        assert group.changed_ranges(before, now, [group.weights[0]]) == ranges_of(group, 0, 2)
+        assert group.changed_ranges(before, now, []) == ranges_of(group, 2)
+    assert group.changed_ranges(group.state(), None, []) == []
+
+
+def test_what_lies_side_by_side_is_sent_in_one_copy() -> None:
+    group = group_of(*(torch.randn(64) for _ in range(9)))
+    (first,), (second,) = ranges_of(group, 3), ranges_of(group, 4)
+    stepped = [group.weights[3], group.weights[4]]
+    assert group.changed_ranges(group.state(), None, stepped) == [(first[0], second[1])]
+
+
+def test_a_small_gap_is_sent_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = group_of(*(torch.randn(64) for _ in range(9)))
+    first, second = ranges_of(group, 3, 5)
+    stepped = [group.weights[3], group.weights[5]]
+    assert group.changed_ranges(group.state(), None, stepped) == [(first[0], second[1])]
+    monkeypatch.setattr(host, "_GAP", 0)
+    assert group.changed_ranges(group.state(), None, stepped) == [first, second]
+
+
+@pytest.mark.usefixtures("_no_gap")
+def test_all_is_sent_if_that_is_little_more() -> None:
+    """Or if it would take many copies, or nobody knows what has changed."""
+    group = group_of(*(torch.randn(64) for _ in range(80)))
+    everything = [(0, group.source.nbytes)]
+    state = group.state()
+    assert group.changed_ranges(state, None, group.weights[:41]) == everything
+    assert len(group.changed_ranges(state, None, group.weights[:40])) == 1
+    assert group.changed_ranges(state, None, group.weights[::3]) == everything
+    new_memory(group.weights[0].master)
+    assert group.changed_ranges(state, None, []) == everything
 
 
 def test_where_most_is_lowered_all_is_copied() -> None:

@@ -299,7 +299,7 @@ def test_a_group_of_several_units_counts_as_several_loads() -> None:
 def stepping(scene: Scene, index: int, ticket: PendingTicket | None = None) -> PendingTicket:
     """An optimizer starts to step the masters of a group."""
     ticket = ticket or PendingTicket()
-    scene.window.outdate(scene.groups[index])
+    scene.window.outdate(scene.groups[index], ())
     scene.groups[index].being_stepped = ticket
     return ticket
 
@@ -339,7 +339,7 @@ def test_sections_are_sent_after_their_own_part_of_the_step() -> None:
     cuts = [(0, number) for number in range(2)]
     group.host.sections = [Section(cuts[0], 0, 1), Section(cuts[1], 1, 2), Section(None, 2, group.nbytes)]
     parts = [PendingTicket() for _ in range(3)]
-    scene.window.outdate(group)
+    scene.window.outdate(group, ())
     group.being_stepped = Ticket.of_parts(dict(zip([*cuts, None], parts, strict=True)))
     scene.backend.calls.clear()
     scene.window.bring(group)
@@ -647,7 +647,7 @@ def test_the_cost_of_a_use_does_not_grow_with_the_model(share: float, what: str)
             for use in step:
                 scene.use(*use)
                 if what == "stepping in backward" and use[1] is Pass.BACKWARD:
-                    scene.window.outdate(scene.groups[use[0]])
+                    scene.window.outdate(scene.groups[use[0]], ())
 
         for _ in range(3):
             run()
@@ -661,5 +661,5 @@ def test_before_discard_is_called_for_readable_groups_only() -> None:
     s.use(0)
     assert s.groups[1].loaded  # by the prefetch
     for group in (*s.groups, *s.groups):
-        s.window.outdate(group)
+        s.window.outdate(group, ())
     assert s.lost == [0]
