@@ -85,7 +85,7 @@ def least_seconds(workload: Workload, machine: Machine, ways: Sequence[Way]) -> 
     second = sum(way.repeating for way in ways)
     compute = sum(unit.forward_seconds + workload.trains * unit.backward_seconds for unit in workload.units)
     between = workload.rest_seconds + workload.trains * (workload.turn_seconds + second)
-    to_device = sum(unit.weight_bytes for unit in everything if unit.parameters) if workload.stepping else 0
+    to_device = sum(unit.bytes_after_step for unit in everything if unit.parameters) if workload.stepping else 0
     to_host = sum(unit.gradient_bytes for unit in everything) * workload.micro_steps
     stepped = sum(unit.parameters for unit in everything) if workload.stepping else 0
     return max(
