@@ -4,8 +4,9 @@
 A group has the same place for as long as the arrangement lives, so raw aliases of its weights (a tensor stashed on an
 autograd `ctx`, one held by a checkpoint) are valid from its load to the end of its backward. Places are chosen so
 that any `window` consecutive groups do not overlap: with equal sizes, "group g has slot g mod k"; with unequal sizes,
-a large embedding does not inflate every slot. Groups whose places overlap cannot be on the device at once: loading
-one evicts the others. Evicting moves nothing, because the host has the truth.
+a large embedding does not inflate every slot, and lies beside the last groups, too, as it may be the head. Groups whose
+places overlap cannot be on the device at once: loading one evicts the others. Evicting moves nothing, because the host
+has the truth.
 
 A unit that is kept (`WindowPlan.kept`) travels alone, to a place of its own outside of the arena. It is loaded when
 its weights have changed, in the order of use like all others, and never evicted.
@@ -131,6 +132,9 @@ def travel_together(units: int, k_prime: int, alone: Collection[int] = ()) -> li
 def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
     """Choose offsets such that any `window` consecutive pieces do not overlap.
 
+    Nor do the last pieces and the first ones, if that takes no more memory: after the last unit comes the first one
+    where it is also the head (tied embeddings), and in inference.
+
     Args:
         sizes: Bytes of the pieces, in the order in which they are used.
         window: How many consecutive pieces must fit side by side.
@@ -138,9 +142,21 @@ def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
     Returns:
         The offsets, and the size of the arena: never more than `window` times the largest piece.
     """
+    offsets, arena = _first_fit(sizes, window, cyclic=False)
+    slot = max(sizes, default=0)
+    if arena > window * slot:  # unlucky sizes can leave holes; equal slots never do
+        return [index % window * slot for index in range(len(sizes))], window * slot
+    cyclic = _first_fit(sizes, window, cyclic=True)
+    return cyclic if cyclic[1] <= arena else (offsets, arena)
+
+
+def _first_fit(sizes: Sequence[int], window: int, cyclic: bool) -> tuple[list[int], int]:
+    """Place each piece at the lowest offset at which it overlaps none of its neighbors that have a place already."""
     offsets: list[int] = []
     for index, size in enumerate(sizes):
-        neighbors = range(max(0, index - window + 1), index)
+        neighbors = {*range(max(0, index - window + 1), index)}
+        if cyclic:
+            neighbors.update(range(min(index, index + window - len(sizes))))
         taken = sorted((offsets[other], offsets[other] + sizes[other]) for other in neighbors)
         offset = 0
         for start, end in taken:
@@ -148,11 +164,7 @@ def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
                 break
             offset = max(offset, end)
         offsets.append(offset)
-    arena = max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0)
-    slot = max(sizes, default=0)
-    if arena > window * slot:  # unlucky sizes can leave holes; equal slots never do
-        return [index % window * slot for index in range(len(sizes))], window * slot
-    return offsets, arena
+    return offsets, max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0)
 
 
 def overlaps(offsets: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

@@ -13,7 +13,7 @@ instead: otherwise every master would have to move once, when autocast is first 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,8 +137,13 @@ class GroupHost:
 
     def state(self) -> MasterState:
         """Return the masters' present state."""
+        self.readopt()
+        return self._state_as_it_is()
+
+    def _state_as_it_is(self) -> MasterState:
+        """Return the state of masters that may be being stepped, so that nothing is moved back into our memory."""
         with torch.inference_mode(False):
-            return MasterState(self._versions(), tuple(room.sample() for room in self.rooms))
+            return MasterState(self._counts(), tuple(room.sample() for room in self.rooms))
 
     def glance(self) -> MasterState:
         """Return the masters' present state with a smaller sample, for every call of a unit."""
@@ -167,23 +172,27 @@ class GroupHost:
         is_most = 2 * sum(weight.compute_bytes for weight in stepped) > self.source.nbytes
         if is_most or any(weight.is_elsewhere for weight in self.weights):
             return everything
-        if now is None:
-            with torch.inference_mode(False):
-                samples = tuple(room.sample() for room in self.rooms)
-            now = MasterState(tuple(weight.version + weight.replacements for weight in self.weights), samples)
-        changed = set(stepped)
+        ranges = self._ranges_of({*stepped, *self._differing(since, now or self._state_as_it_is())})
+        is_little = 2 * sum(end - begin for begin, end in ranges) <= self.source.nbytes
+        return ranges if is_little and len(ranges) <= _MOST_RANGES else everything
+
+    def _differing(self, since: MasterState, now: MasterState) -> Iterator[Weight]:
+        """Yield the weights that two states differ in."""
         counted = zip(self.weights, since.versions, now.versions, strict=True)
-        changed.update(weight for weight, before, after in counted if before != after)
+        yield from (weight for weight, before, after in counted if before != after)
         for room, before, after in zip(self.rooms, since.samples, now.samples, strict=True):
-            changed.update(room.differing(before, after))
+            yield from room.differing(before, after)
+
+    def _ranges_of(self, weights: Collection[Weight]) -> list[tuple[int, int]]:
+        """Return where weights lie in what is sent, joined where there is little between them."""
         ranges: list[tuple[int, int]] = []
         ends = [*self.source_offsets[1:], self.source.nbytes]
         for weight, begin, end in zip(self.weights, self.source_offsets, ends, strict=True):
-            if weight in changed:
-                joins = bool(ranges) and begin - ranges[-1][1] <= _GAP
-                ranges[-1:] = [(ranges[-1][0], end)] if joins else [*ranges[-1:], (begin, end)]
-        is_little = 2 * sum(end - begin for begin, end in ranges) <= self.source.nbytes
-        return ranges if is_little and len(ranges) <= _MOST_RANGES else everything
+            if weight in weights:
+                if ranges and begin - ranges[-1][1] <= _GAP:
+                    begin, _ = ranges.pop()
+                ranges.append((begin, end))
+        return ranges
 
     def has_changed(self, since: MasterState) -> bool:
         """Tell whether masters have been written to since they were in this state."""
@@ -233,8 +242,12 @@ class GroupHost:
                 weight.readopt()
 
     def _versions(self) -> tuple[int, ...]:
-        """Return a number for each master that grows with every change that torch counts, and when it is replaced."""
+        """Return these counts, once masters that were given other memory lie in ours again."""
         self.readopt()
+        return self._counts()
+
+    def _counts(self) -> tuple[int, ...]:
+        """Return a number for each master that grows with every change that torch counts, and when it is replaced."""
         return tuple(weight.version + weight.replacements for weight in self.weights)
 
     def piece_of(self, weight: Weight) -> HostBuffer:

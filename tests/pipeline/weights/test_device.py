@@ -44,6 +44,21 @@ def test_a_large_piece_does_not_inflate_every_slot() -> None:
     assert arena == 11
 
 
+@pytest.mark.parametrize("blocks", [12, 13])
+@pytest.mark.parametrize("window", [2, 3])
+def test_the_first_piece_may_come_after_the_last(window: int, blocks: int) -> None:
+    """A tied embedding is used again as the head, while the last blocks are there."""
+    offsets, arena = place_in_arena([10] + [1] * blocks, window)
+    last = range(blocks + 2 - window, blocks + 1)
+    assert set(overlaps(offsets, [10] + [1] * blocks)[0]).isdisjoint(last)
+    assert arena == 10 + window - 1
+
+
+def test_but_not_for_more_memory() -> None:
+    """An embedding and a head of its own, as large, are not both there."""
+    assert place_in_arena([10, 1, 1, 1, 10], 2)[1] == 12
+
+
 def test_all_fit_where_the_window_is_wide_enough() -> None:
     """k >= number of units: each piece has memory of its own, and no more than all bytes are taken."""
     offsets, arena = place_in_arena([3, 1, 2], 3)
