@@ -176,6 +176,9 @@ class FakeHost:
     def prepare(self, state: FakeState) -> Tensor:
         return self.source.bytes
 
+    def are_little(self, _: object) -> bool:
+        return True
+
     def changed_ranges(self, *_: object) -> list[tuple[int, int]]:
         return [(0, self.source.bytes.nbytes)]
 

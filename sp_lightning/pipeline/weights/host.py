@@ -13,7 +13,7 @@ instead: otherwise every master would have to move once, when autocast is first 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -169,12 +169,18 @@ class GroupHost:
             stepped: The masters that have been stepped since, or still are.
         """
         everything = [(0, self.source.nbytes)]
-        is_most = 2 * sum(weight.compute_bytes for weight in stepped) > self.source.nbytes
-        if is_most or any(weight.is_elsewhere for weight in self.weights):
+        if any(weight.is_elsewhere for weight in self.weights):
             return everything
         ranges = self._ranges_of({*stepped, *self._differing(since, now or self._state_as_it_is())})
-        is_little = 2 * sum(end - begin for begin, end in ranges) <= self.source.nbytes
+        is_little = self._is_little(sum(end - begin for begin, end in ranges))
         return ranges if is_little and len(ranges) <= _MOST_RANGES else everything
+
+    def are_little(self, weights: Iterable[Weight]) -> bool:
+        """Tell whether these weights are so little of what is sent that they are worth copies of their own."""
+        return self._is_little(sum(weight.compute_bytes for weight in weights))
+
+    def _is_little(self, nbytes: int) -> bool:
+        return 2 * nbytes <= self.source.nbytes
 
     def _differing(self, since: MasterState, now: MasterState) -> Iterator[Weight]:
         """Yield the weights that two states differ in."""
@@ -203,7 +209,7 @@ class GroupHost:
             return not all(torch.equal(room.sample(), sample) for room, sample in rooms)
 
     def prepare(self, state: MasterState) -> Tensor:
-        """Return the bytes to send, with copies brought up to date.
+        """Bring copies up to date, and return the bytes to send.
 
         Args:
             state: The masters' present state.

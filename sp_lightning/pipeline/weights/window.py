@@ -23,9 +23,7 @@ waits for it if computing uses it, and guards stay until then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
-from torch import Tensor
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
@@ -137,12 +135,13 @@ class Window:
                 return other
         return None
 
-    def outdate(self, group: Group, weights: Iterable[Weight]) -> None:
+    def outdate(self, group: Group, weights: Collection[Weight]) -> None:
         """Discard the group's copy on the device: an optimizer is about to step the masters of these weights."""
         in_place = group.state if group.loaded else group.in_place
         group.suspect, group.state = False, None
         self._discard(group)
-        group.in_place, group.outdated = in_place, frozenset(weights)
+        if group.host.are_little(weights):
+            group.in_place, group.outdated = in_place, frozenset(weights)
 
     def finish_optimizer(self, group: Group) -> None:
         """Wait until the optimizer is done with the group's masters.
@@ -234,9 +233,9 @@ class Window:
         else:
             if group.state is None:
                 group.state = group.host.state()
-            source = group.host.prepare(group.state)
+            group.host.prepare(group.state)
             for begin, end in self._missing(group):
-                self._upload(group, source[begin:end], begin)
+                self._upload(group, begin, end)
         group.residency, group.in_place = Residency.COMING, None
         if group.resident:
             self._stats.resident_loads += 1
@@ -255,7 +254,7 @@ class Window:
         for cut, first, last in group.host.sections:
             for begin, end in [(max(begin, first), min(end, last)) for begin, end in missing]:
                 if begin < end:
-                    self._upload(group, group.host.source.bytes[begin:end], begin, group.being_stepped.until(cut))
+                    self._upload(group, begin, end, group.being_stepped.until(cut))
 
     def _missing(self, group: Group) -> list[tuple[int, int]]:
         """Return which bytes of the group do not lie in its place; see [Note: what still lies in its place]."""
@@ -263,8 +262,11 @@ class Window:
             return [(0, group.nbytes)]
         return group.host.changed_ranges(group.in_place, group.state, group.outdated)
 
-    def _upload(self, group: Group, source: Tensor, offset: int, after: Ticket | None = None) -> None:
-        group.tickets.append(self._backend.upload(group.place[offset : offset + source.nbytes], source, after))
+    def _upload(self, group: Group, begin: int, end: int, after: Ticket | None = None) -> None:
+        source, place = group.host.source.bytes, group.place
+        if end - begin < group.nbytes:
+            source, place = source[begin:end], place[begin:end]
+        group.tickets.append(self._backend.upload(place, source, after))
         self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.tickets[-1])
         self._stats.bytes_to_device += source.nbytes
 

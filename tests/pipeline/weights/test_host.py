@@ -317,6 +317,7 @@ def test_all_is_sent_if_that_is_little_more() -> None:
     everything = [(0, group.source.nbytes)]
     state = group.state()
     assert group.changed_ranges(state, None, group.weights[:41]) == everything
+    assert [group.are_little(group.weights[:count]) for count in (40, 41)] == [True, False]
     assert len(group.changed_ranges(state, None, group.weights[:40])) == 1
     assert group.changed_ranges(state, None, group.weights[::3]) == everything
     new_memory(group.weights[0].master)
