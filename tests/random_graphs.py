@@ -17,9 +17,10 @@ from sp_lightning.pipeline.weights import sections
 
 from .helpers import Plan, autocast_forgets_gradients
 from .zoo import Case
-from .zoo.blocks import WIDTH, Block, Stashing, rows
+from .zoo.blocks import WIDTH, Block, LoRALinear, Stashing, rows
 from .zoo.case import sum_of_squares
 from .zoo.oddities import Fused
+from .zoo.quantized import Int8Linear
 
 AUTOCAST_FORGETS_GRADIENTS = autocast_forgets_gradients()
 
@@ -50,10 +51,20 @@ def average_counted(layer: nn.Module) -> None:
 WRITERS = {write.__name__: write for write in (clamp, decay, decay_counted, average, average_counted)}
 
 
+ADAPTED: dict[str, Callable[[nn.Linear], nn.Linear]] = {
+    "adapter": lambda layer: layer,
+    "int8": Int8Linear,
+}
+"""Frozen layers, some of them quantized, that have adapters beside them."""
+
+
 class Leaf(nn.Module):
     """A layer of some kind: views as outputs, buffers, weights on ``ctx``, writes to weights, no weights at all."""
 
-    KINDS = ("block", "dropout", "linear", "batchnorm", "stash", "fused", "scale", "identity", "lstm", "view", "norm")
+    KINDS = (
+        "block", "dropout", "linear", "batchnorm", "stash", "fused", "scale", "identity", "lstm", "view", "norm",
+        *ADAPTED,
+    )  # fmt: skip
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -74,6 +85,8 @@ class Leaf(nn.Module):
             self.inner = nn.LSTM(WIDTH, WIDTH)
         elif kind in ("view", "norm"):
             self.inner = nn.Linear(WIDTH, WIDTH)
+        elif kind in ADAPTED:
+            self.inner = LoRALinear(ADAPTED[kind](nn.Linear(WIDTH, WIDTH)))
         elif kind in WRITERS:
             self.inner = nn.Linear(WIDTH, WIDTH)
             self.inner.register_buffer("average", torch.zeros(WIDTH, WIDTH))

@@ -156,3 +156,5 @@ CASES = [
     Case(f"{name} weights", partial(_build, quantize), rows, autocast=True, lightning=True)
     for name, quantize in {"int8": Int8Linear, "packed": PackedLinear}.items()
 ]
+
+torch.serialization.add_safe_globals([Int8Weight])  # as libraries do with their classes
