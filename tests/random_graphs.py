@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline.options import ActivationPolicy
@@ -58,6 +59,13 @@ ADAPTED: dict[str, Callable[[nn.Linear], nn.Linear]] = {
 """Frozen layers, some of them quantized, that have adapters beside them."""
 
 
+class Adapted(LoRALinear):
+    """Uses its weights themselves: of views of them (`self.b.T`), autocast's cache has no casts, so sums differ."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
+
+
 class Leaf(nn.Module):
     """A layer of some kind: views as outputs, buffers, weights on ``ctx``, writes to weights, no weights at all."""
 
@@ -86,7 +94,7 @@ class Leaf(nn.Module):
         elif kind in ("view", "norm"):
             self.inner = nn.Linear(WIDTH, WIDTH)
         elif kind in ADAPTED:
-            self.inner = LoRALinear(ADAPTED[kind](nn.Linear(WIDTH, WIDTH)))
+            self.inner = Adapted(ADAPTED[kind](nn.Linear(WIDTH, WIDTH)))
         elif kind in WRITERS:
             self.inner = nn.Linear(WIDTH, WIDTH)
             self.inner.register_buffer("average", torch.zeros(WIDTH, WIDTH))

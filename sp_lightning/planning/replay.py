@@ -73,6 +73,7 @@ class _Group:
         sections: Number of sections that it is copied and stepped in.
         left: How many of them are still to be stepped.
         first_stepped: When the first of them was stepped.
+        after_step: How many bytes that copy has, if all but the weights that were stepped still lies in its place.
         in_place: Whether it lies in its place on the device, but for the weights that were stepped.
         sent: How many bytes its copy to the device has.
     """

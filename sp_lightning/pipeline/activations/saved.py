@@ -55,8 +55,8 @@ class _Handle:
         """Whether the weight has changed since it was saved, and backward would use values that are gone."""
         if self.twin.version() != self._version:
             return True
-        has_old_memory = self._views or self.twin.weight.lowered  # in plain training: a view, or what autocast made
-        return bool(has_old_memory) and self.twin.replacements() != self._replacements
+        has_old_memory = self._views > 0 or self.twin.weight.lowered  # in plain training: a view, or what autocast made
+        return has_old_memory and self.twin.replacements() != self._replacements
 
     def __del__(self) -> None:
         self._group.handles -= 1

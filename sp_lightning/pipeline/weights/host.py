@@ -172,15 +172,12 @@ class GroupHost:
         if any(weight.is_elsewhere for weight in self.weights):
             return everything
         ranges = self._ranges_of({*stepped, *self._differing(since, now or self._state_as_it_is())})
-        is_little = self._is_little(sum(end - begin for begin, end in ranges))
+        is_little = is_little_of(sum(end - begin for begin, end in ranges), self.source.nbytes)
         return ranges if is_little and len(ranges) <= _MOST_RANGES else everything
 
     def are_little(self, weights: Iterable[Weight]) -> bool:
         """Tell whether these weights are so little of what is sent that they are worth copies of their own."""
-        return self._is_little(sum(weight.compute_bytes for weight in weights))
-
-    def _is_little(self, nbytes: int) -> bool:
-        return 2 * nbytes <= self.source.nbytes
+        return is_little_of(sum(weight.compute_bytes for weight in weights), self.source.nbytes)
 
     def _differing(self, since: MasterState, now: MasterState) -> Iterator[Weight]:
         """Yield the weights that two states differ in."""
@@ -282,6 +279,11 @@ class GroupHost:
 def must_stay_apart(weights: Sequence[Weight], memory: MasterMemory) -> bool:
     """Tell whether masters that are to travel together cannot lie together, as others hold one of them."""
     return _Plans(weights, memory).are_apart
+
+
+def is_little_of(nbytes: int, everything: int) -> bool:
+    """Tell whether sending so many bytes is worth more copies than sending everything."""
+    return 2 * nbytes <= everything
 
 
 def _copied(weights: Sequence[Weight]) -> set[Weight]:

@@ -221,11 +221,11 @@ class Window:
     def _load(self, group: Group) -> None:
         for other in self._in_the_way_of(group):
             self._evict(other)
-        for other in (group, *(group.conflicts & self._last_in_place)):
+        self._wait_for_copies(group)
+        for other in group.conflicts & self._last_in_place:
             self._wait_for_copies(other)  # if nobody has used them: copies to the device need not keep their order
+            other.in_place = None
         if group.conflicts:
-            for other in group.conflicts & self._last_in_place:
-                other.in_place = None
             self._last_in_place -= group.conflicts
             self._last_in_place.add(group)
         if self._is_being_stepped(group):
