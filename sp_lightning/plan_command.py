@@ -8,15 +8,30 @@ from argparse import ArgumentError
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
-from jsonargparse.typing import PositiveInt
 from torch import nn
 
 from sp_lightning.planning import Assumptions, plan
-from sp_lightning.planning.models import SHAPES, transformers_model
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+SHAPES = {
+    "Llama-3.1-8B": ("LlamaConfig", (128_256, 4096, 14_336, 32, 32, 8)),
+    "Qwen2.5-14B": ("Qwen2Config", (152_064, 5120, 13_824, 48, 40, 8)),
+    "Llama-3.1-70B": ("LlamaConfig", (128_256, 8192, 28_672, 80, 64, 8)),
+}
+"""Models that are planned for by name: a class of configurations of transformers, and their published sizes."""
 
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _OF_MODEL = "--model."
@@ -30,22 +45,20 @@ def run(arguments: Sequence[str], program: str) -> None:
         program: The command's name in usage and error messages.
 
     Raises:
-        argparse.ArgumentError: If an argument is unknown, missing or invalid.
-        ValueError: If the model cannot be planned for.
+        argparse.ArgumentError: If an argument is unknown, missing or invalid, or the model cannot be planned for.
     """
     arguments, of_model = _split(arguments)
     options = _parser(program).parse_args(arguments)
+    name = options.model
+    is_class = bool(_CLASS_PATH.fullmatch(name)) and not Path(name).exists() and name not in SHAPES
+    if of_model and not is_class:
+        raise ArgumentError(None, f"{of_model[0]} is for the class of a model, which {name!r} is not")
+    module = _module(name, of_model) if is_class else _transformers_model(name)
     try:
         given = Assumptions(**{field.name: options[field.name] for field in fields(Assumptions)})
+        report = plan(module, given, title=name)
     except ValueError as error:
         raise ArgumentError(None, str(error)) from error
-    if _CLASS_PATH.fullmatch(options.model) and not Path(options.model).exists() and options.model not in SHAPES:
-        report = plan(_module(options.model, of_model), None, given, title=options.model)
-    elif of_model:
-        raise ArgumentError(None, f"{of_model[0]} is for the class of a model, which {options.model!r} is not")
-    else:
-        model = transformers_model(options.model, options.batch_size, options.length)
-        report = plan(model.module, model.inputs, given, title=model.title)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report)
 
 
@@ -63,8 +76,6 @@ def _parser(program: str) -> ArgumentParser:
         help=f"{', '.join(SHAPES)}; or the class of a LightningModule or nn.Module, whose arguments follow as "
         "`--model.name value`; or a configuration of transformers: a folder, a config.json, a name on the hub",
     )
-    parser.add_argument("--batch_size", type=PositiveInt, default=1, help="texts or images in a step, for transformers")
-    parser.add_argument("--length", type=PositiveInt, default=2048, help="tokens in each text, for transformers")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_class_arguments(Assumptions)
     return parser
@@ -103,4 +114,26 @@ def _module(class_path: str, arguments: list[str]) -> nn.Module:
         configure_model = getattr(module, "configure_model", None)  # LightningModules may build their layers there
         if configure_model is not None:
             configure_model()
+    return module
+
+
+def _transformers_model(name: str) -> nn.Module:
+    """Build a model of transformers on the meta device."""
+    if find_spec("transformers") is None:
+        raise ArgumentError(None, f"model: {name!r} needs transformers: pip install transformers")
+    import transformers  # takes seconds, and models of other libraries do not need it
+
+    if name in SHAPES:
+        config_class, sizes = SHAPES[name]
+        config = getattr(transformers, config_class)(**dict(zip(_SIZES, sizes, strict=True)))
+    else:
+        try:
+            config = transformers.AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            known = f"neither a class, nor one of {', '.join(SHAPES)}, nor a configuration of transformers"
+            raise ArgumentError(None, f"model: {name!r} is {known}: {error}") from error
+    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto: Any = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
+    with torch.device("meta"):
+        module: nn.Module = auto.from_config(config).float()
     return module

@@ -41,22 +41,10 @@ class Span:
     start: float
     end: float
 
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
 
 @dataclass(frozen=True)
 class Machine:
-    """The time that one unit takes, in whatever unit of time.
-
-    Args:
-        forward: To compute its forward.
-        backward: To compute its backward.
-        up: To be sent to the device.
-        down: To get its gradient to the host.
-        step: To be stepped by the optimizer on the host.
-    """
+    """The time that one unit takes: computing, to the device, its gradient to the host, its optimizer step."""
 
     forward: float
     backward: float
@@ -139,7 +127,6 @@ class Work(Pending):
     """A job for the host's worker thread."""
 
     rank: int
-    cleanup: Callable[[], None] | None
 
 
 @dataclass
@@ -161,16 +148,11 @@ class SimulatedBackend(Backend):
         up: Bytes per second to the device.
         down: Bytes per second to the host.
         host: Bytes of weights per second that work on the host gets done.
-        overlap: False for a machine that does one thing at a time: the sum of all work.
-        cleans_late: Whether to clean up after a job when its time is over, not at once. The main thread must never wait
-            for that: it would do so for ever.
     """
 
-    def __init__(self, up: float, down: float, host: float, overlap: bool = True, cleans_late: bool = False) -> None:
+    def __init__(self, up: float, down: float, host: float) -> None:
         super().__init__(torch.device("cpu"))
         self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.HOST: host}
-        self._overlap = overlap
-        self._cleans_late = cleans_late
         self._free = dict.fromkeys(Lane, 0.0)  # when what was given to each lane will be done
         self.main = 0.0  # when the main thread is here
         self._work: list[Work] = []
@@ -193,8 +175,6 @@ class SimulatedBackend(Backend):
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         copy_memory(target, source)
         seconds = source.nbytes / self._rates[Lane.UP]
-        if not self._overlap:
-            return self._run(Lane.UP, seconds, ends([] if after is None else [after]))
         ticket = SimulatedTicket(self, None, seconds)
         not_before = max(self.main, self._free[Lane.COMPUTE])
         behind = [] if after is None or after.done else [after]
@@ -215,14 +195,11 @@ class SimulatedBackend(Backend):
     ) -> Ticket:
         """Run a job at once; its time on the host's worker thread comes when it is its turn."""
         job()
-        if cleanup is not None and not self._cleans_late:
+        if cleanup is not None:
             cleanup()
-            cleanup = None
         seconds = nbytes / self._rates[Lane.HOST]
-        if not self._overlap:
-            return self._run(Lane.HOST, seconds, ends(after))
         ticket = SimulatedTicket(self, None, seconds)
-        self._work.append(Work(ticket, self.main, after, seconds, rank, cleanup))
+        self._work.append(Work(ticket, self.main, after, seconds, rank))
         return ticket
 
     def put_in_order(self, until: SimulatedTicket | None = None) -> None:
@@ -261,8 +238,6 @@ class SimulatedBackend(Backend):
         self._work.remove(work)
         self._free[Lane.HOST] = work.ticket.end = begin + work.seconds
         self.spans.append(Span(Lane.HOST, begin, begin + work.seconds))
-        if work.cleanup is not None:
-            work.cleanup()
         return True
 
     def wait(self, ticket: Ticket) -> None:
@@ -279,12 +254,11 @@ class SimulatedBackend(Backend):
 
     def busy(self, lane: Lane, since: float, until: float) -> float:
         """Seconds of work in a lane that began between two moments."""
-        return sum(span.seconds for span in self.spans if span.lane is lane and since <= span.start < until)
+        spans = [span for span in self.spans if span.lane is lane and since <= span.start < until]
+        return sum(span.end - span.start for span in spans)
 
     def _run(self, lane: Lane, seconds: float, not_before: Iterable[float] = ()) -> SimulatedTicket:
         start = max(self.main, self._free[lane], *not_before)
-        if not self._overlap:
-            start = max(start, *self._free.values())
         self._free[lane] = start + seconds
         self.spans.append(Span(lane, start, start + seconds))
         return SimulatedTicket(self, start + seconds, seconds)
@@ -299,7 +273,7 @@ def ends_so_far(tickets: Iterable[Ticket]) -> list[float]:
     return [math.inf if ticket.waits else ticket.end for ticket in tickets if isinstance(ticket, SimulatedTicket)]
 
 
-WIDTH = 8
+WIDTH = 64
 UNIT_BYTES = 4 * WIDTH * WIDTH  # of a `TimedBlock` of that width: nothing is lost to alignment
 STEP_BYTES = 3 * UNIT_BYTES  # what a step of it reads and writes: a gradient, and weights twice
 
@@ -318,14 +292,7 @@ class _Timed(torch.autograd.Function):
 
 
 class TimedBlock(nn.Module):
-    """A unit that takes so many seconds in forward and in backward.
-
-    Args:
-        width: Of its one weight, which is square.
-        backend: Whose compute clock it moves.
-        forward: Seconds of its forward.
-        backward: Seconds of its backward.
-    """
+    """A unit of one square weight that takes so many seconds in forward and in backward."""
 
     def __init__(self, width: int, backend: SimulatedBackend, forward: float, backward: float) -> None:
         super().__init__()

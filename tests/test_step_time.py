@@ -7,8 +7,7 @@ to be stepped, and a step of all units is to take about as long as the busiest o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from torch import nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.gradients import buffers
-from sp_lightning.pipeline.weights import sections
 
 from .simulated import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH, Lane, Machine, SimulatedBackend, Span, TimedBlock
 from .zoo.blocks import Chain
@@ -48,27 +45,18 @@ def train(
     machine: Machine,
     k: int,
     k_prime: int = 1,
-    overlap: bool = True,
-    in_backward: bool = True,
     steps: int = 3,
-    chain: type[Chain] = Chain,
-    units: int = UNITS,
-    mixed: bool = False,
 ) -> Measured:
     """Train on the simulated device; milliseconds are its seconds."""
-    step_bytes = STEP_BYTES - mixed * UNIT_BYTES // 2  # a gradient in bf16; what is sent is filled up to the same bytes
-    backend = SimulatedBackend(
-        UNIT_BYTES / machine.up, UNIT_BYTES / machine.down, step_bytes / machine.step, overlap, cleans_late=mixed
-    )
-    model = chain(TimedBlock(WIDTH, backend, machine.forward, machine.backward) for _ in range(units))
+    backend = SimulatedBackend(UNIT_BYTES / machine.up, UNIT_BYTES / machine.down, STEP_BYTES / machine.step)
+    model = Chain(TimedBlock(WIDTH, backend, machine.forward, machine.backward) for _ in range(UNITS))
     pipe = Pipeline(model, "cpu", options=PipelineOptions(k, k_prime, units=[TimedBlock]), backend=backend)
     optimizer = SGD(model.parameters(), lr=1e-3)
     for step in range(2 + steps):
         if step == 2:  # the order of the units is known
             begin = backend.now
-        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            loss = model(torch.ones(1, WIDTH)).sum()
-        with pipe.optimizers.stepping_in_backward(optimizer) if in_backward else nullcontext():
+        loss = model(torch.ones(1, WIDTH)).sum()
+        with pipe.optimizers.stepping_in_backward(optimizer):
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -78,40 +66,15 @@ def train(
     return Measured((end - begin) / steps, busy, backend.spans)
 
 
-class CalledInARow(Chain):
-    """Each block is called three times before the next one."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(block(block(x)))
-        return x
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_unit_that_is_called_several_times_in_a_row_travels_once(name):
-    """A step takes as long as one with a single call of each unit that computes for as long."""
-    machine = MACHINES[name]
-    thrice = replace(machine, forward=machine.forward / 3, backward=machine.backward / 3)
-    expected, measured = train(machine, k=2), train(thrice, k=2, chain=CalledInARow)
-    assert measured.time == pytest.approx(expected.time)
-    assert measured.busy == pytest.approx(expected.busy)
-
-
 @pytest.mark.parametrize(("k", "k_prime"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_step_takes_as_long_as_the_busiest_lane(name, k, k_prime):
     machine = MACHINES[name]
-    overlapped = train(machine, k, k_prime)
-    serial = train(machine, k, k_prime, overlap=False)
-    expected = busy_times(machine, k)
-    assert serial.time == pytest.approx(sum(expected.values()))
-    at_best = max(expected.values())
-    lanes = ", ".join(f"{lane.value} {seconds:.0f}" for lane, seconds in expected.items())
-    print(
-        f"\n{name} (k={k}, k'={k_prime}): {lanes} ms; a step takes {overlapped.time:.1f} ms, at best {at_best:.1f}, "
-        f"without overlap {serial.time:.1f}"
-    )
-    assert overlapped.time <= 1.1 * at_best
+    measured, expected = train(machine, k, k_prime), busy_times(machine, k)
+    assert measured.busy == pytest.approx(expected, rel=0.05)
+    at_best, lanes = max(expected.values()), {lane.value: round(seconds) for lane, seconds in expected.items()}
+    print(f"\n{name} (k={k}, k'={k_prime}): {lanes} ms; a step takes {measured.time:.1f} ms, at best {at_best:.1f}")
+    assert measured.time <= 1.1 * at_best
 
 
 @pytest.mark.parametrize("k", [8, 30, 60])
@@ -119,25 +82,6 @@ def test_units_that_are_stepped_late_hold_up_no_others(k):
     """Their copies are asked for in backward, so the last units' first; the optimizer steps the first units first."""
     machine = MACHINES["the optimizer falls behind in backward"]
     assert train(machine, k).time <= 1.04 * max(busy_times(machine, k).values())
-
-
-@pytest.mark.parametrize("k", [2, 8, 30])
-def test_backward_does_not_wait_for_the_optimizer_where_the_host_has_memory_to_spare(k, monkeypatch):
-    """Gradients in a lower dtype wait in landing buffers: at the end of this backward in 22."""
-    monkeypatch.setattr(buffers, "_is_left_over", lambda nbytes: True)
-    machine = MACHINES["the optimizer falls behind in backward"]
-    assert train(machine, k, mixed=True).time <= 1.04 * max(busy_times(machine, k).values())
-
-
-def test_the_last_gradients_of_backward_come_back_in_sections(monkeypatch):
-    """Nothing else is left to do while its gradient leaves, it is stepped, and it comes back."""
-    machine = Machine(forward=10.0, backward=20.0, up=8.0, down=8.0, step=8.0)
-    whole = train(machine, k=6, units=6)
-    assert whole.time == pytest.approx(6 * 30 + 8 + 8 + 8)
-    monkeypatch.setattr(sections, "SECTION", WIDTH * WIDTH // 4)
-    in_sections = train(machine, k=6, units=6)
-    assert in_sections.time == pytest.approx(6 * 30 + 2 + 8 + 2)
-    assert in_sections.busy == pytest.approx(whole.busy)
 
 
 def test_times_are_the_same_in_every_run():
@@ -177,17 +121,6 @@ def test_a_copy_begins_when_what_was_computed_before_is_done_and_its_lane_is_fre
     assert spans(device, Lane.DOWN) == [(6, 10)]
 
 
-def test_the_host_waits_only_when_it_synchronizes():
-    device = backend()
-    ticket = device.download(memory(2), memory(2))
-    assert not ticket.done
-    device.compute(1)
-    device.synchronize(ticket)
-    assert ticket.done
-    device.compute(1)
-    assert spans(device, Lane.COMPUTE) == [(0, 1), (2, 3)]
-
-
 def test_work_on_the_host_runs_after_what_it_needs_and_before_what_needs_it():
     device = backend()
     done: list[str] = []
@@ -215,16 +148,6 @@ def test_a_copy_behind_work_on_the_host_holds_up_no_other():
     device.drain()
     assert spans(device, Lane.HOST) == [(1, 5), (5, 6)], "work that has begun is not interrupted"
     assert [ticket.end for ticket in (at_once, late, soon)] == [3, 6, 7]
-
-
-def test_without_overlap_everything_waits_for_everything():
-    device = SimulatedBackend(1.0, 1.0, 1.0, overlap=False)
-    device.compute(1)
-    device.upload(memory(1), memory(1))
-    device.compute(1)
-    device.download(memory(1), memory(1))
-    device.work(lambda: None, (), 1)
-    assert [(span.start, span.end) for span in device.spans] == [(n, n + 1) for n in range(5)]
 
 
 def test_training_on_the_simulated_device_is_training():

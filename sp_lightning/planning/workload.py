@@ -1,22 +1,20 @@
-"""The work of a step and the speeds of a machine as plain numbers: measured (measure.py) or estimated (estimate.py)."""
+"""The work of a step, the speeds of a machine, and what can be chosen, as plain numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.activations.ways import Way
-from sp_lightning.pipeline.gradients.buffers import STAGING_BUFFERS
 
-Stepping: TypeAlias = Literal["in backward", "under forward", "apart"]
-"""When the optimizer steps units: as soon as their gradients have landed, during the next forward, or while the device
-waits."""
+Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
+"""When the optimizer steps units, and weights are sent again.
 
-_MOST_CALLS = 4  # per unit, on average; more take too long to replay
-
-NOTHING_SAVED = Way("keep", held=0, working=0, seconds=0.0)
+    in backward     as soon as their gradients have landed, and at once
+    under forward   as soon as their gradients have landed, and from the next forward on
+    after backward  when all gradients have landed (clipping, a loss scaler), and from the next forward on
+"""
 
 
 @dataclass(frozen=True)
@@ -25,39 +23,32 @@ class UnitWork:
 
     Args:
         name: Its name.
-        weight_bytes: Bytes sent to the device.
+        weight_bytes: Bytes sent to the device; 0 if it lives there.
         gradient_bytes: Bytes of gradients that come back; 0 for a frozen unit.
-        parameters: Number of parameter elements that the optimizer steps.
-        forward_seconds: Time of its forward on the device.
+        step_bytes: Bytes of host memory that its optimizer step reads and writes.
+        forward_seconds: Time of its forward on the device, with what is computed between it and the next unit.
         backward_seconds: Time of its backward on the device, without recomputing.
-        host_bytes: Host memory for weights, the copies that are sent, gradients and optimizer state.
         ways: What may become of its activations, in order of preference.
         bytes_on_device: Device memory with gradients and optimizer state, if it lives there; 0 if it may not.
-        sections: Number of sections that its gradients, its step and its weights are divided into.
-        stepped_bytes: Bytes sent to the device after a step, if the other weights still lie there; None for all.
+        host_bytes: Host memory for weights, the copies that are sent, gradients and optimizer state.
+        resent_bytes: Bytes sent after a step, if the weights that are not stepped still lie there; None for all.
     """
 
     name: str
     weight_bytes: int
     gradient_bytes: int = 0
-    parameters: int = 0
+    step_bytes: int = 0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    host_bytes: int = 0
-    ways: tuple[Way, ...] = (NOTHING_SAVED,)
+    ways: tuple[Way, ...] = (Way("keep", held=0, working=0, seconds=0.0),)
     bytes_on_device: int = 0
-    sections: int = 1
-    stepped_bytes: int | None = None
+    host_bytes: int = 0
+    resent_bytes: int | None = None
 
     @property
     def bytes_after_step(self) -> int:
         """Bytes sent to the device after a step, if the weights that are not stepped still lie there."""
-        return self.weight_bytes if self.stepped_bytes is None else self.stepped_bytes
-
-    @property
-    def lives_on_device(self) -> bool:
-        """Whether nothing of it is copied (see `Workload.with_on_device`)."""
-        return self.weight_bytes == 0
+        return 0 if not self.step_bytes else self.weight_bytes if self.resent_bytes is None else self.resent_bytes
 
 
 @dataclass(frozen=True)
@@ -70,17 +61,13 @@ class Workload:
         trains: Whether there is a backward.
         stepping: When the optimizer steps units; None if it does not, in inference or with everything frozen.
         micro_steps: Forwards and backwards for each step of the optimizer: gradient accumulation.
-        clips: Whether a unit may be stepped only when all gradients have landed: clipping by norm, a loss scaler.
-        turn_seconds: Time on the device between the last unit's forward and its backward: a head, a loss.
+        add_seconds: Time on the host for adding up gradients, in each of these but the first.
         rest_seconds: Time between the end of a step and the beginning of the next one.
         turn_bytes: Memory taken after the last unit, by a head or a loss, and freed when its backward begins.
         outside_bytes: Bytes that are otherwise saved outside of units.
-        staging_bytes: Device memory in which a unit's gradients are put together, if that is more than the gradients.
-        staging_buffers: How many units' gradients have such memory.
+        staging_buffers: How many units' gradients are on their way to the host at once.
         reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
         on_device_bytes: Memory of the units that live on the device, with gradients and optimizer state.
-        calls: Numbers of the units that forward calls, in order. Empty if it calls each of them once, one after the
-            other.
     """
 
     units: tuple[UnitWork, ...]
@@ -88,73 +75,72 @@ class Workload:
     trains: bool = True
     stepping: Stepping | None = "in backward"
     micro_steps: int = 1
-    clips: bool = False
-    turn_seconds: float = 0.0
+    add_seconds: float = 0.0
     rest_seconds: float = 0.0
     turn_bytes: int = 0
     outside_bytes: int = 0
-    staging_bytes: int = 0
-    staging_buffers: int = STAGING_BUFFERS
+    staging_buffers: int = 2
     reserve_bytes: int = 0
     on_device_bytes: int = 0
-    calls: tuple[int, ...] = ()
 
     @property
-    def order(self) -> Sequence[int]:
-        """Numbers of the units in the order of their calls; a head tied to an embedding belongs to its unit."""
-        return self.calls or range(len(self.units))
+    def everything(self) -> tuple[UnitWork, ...]:
+        """The units, and what is resident."""
+        return (*self.units, self.resident)
 
-    def with_on_device(self, units: Collection[int]) -> Workload:
-        """Return the work that is left if these units live on the device: they compute, but nothing is copied."""
-        there = [
-            replace(
-                unit,
-                weight_bytes=0,
-                gradient_bytes=0,
-                parameters=0,
-                host_bytes=0,
-                bytes_on_device=0,
-                stepped_bytes=None,
-            )
-            if number in units
-            else unit
-            for number, unit in enumerate(self.units)
-        ]
-        return replace(
-            self,
-            units=tuple(there),
-            on_device_bytes=self.on_device_bytes + sum(self.units[unit].bytes_on_device for unit in units),
-        )
+    def with_on_device(self, there: Collection[int]) -> Workload:
+        """Return the work that is left if the units with these numbers live on the device: they only compute."""
+        units = list(self.units)
+        for number in there:
+            unit = units[number]
+            units[number] = UnitWork(unit.name, 0, 0, 0, unit.forward_seconds, unit.backward_seconds, unit.ways)
+        nbytes = sum(self.units[number].bytes_on_device for number in there)
+        return replace(self, units=tuple(units), on_device_bytes=self.on_device_bytes + nbytes)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The speeds of a machine.
+    """The speeds of a machine, in bytes per second.
 
     Args:
-        to_device: Bytes per second that copies to the device reach.
-        to_host: Bytes per second that copies to the host reach.
-        optimizer: Parameter elements that are stepped on the host per second.
+        to_device: Of copies to the device.
+        to_host: Of copies to the host.
+        host: Of optimizer steps, for the host memory that they read and write.
         copy_seconds: The constant cost of a copy, independent of its size.
     """
 
     to_device: float
     to_host: float
-    optimizer: float
+    host: float
     copy_seconds: float = 0.0
 
+    def up(self, nbytes: int) -> float:
+        """Return the seconds of a copy to the device."""
+        return nbytes / self.to_device + self.copy_seconds if nbytes else 0.0
 
-def calls_in_order(seen: Iterable[int | None], units: int) -> tuple[int, ...]:
-    """Return `Workload.calls` for observed calls.
+    def down(self, nbytes: int) -> float:
+        """Return the seconds of a copy to the host."""
+        return nbytes / self.to_host + self.copy_seconds if nbytes else 0.0
+
+    def step(self, units: Iterable[UnitWork]) -> float:
+        """Return the seconds of the optimizer's steps of some units."""
+        return sum(unit.step_bytes for unit in units) / self.host
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Everything that the planner chooses.
 
     Args:
-        seen: Number of the unit of each call, in order; None for a call that belongs to none.
-        units: Number of units.
-
-    Returns:
-        The calls; empty if each unit was called once in order, if some were not called at all, or if there were so many
-        calls (a loop over tokens) that replaying them would take too long.
+        k: Units on the device at once, not counting those in `kept` and `on_device`.
+        k_prime: Units moved together.
+        kept: Numbers of the units that have a place of their own and are never evicted.
+        ways: For each unit, what becomes of its activations; if empty, the first of each unit's ways.
+        on_device: Numbers of the units that live on the device with their gradients and optimizer state.
     """
-    calls = tuple(unit for unit, _ in groupby(unit for unit in seen if unit is not None))
-    is_whole = set(calls) == {*range(units)} and len(calls) <= _MOST_CALLS * units
-    return calls if is_whole and calls != (*range(units),) else ()
+
+    k: int
+    k_prime: int = 1
+    kept: tuple[int, ...] = ()
+    ways: tuple[Way, ...] = ()
+    on_device: tuple[int, ...] = ()

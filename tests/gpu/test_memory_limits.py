@@ -22,7 +22,7 @@ from sp_lightning.pipeline.activations.ways import RECOMPUTING
 from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
 from sp_lightning.planning import planner
 from sp_lightning.planning.choose import choose
-from sp_lightning.planning.cost import Choice, Prediction
+from sp_lightning.planning.cost import Prediction
 from sp_lightning.planning.workload import Machine, Workload
 
 from ..second_device import IN_USE
@@ -105,7 +105,7 @@ def plain_fit(accelerator: str, device: torch.device) -> tuple[list[float], int]
 def told_speeds(machine: Machine, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Choose as if this had been measured: what is chosen does not depend on how busy the machine is."""
 
-    def told(workload: Workload, _: Machine, budget: int, **kwargs: Any) -> tuple[Choice, Prediction]:
+    def told(workload: Workload, _: Machine, budget: int, **kwargs: Any) -> Prediction:
         units = [
             replace(
                 unit,

@@ -27,45 +27,24 @@ from ..zoo.vision import CLASSES, resnet50
 WORDS = 64
 
 
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 10, "num_attention_heads": 4, "intermediate_size": 64}
+_SMALL_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 5, "num_heads": 4, "decoder_start_token_id": 0}
+
+
 def decoder() -> nn.Module:
-    config = hf.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=10,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        use_cache=False,
-    )
-    return hf.LlamaForCausalLM(config).train()
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(vocab_size=WORDS, max_position_embeddings=32, use_cache=False, **_SMALL)
+    ).train()
 
 
 def vit() -> nn.Module:
-    config = hf.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=10,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=16,
-        patch_size=4,
-        num_labels=CLASSES,
-    )
-    return hf.ViTForImageClassification(config).train()
+    return hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=4, num_labels=CLASSES, **_SMALL)).train()
 
 
 def encoder_decoder() -> nn.Module:
-    config = hf.T5Config(
-        vocab_size=WORDS,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=5,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    return hf.T5ForConditionalGeneration(config).train()
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=WORDS, dropout_rate=0.0, pad_token_id=0, **_SMALL_T5)
+    ).train()
 
 
 def _words(count: int) -> Batch:
@@ -159,13 +138,13 @@ class Blocks(simulated.Machine):
 
     def workload(self, **facts: Any) -> Workload:
         """What a step of them has to do."""
-        unit = UnitWork("", UNIT_BYTES, UNIT_BYTES, WIDTH * WIDTH, self.forward, self.backward)
+        unit = UnitWork("", UNIT_BYTES, UNIT_BYTES, STEP_BYTES, self.forward, self.backward)
         return Workload(tuple(replace(unit, name=f"blocks.{n}") for n in range(self.units)), **facts)
 
     @property
     def machine(self) -> Machine:
         """What they run on."""
-        return Machine(UNIT_BYTES / self.up, UNIT_BYTES / self.down, WIDTH * WIDTH / self.step)
+        return Machine(UNIT_BYTES / self.up, UNIT_BYTES / self.down, STEP_BYTES / self.step)
 
     def train(
         self,

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.planning import AutoPlanner
 
 from ..helpers import Plan, assert_exact, is_block
@@ -133,32 +132,3 @@ def test_planning_by_measuring_changes_no_number(budget: int) -> None:
     assert_equal(expected, actual)
     assert pipeline is not None
     assert pipeline.summary().plan is not None
-
-
-def test_the_old_window_is_gone_before_the_new_one_is_made() -> None:
-    """Both at once might be more than the budget. Only a graph that still holds weights keeps it."""
-    model = chain(6, 16, 32)
-    backend = HostBackend()
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=backend)
-    loss = model(torch.randn(8, 16)).square().mean()
-    waited_for = pipeline.arrangement
-    pipeline.rebuild()
-    assert waited_for.arena.nbytes
-    del loss
-
-    loss = model(torch.randn(8, 16)).square().mean()
-    loss.backward()
-    old, seen, twins = pipeline.arrangement, [], list(pipeline.arrangement.twins.values())
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        memory = [old.arena, *(g.place for g in old.groups), *(t.parameter for t in twins)]
-        with without_torch_function():  # a leaf at rest would tell of its master
-            seen.append(sum(tensor.untyped_storage().nbytes() for tensor in memory) if nbytes else 0)
-        return HostBackend.allocate(backend, nbytes)
-
-    backend.allocate = allocate  # type: ignore[method-assign]
-    pipeline.rebuild()
-    assert seen
-    assert not any(seen)
-    assert not old.twins, "what lies there now would be taken for a weight"
-    pipeline.detach()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.planning.models import SHAPES
 from suite.networks import CausalLM, Classifier, Generator, Llava, Network, OwnLoss, default_dtype
 
 Batch = Callable[[int, torch.Generator], dict[str, Tensor]]
@@ -40,7 +39,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "llama-3.1-8b": tuple(SHAPES["Llama-3.1-8B"]),
+    "llama-3.1-8b": (
+        "LlamaConfig",
+        {"hidden_size": 4096, "intermediate_size": 14_336, "num_key_value_heads": 8, "vocab_size": 128_256},
+    ),
     "toy": (
         "LlamaConfig",
         {
