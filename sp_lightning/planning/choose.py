@@ -1,8 +1,8 @@
 """The search for the choice with the fastest step, among all that fit the budget (docs/planning.md).
 
-A cost is a formula, so all choices that matter are tried: some splits of the budget between activations and weights,
-each with the cheapest policies for its share (`activations/ways.py`); some numbers of units that live on the device;
-some windows. Memory that is left is filled with units that are kept on the device.
+A cost is a formula, so all choices that matter are tried: splits of the budget between activations and weights, each
+with the cheapest policies for its share; numbers of units that live on the device; windows. What memory is left is
+filled with units that are kept there.
 """
 
 from __future__ import annotations
@@ -36,15 +36,9 @@ def choose(
     k_prime: _Number = "auto",
     fill: bool = True,
 ) -> Prediction:
-    """Find the choice with the fastest step within the budget, and predict what it takes.
+    """Predict the fastest step within a budget of device memory, with its choice.
 
-    Args:
-        workload: The work of a step.
-        machine: The machine's speeds.
-        budget: Bytes of device memory.
-        k: Units on the device at once, if that is fixed.
-        k_prime: Units moved together, if that is fixed.
-        fill: Whether units may be kept on the device, or live there.
+    `k` and `k_prime` may be fixed; without `fill`, no units are kept on the device, or live there.
 
     Raises:
         ValueError: If nothing fits; the message says how much is missing.
@@ -57,7 +51,7 @@ def choose(
         has, more = readable_bytes(budget), readable_bytes(-spare)
         raise ValueError(f"{has} of device memory is too little: it takes {more} more.")
     splits = dict.fromkeys([least, *_splits(workload, activation_bytes(workload, least) + spare)])
-    found: list[Prediction] = []
+    found = []
     for on_device in _sets_on_device(workload) if fill else [()]:
         streamed = workload.with_on_device(on_device)
         for ways in splits:
@@ -74,8 +68,7 @@ def choose(
 def _price(prediction: Prediction) -> float:
     """Return what choices are compared by: the time of a step, and how easily it is delayed."""
     choice, seconds = prediction.choice, prediction.seconds + _PRICE_OF_WORK * sum(prediction.lanes.values())
-    fetches_ahead = choice.k >= 2 * choice.k_prime
-    return seconds * (1.0 if fetches_ahead else _MARGIN) * (_MARGIN if choice.on_device else 1.0)
+    return seconds * (_MARGIN if choice.slots == 1 else 1.0) * (_MARGIN if choice.on_device else 1.0)
 
 
 def _room(workload: Workload, budget: int, ways: Sequence[Way]) -> int:
@@ -113,8 +106,7 @@ def _spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:
 def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
     """Yield ways for all units: the cheapest ones within several shares of the memory for activations.
 
-    What a way really costs depends on how busy the lanes are with weights, which is not known here. So the cheapest
-    ones are also searched for without offloading, and without recomputing.
+    What they cost depends on how busy the lanes are, so they are also searched without offloading, or recomputing.
     """
     turn, most = workload.turn_bytes, most - workload.outside_bytes
     for left_out in _LEFT_OUT if workload.trains else ():

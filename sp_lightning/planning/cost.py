@@ -14,10 +14,9 @@ busiest of these lanes. Three things keep work from being put off until its lane
                         last one's next forward.
 
 [Note: loads]
-Of N groups of units, of which k fit into the window, the last k stay there for backward, and the first k after it. So
-N - k are sent in backward, and N - k in forward. If they were stepped in between, the k that stayed are sent again, and
-so are units that are kept. In inference the first ones do not stay: all are sent, but for those that share their place
-with no other.
+Of N groups of units, of which k fit into the window, the last k stay there for backward, and the first k after it:
+N - k are sent in backward, and N - k in forward. After a step, what stayed is sent again, as are units that are kept.
+In inference the first ones do not stay: all are sent, but for those that share their place with no other.
 """
 
 from __future__ import annotations
@@ -64,7 +63,8 @@ class Prediction:
 def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
     """Predict what a step takes with a choice."""
     workload = workload.with_on_device(choice.on_device)
-    ways, step = ways_of(workload, choice), _Step(workload, machine, choice)
+    ways = choice.ways or tuple(unit.ways[0] for unit in workload.units)
+    step = _Step(workload, machine, choice, ways)
     return Prediction(
         choice,
         seconds=step.seconds(),
@@ -79,8 +79,8 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
 def weight_bytes(workload: Workload, choice: Choice) -> int:
     """Return the device memory for weights, and for everything that belongs to units which live on the device."""
     layout = _Layout(workload, choice)
-    window = _arena_bytes(tuple(map(_bytes_of, layout.streamed)), layout.slots)
-    return window + _bytes_of([*layout.kept, workload.resident]) + workload.on_device_bytes
+    window = _arena_bytes(tuple(group.weight_bytes for group in layout.streamed), choice.slots)
+    return window + sum(unit.weight_bytes for unit in (*layout.kept, workload.resident)) + workload.on_device_bytes
 
 
 def gradient_bytes(workload: Workload) -> int:
@@ -93,29 +93,34 @@ def activation_bytes(workload: Workload, ways: Sequence[Way]) -> int:
     return peak(ways, workload.turn_bytes) + workload.outside_bytes if workload.trains else 0
 
 
-def ways_of(workload: Workload, choice: Choice) -> tuple[Way, ...]:
-    """Return, for each unit, what becomes of its activations."""
-    return choice.ways or tuple(unit.ways[0] for unit in workload.units)
-
-
 class _Layout:
-    """How units share the device under a choice.
+    """How units share the device under a choice; those that travel together are taken for one.
 
     Attributes:
-        groups: Units that travel together, or one that has a place of its own or needs none, in the forward's order.
+        groups: All of them, in the order of the forward.
         streamed: Those that share the window.
-        slots: How many of them fit into it.
-        kept: The units that have places of their own.
+        kept: Those that have places of their own.
     """
 
     def __init__(self, workload: Workload, choice: Choice) -> None:
         units = workload.units
         apart = {*choice.kept, *(number for number, unit in enumerate(units) if not unit.weight_bytes)}
         numbers = travel_together(len(units), choice.k_prime, apart)
-        self.groups = [[units[number] for number in group] for group in numbers]
+        self.groups = [_as_one([units[number] for number in group]) for group in numbers]
         self.streamed = [group for group, each in zip(self.groups, numbers, strict=True) if each[0] not in apart]
-        self.slots = max(1, choice.k // choice.k_prime)
         self.kept = [units[number] for number in choice.kept]
+
+
+def _as_one(units: Sequence[UnitWork]) -> UnitWork:
+    return UnitWork(
+        units[0].name,
+        weight_bytes=sum(unit.weight_bytes for unit in units),
+        gradient_bytes=units[0].gradient_bytes,  # which leave last
+        step_bytes=sum(unit.step_bytes for unit in units),
+        forward_seconds=sum(unit.forward_seconds for unit in units),
+        backward_seconds=sum(unit.backward_seconds for unit in units),
+        resent_bytes=sum(unit.bytes_after_step for unit in units),
+    )
 
 
 @lru_cache(maxsize=4096)  # the same window is tried with many ways for activations
@@ -123,30 +128,12 @@ def _arena_bytes(sizes: tuple[int, ...], slots: int) -> int:
     return place_in_arena(sizes, slots)[1]
 
 
-def _bytes_of(units: Sequence[UnitWork]) -> int:
-    return sum(unit.weight_bytes for unit in units)
-
-
-def _forward_of(units: Sequence[UnitWork]) -> float:
-    return sum(unit.forward_seconds for unit in units)
-
-
-def _backward_of(units: Sequence[UnitWork]) -> float:
-    return sum(unit.backward_seconds for unit in units)
-
-
 class _Step:
-    """A step of the optimizer, with all of its micro-steps: its lanes, and how they wait for each other.
+    """A step of the optimizer, with all of its micro-steps: what `Prediction` tells of it but for memory."""
 
-    Attributes:
-        lanes: Seconds of work in each lane.
-        bytes_to_device: Bytes copied to the device.
-        bytes_to_host: Bytes copied to the host.
-    """
-
-    def __init__(self, workload: Workload, machine: Machine, choice: Choice) -> None:
-        self._workload, self._machine = workload, machine
-        self._layout, ways = _Layout(workload, choice), ways_of(workload, choice)
+    def __init__(self, workload: Workload, machine: Machine, choice: Choice, ways: Sequence[Way]) -> None:
+        self._workload, self._machine, self._slots = workload, machine, choice.slots
+        self._layout = _Layout(workload, choice)
         units, times, trains = workload.units, workload.micro_steps, workload.trains
         loads, loads_back, again = self._loads()
         leaving = [way.leaving if trains else 0 for way in ways[:-UNITS_THAT_STAY]] + [0] * UNITS_THAT_STAY
@@ -170,58 +157,55 @@ class _Step:
 
     def _loads(self) -> tuple[list[int], list[int], list[int]]:
         """Return the bytes of each load in forward, in backward, and again after a step (see [Note: loads])."""
-        workload, streamed, slots = self._workload, self._layout.streamed, self._layout.slots
+        workload, streamed, slots = self._workload, self._layout.streamed, self._slots
         leave, come_back = streamed[:-slots], streamed[slots:]
         if not workload.trains:
-            return [_bytes_of(group) for group in [*leave, *streamed[max(slots, len(leave)) :]]], [], []
-        stay = [*streamed[:slots], *([unit] for unit in (*self._layout.kept, workload.resident))]
-        again = [sum(unit.bytes_after_step for unit in group) for group in stay if workload.stepping]
-        return [_bytes_of(group) for group in come_back], [_bytes_of(group) for group in leave], again
+            return [group.weight_bytes for group in (*leave, *streamed[max(slots, len(leave)) :])], [], []
+        stay = [*streamed[:slots], *self._layout.kept, workload.resident] if workload.stepping else []
+        loads, loads_back = ([group.weight_bytes for group in groups] for groups in (come_back, leave))
+        return loads, loads_back, [group.bytes_after_step for group in stay]
 
     def seconds(self) -> float:
         """Return how long it takes (see [Note: the time of a step])."""
         workload, machine, first, last = self._workload, self._machine, self._layout.groups[0], self._layout.groups[-1]
-        gone, stepped, sent = self._first_unit()
         gradients = sum(machine.down(unit.gradient_bytes) for unit in workload.units[1:])  # the first's are the turn's
-        backward = max(
-            self._together(self._backward, self._loads_backward, _backward_of([*first, *last])),
-            workload.trains * last[-1].backward_seconds + gradients,
-        )
-        edges = _forward_of([*first, *last]) if workload.trains else 0.0
+        edges = [each.backward_seconds for each in (first, last)]
+        backward = max(self._together(self._backward, self._loads_backward, edges), edges[-1] + gradients)
+        edges = [each.forward_seconds for each in (first, last)]
         forward = self._together(self._forward, self._loads_forward, edges)
         without_step = forward + backward + workload.rest_seconds
         if not workload.stepping:
             return workload.micro_steps * without_step
-        landed = _backward_of(last) + machine.down(last[-1].gradient_bytes)
+        gone, stepped, sent = self._first_unit()
+        landed, loads = last.backward_seconds + machine.down(last.gradient_bytes), self._loads_forward
         turn = max(gone + stepped, self._again - sent - self._spare(backward, landed)) + sent
-        loads = self._loads_forward
         if workload.stepping == "after backward":  # the first unit is stepped before others, and sent before them
             landed, turn, loads = backward + gone, gone + stepped + sent, loads + self._again - sent
-        forward = self._together(self._forward, loads, _forward_of(last))
-        host = landed + workload.add_seconds + self._optimizer + machine.up(_bytes_of(last)) + _forward_of(last)
+        forward = self._together(self._forward, loads, edges[1:])
+        host = landed + workload.add_seconds + self._optimizer + machine.up(last.weight_bytes) + last.forward_seconds
         with_step = max(forward + backward + max(turn, workload.rest_seconds), host)
         return with_step + (workload.micro_steps - 1) * max(without_step, workload.add_seconds)
 
-    def _together(self, computing: float, loads: float, edges: float) -> float:
-        """Return how long computing and loads take; the first and the last unit's computing (`edges`) hides none."""
-        if self._layout.slots == 1:
+    def _together(self, computing: float, loads: float, edges: Sequence[float]) -> float:
+        """Return how long computing and loads take; before the first load and after the last one, `edges` compute."""
+        if self._slots == 1:
             return computing + loads
-        return max(computing, loads + edges if loads else 0.0)
+        return max(computing, loads + sum(edges) if loads else 0.0)
 
     def _first_unit(self) -> tuple[float, float, float]:
         """Return how long the first gradients, after backward, take to leave, to be stepped, and to be sent again."""
         machine, resident, groups = self._machine, self._workload.resident, self._layout.groups
-        index = next((index for index, group in enumerate(groups) if any(unit.step_bytes for unit in group)), 0)
-        first, hidden = groups[index], [unit for group in groups[:index] for unit in group]
-        gone = machine.down(first[0].gradient_bytes) + machine.down(resident.gradient_bytes)
-        sent = machine.up(sum(unit.bytes_after_step for unit in first)) + machine.up(resident.bytes_after_step)
-        return gone - _forward_of(hidden) - _backward_of(hidden), machine.step([*first, resident]), sent
+        place = next((place for place, group in enumerate(groups) if group.step_bytes), 0)
+        hidden = sum(group.forward_seconds + group.backward_seconds for group in groups[:place])
+        both = (groups[place], resident)
+        gone = sum(machine.down(unit.gradient_bytes) for unit in both)
+        return gone - hidden, machine.step(both), sum(machine.up(unit.bytes_after_step) for unit in both)
 
     def _spare(self, backward: float, landed: float) -> float:
         """Return the seconds of backward, after its last load, in which weights that were stepped can be sent again."""
-        streamed, slots = self._layout.streamed, self._layout.slots
+        streamed = self._layout.streamed
         if self._workload.stepping != "in backward":
             return 0.0
-        if len(streamed) > slots:
-            return backward * slots / len(streamed) - self._machine.up(_bytes_of(streamed[0]))
-        return backward - landed - self._machine.step(self._layout.groups[-1])
+        if len(streamed) > self._slots:
+            return backward * self._slots / len(streamed) - self._machine.up(streamed[0].weight_bytes)
+        return backward - landed - self._machine.step(self._layout.groups[-1:])

@@ -1,8 +1,8 @@
 """Estimates a workload from a model's shapes and assumptions, without a machine to measure on.
 
-Units are found by the engine's own rules, on a copy of the model on the meta device. Each weight matrix is assumed to
-multiply and add once for each token. A unit is assumed to save half as much again as its matrices read and write:
-transformer blocks with fused attention save 0.9 to 1.6 times that much. Logits, in fp32, are saved beside.
+Units are found by the engine's own rules, on a copy of the model on the meta device. Each weight matrix multiplies and
+adds once for each token, and a unit saves half as much again as its matrices read and write: transformer blocks with
+fused attention save 0.9 to 1.6 times that much. Logits, in fp32, are saved beside.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from sp_lightning.planning.measure import bytes_of
 from sp_lightning.planning.workload import Machine, UnitWork, Workload
 
 Precision: TypeAlias = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
-
-GIGA, TERA = 1e9, 1e12
 
 STATE = {
     "SGD": 0,
@@ -86,14 +84,9 @@ class Assumptions:
             if getattr(self, name) not in known:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(known)}.")
         if isinstance(self.optimizer, str) and self.optimizer not in STATE:
-            raise ValueError(
-                f"`optimizer={self.optimizer!r}` is not one of {', '.join(STATE)}. Give the bytes of state that yours "
-                "keeps per parameter."
-            )
+            raise ValueError(f"`optimizer={self.optimizer!r}` is not one of {', '.join(STATE)}, nor a number of bytes.")
         if self.device_bytes <= 0:
-            raise ValueError(
-                f"`device_memory={self.device_memory!r}` must be an amount of memory: bytes, or text such as '24GiB'."
-            )
+            raise ValueError(f"`device_memory={self.device_memory!r}` must be an amount of memory, such as '24GiB'.")
 
     @property
     def device_bytes(self) -> int:
@@ -107,15 +100,7 @@ class Assumptions:
 
 
 def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
-    """Estimate the workload of a model, and the machine that is assumed.
-
-    Args:
-        module: The model, on any device, including the meta device. It is neither changed nor called.
-        given: The assumptions.
-
-    Raises:
-        ValueError: If the model has no parameters, or `units` or `resident` do not fit it.
-    """
+    """Estimate the workload of a model, which is neither changed nor called, and the machine that is assumed."""
     dtype, is_mixed = _HALF.get(given.precision), given.precision.endswith("mixed")
     module = _on_meta(module, None if is_mixed else dtype)
     division = find_units(module, given.units, given.resident, largest_unit_bytes(given.device_bytes), on_meta=True)
@@ -131,7 +116,7 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         stepping="in backward" if any(unit.step_bytes for unit in units) else None,
         outside_bytes=logits + max([logits, *(way.working for unit in units for way in unit.ways)]),  # and gradients
     )
-    return workload, Machine(given.to_device * GIGA, given.to_host * GIGA, given.host_bandwidth * GIGA)
+    return workload, Machine(given.to_device * 1e9, given.to_host * 1e9, given.host_bandwidth * 1e9)
 
 
 def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -170,8 +155,9 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWo
     weights, masters = (sum(weight.nbytes for weight in some) for some in (unit.weights, trained))
     copies, stepped = (sum(w.compute_bytes for w in some if w.lowered) for some in (unit.weights, trained))
     gradients = sum(weight.compute_bytes for weight in trained)
-    state = sum(_state_bytes(weight.master, given) for weight in trained)
-    forward = 2 * given.tokens * sum(shape.numel() for shape in matrices) / (given.compute * TERA)
+    numbers = sum(weight.master.numel() for weight in trained)
+    state = STATE[given.optimizer] * masters if isinstance(given.optimizer, str) else int(given.optimizer * numbers)
+    forward = 2 * given.tokens * sum(shape.numel() for shape in matrices) / (given.compute * 1e12)
     # Backward multiplies once for the input's gradient, and once more for the gradient of each trained weight.
     backward = forward * (1 + masters / max(1, weights))
     nbytes = given.tokens * (4 if given.precision == "32-true" else 2)
@@ -179,7 +165,7 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWo
     moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in matrices)
     saved = max(inputs, int(_SAVED * nbytes * moved))
     footprint = Footprint(inputs, saved - inputs, saved, saved, repeatable=True, large_inputs=inputs)
-    link = Link(up=given.to_device * GIGA, down=given.to_host * GIGA)
+    link = Link(up=given.to_device * 1e9, down=given.to_host * 1e9)
     ways = footprint.ways(link, work.weight_bytes, forward, backward)
     return replace(
         work,
@@ -192,9 +178,3 @@ def _work(unit: Unit, given: Assumptions, vocabulary: Collection[int]) -> UnitWo
         # dtype take that besides the copies that are sent.
         host_bytes=weights + state + max(masters, copies + gradients),
     )
-
-
-def _state_bytes(parameter: nn.Parameter, given: Assumptions) -> int:
-    if isinstance(given.optimizer, str):
-        return STATE[given.optimizer] * parameter.nbytes
-    return int(given.optimizer * parameter.numel())

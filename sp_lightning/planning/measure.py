@@ -1,17 +1,16 @@
-"""Derives a workload and a machine's speeds from a recording of some steps.
+"""Watches the first steps, and derives a workload and a machine's speeds from a recording of some of them.
 
 Each number is taken from the fastest of the recorded steps, as disturbances only make them slower. Time that computing
 waited for copies (stalls) is subtracted, so the numbers hold for any window. Time between the calls of two units counts
-for the earlier one.
-
-`division_of`, `units_of` and `bytes_of` are the adapter to the engine: all that looks into its units.
+for the earlier one. `division_of`, `units_of` and `bytes_of` are the adapter to the engine: all that looks into units.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,18 +19,12 @@ from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, pea
 from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.layout.device_layout import sent_bytes, stepped_bytes
 from sp_lightning.pipeline.weights.units import Unit
-from sp_lightning.planning.first_steps import FirstSteps
 from sp_lightning.planning.workload import Machine, Stepping, UnitWork, Workload
 
-_FOLLOWED: dict[Policy, tuple[Policy, ...]] = {
-    "keep": ("keep",),
-    "recompute": ("recompute", "keep"),
-    "offload": ("offload", "keep"),
-    "recompute_offload": ("recompute_offload", "recompute", "offload", "keep"),
-}
-"""For each policy of a unit, what its members do: the first of these that is open to them."""
-
-_MIN_SIZE_RATIO = 2  # largest to smallest copy, for a copy's constant cost to be told from its bandwidth
+_POLICIES: tuple[Policy, ...] = ("keep", "recompute", "offload", "recompute_offload")
+_WARM_UP = 1  # steps before the recording
+_RECORDED = 2
+_PATIENCE = 32  # steps to wait for one of the optimizer
 
 
 def division_of(survey: Survey) -> object:
@@ -55,6 +48,77 @@ def bytes_of(unit: Unit) -> UnitWork:
         step_bytes=sum(2 * w.master.nbytes + w.master.numel() * w.gradient_dtype.itemsize for w in trained),
         resent_bytes=stepped_bytes(whole),
     )
+
+
+class FirstSteps:
+    """Watches steps until enough of them are recorded; `waits` for a step of the optimizer before that, and in it.
+
+    Attributes:
+        trains: Whether the steps have a backward.
+        recording: What the lanes did.
+        policies: For each step, the policy of each member's activations, if they are chosen per unit.
+        activation_peak: Peak bytes of activations.
+        reserve_bytes: Device memory that must stay free beside weights, gradients and activations.
+        optimizer_steps: Steps of optimizers since the recording has begun.
+        steps_in_backward: Units that were stepped before backward had ended since then.
+    """
+
+    def __init__(self, survey: Survey, trains: bool, waits: bool) -> None:
+        self.trains = trains
+        self.recording = Recording()
+        self.policies: list[Mapping[str, Policy]] = []
+        self.activation_peak = self.reserve_bytes = self.optimizer_steps = self.steps_in_backward = 0
+        self._survey = survey
+        self._waits = waits
+        self._steps = -1  # the first call comes before the first step
+        self._scope: ExitStack | None = None
+        self._before = self._counts()
+
+    def _counts(self) -> tuple[int, int, int]:
+        return self._survey.optimizer_steps, self._survey.stats.steps_in_backward, self._survey.backward_passes
+
+    def go_on(self) -> bool:
+        """Count the step that ended before this call, and tell whether more steps are needed."""
+        self._steps += 1
+        counts = [now - before for now, before in zip(self._counts(), self._before, strict=True)]
+        self.optimizer_steps, self.steps_in_backward, passes = counts
+        is_late = self._steps >= _PATIENCE
+        saw_optimizer = self.optimizer_steps > 0 or not self._waits or is_late
+        if self._scope is None:
+            if saw_optimizer and self._steps >= _WARM_UP:
+                self._waits &= not is_late
+                self._start()
+            return True
+        self._note_step()
+        complete = passes if self._waits else self._steps  # a step that returns no loss has no backward
+        if saw_optimizer and (complete >= _RECORDED or is_late):
+            self.stop()
+            return False
+        return True
+
+    def _start(self) -> None:
+        self._steps, self._before = 0, self._counts()
+        self._in_use = self._survey.begin_watching_memory()
+        self._scope = ExitStack()
+        self.recording = self._scope.enter_context(self._survey.record())
+
+    def _note_step(self) -> None:
+        survey, auto = self._survey, self._survey.activations
+        self.policies.append({} if auto is None else dict(auto.in_use))
+        if auto is not None:  # depends on the policies in use, as memory that two units save is counted for both
+            auto.update_peaks()
+        self.activation_peak = max(self.activation_peak, survey.activation_peak)
+
+    def stop(self) -> None:
+        """End the recording, if it has begun."""
+        if self._scope is None:
+            return
+        auto, most_in_use = self._survey.activations, self._survey.end_watching_memory()
+        with suppress(Exception):  # a failed copy has raised elsewhere
+            self._scope.close()
+        self.reserve_bytes = 0 if auto is None else auto.reserve_bytes
+        if self._in_use is not None and (auto is None or not auto.counts_operations):
+            self.reserve_bytes = max(0, most_in_use - self._in_use - self.activation_peak)
 
 
 def workload_of(survey: Survey, measured: FirstSteps) -> Workload:
@@ -97,10 +161,9 @@ def workload_of(survey: Survey, measured: FirstSteps) -> Workload:
 
 def machine_of(recording: Recording) -> Machine:
     """Return the speed of copies and of the optimizer."""
-    to_device, copy_seconds = _rate(recording.spans, Kind.LOAD, Kind.FETCH)
-    to_host, _ = _rate(recording.spans, Kind.GRADIENTS, Kind.OFFLOAD)
-    host, _ = _rate(recording.spans, Kind.STEP)
-    return Machine(to_device, to_host, host, copy_seconds)
+    up, copy_seconds = _rate(recording, Kind.LOAD, Kind.FETCH)
+    down, host = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD)[0], _rate(recording, Kind.STEP)[0]
+    return Machine(up, down, host, copy_seconds)
 
 
 class _Step:
@@ -143,13 +206,13 @@ class _Step:
         return seconds
 
 
-def _rate(spans: Iterable[Span], *kinds: Kind) -> tuple[float, float]:
+def _rate(recording: Recording, *kinds: Kind) -> tuple[float, float]:
     """Return the bytes per second of this work and its constant cost in seconds, if sizes differ enough to tell it."""
-    pieces = [(span.nbytes, span.end - span.begin) for span in spans if span.kind in kinds and span.nbytes]
+    pieces = [(each.nbytes, each.end - each.begin) for each in recording.spans if each.kind in kinds and each.nbytes]
     nbytes, seconds = sum(size for size, _ in pieces), sum(time for _, time in pieces)
     if not seconds:
         return math.inf, 0.0
-    if max(pieces)[0] >= _MIN_SIZE_RATIO * min(pieces)[0]:
+    if max(pieces)[0] >= 2 * min(pieces)[0]:
         mean = nbytes / len(pieces)
         slope = sum((size - mean) * time for size, time in pieces) / sum((size - mean) ** 2 for size, _ in pieces)
         constant = seconds / len(pieces) - slope * mean
@@ -170,8 +233,9 @@ def _ways_of(unit: Unit, ways: Mapping[str, Sequence[Way]]) -> tuple[Way, ...]:
     """Return the ways of a unit's activations: one policy for all members, as far as they can follow it."""
     measured = [{way.policy: way for way in ways[member.name]} for member in unit.members if member.name in ways]
     together = []
-    for policy in [policy for policy in _FOLLOWED if any(policy in by_policy for by_policy in measured)]:
-        chosen = [next(by_policy[p] for p in _FOLLOWED[policy] if p in by_policy) for by_policy in measured]
+    for policy in [policy for policy in _POLICIES if any(policy in by_policy for by_policy in measured)]:
+        first_of = _POLICIES[::-1] if policy == "recompute_offload" else (policy, "keep")
+        chosen = [next(by_policy[each] for each in first_of if each in by_policy) for by_policy in measured]
         held, leaving = sum(way.held for way in chosen), sum(way.leaving for way in chosen)
         seconds, repeating = sum(way.seconds for way in chosen), sum(way.repeating for way in chosen)
         together.append(Way(policy, held, peak(chosen), seconds, leaving, chosen[-1].under_way, repeating))

@@ -7,44 +7,34 @@
 With gradient accumulation it waits for a first step of the optimizer, and records until it has seen another one.
 
 [Note: what planning reads of a pipeline]
-Of a `Survey`, here, in first_steps.py and in measure.py:
-
     options             k, k_prime, activations
     stats               steps_in_backward
-    budget, activation_peak, optimizer_steps, backward_passes, bytes_on_device(unit)
-    record(), begin_watching_memory(), end_watching_memory()
-    activations         None, or: ways() and in_use, by the names of units' members; input_bytes, turn_bytes,
-                        outside_bytes, reserve_bytes, counts_operations, update_peaks()
-    arrangement         in the adapter at the top of measure.py alone
+    activations         None, or: ways() and in_use, by the names of units' members; update_peaks(), input_bytes,
+                        turn_bytes, outside_bytes, reserve_bytes, counts_operations
+    arrangement         by the adapter at the top of measure.py: units, resident, staging_buffers, its identity; of a
+                        unit its name, its members' names, and the bytes of every_weight
+    itself (Survey)     budget, activation_peak, optimizer_steps, backward_passes, bytes_on_device(unit), record(),
+                        begin_watching_memory(), end_watching_memory()
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from typing_extensions import override
 
 from sp_lightning.pipeline import Planner, Survey, WindowPlan
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.cost import activation_bytes
-from sp_lightning.planning.first_steps import FirstSteps
-from sp_lightning.planning.measure import bytes_of, division_of, machine_of, units_of, workload_of
+from sp_lightning.planning.measure import FirstSteps, bytes_of, division_of, machine_of, units_of, workload_of
 from sp_lightning.planning.workload import UnitWork
 
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
 
-
 _Situation: TypeAlias = tuple[tuple[UnitWork, ...], bool]
 """What a plan is made for: the bytes of all units, and whether there is a backward."""
-
-
-class _Outcome(NamedTuple):
-    """The plan for a situation (None if only the smallest window fits), and the size of inputs or activations then."""
-
-    plan: WindowPlan | None
-    size: int
 
 
 def _warn(result: WindowPlan | str) -> None:
@@ -61,7 +51,7 @@ class AutoPlanner(Planner):
 
     def __init__(self, tell: Callable[[WindowPlan | str], None] = _warn) -> None:
         self._tell = tell
-        self._outcomes: dict[_Situation, _Outcome] = {}
+        self._plans: dict[_Situation, tuple[WindowPlan | None, int]] = {}  # and the size of inputs they are made for
         self._division: object = None
         self._situation: _Situation = ((), False)
         self._has_limit = False
@@ -80,17 +70,17 @@ class AutoPlanner(Planner):
             return None
         if builds_graph:
             self._change((self._situation[0], True))
-        outcome = self._outcomes.get(self._situation)
+        plan, size = self._plans.get(self._situation, (None, -1))
         if builds_graph != self._situation[1]:  # a validation step: its times would falsify the measurement
             self.abandon()
-        elif outcome is None or _size(survey) > _MUCH_LARGER * outcome.size:
-            outcome = self._measure(survey) or outcome
-        return None if outcome is None else outcome.plan
+        elif _size(survey) > _MUCH_LARGER * size:
+            plan = self._measure(survey, plan)
+        return plan
 
     @override
     def start_over(self) -> None:
         self.abandon()
-        self._outcomes.clear()
+        self._plans.clear()
 
     @override
     def abandon(self) -> None:
@@ -103,19 +93,20 @@ class AutoPlanner(Planner):
             self._situation = situation
             self.abandon()
 
-    def _measure(self, survey: Survey) -> _Outcome | None:
+    def _measure(self, survey: Survey, plan: WindowPlan | None) -> WindowPlan | None:
+        """Return a new plan once enough steps are measured, and the given one until then."""
         units, trains = self._situation
         if self._measuring is None:
             self._measuring = FirstSteps(survey, trains, waits=trains and any(unit.step_bytes for unit in units))
         measured = self._measuring
         if measured.go_on():
-            return None
+            return plan
         self._measuring = None
         result = _plan(survey, measured)
         self._tell(result)
-        outcome = _Outcome(None if isinstance(result, str) else result, _size(survey))
-        self._outcomes[self._situation] = outcome
-        return outcome
+        plan = None if isinstance(result, str) else result
+        self._plans[self._situation] = plan, _size(survey)
+        return plan
 
 
 def _size(survey: Survey) -> int:
@@ -126,8 +117,8 @@ def _size(survey: Survey) -> int:
 def _plan(survey: Survey, measured: FirstSteps) -> WindowPlan | str:
     """Choose by the measurements; return a message instead if only the smallest window fits."""
     options, budget = survey.options, survey.budget
-    assert budget is not None
     workload, machine = workload_of(survey, measured), machine_of(measured.recording)
+    assert budget is not None
     try:
         plan = choose(workload, machine, budget, k=options.k, k_prime=options.k_prime, fill=options.k == "auto")
     except ValueError as error:

