@@ -96,17 +96,13 @@ def test_a_configuration_of_transformers(tmp_path):
     assert len(planned(str(tmp_path))["units"]) >= 5
 
 
-def test_an_assumed_bandwidth_changes_the_plan():
+def test_assumptions_change_the_plan():
     slow, fast = (planned(f"{__name__}.Stack --model.width 512 --to_device {rate}") for rate in (0.01, 1000))
     assert slow["rows"][0]["bottleneck"] == "to device"
     assert slow["rows"][0]["seconds"] > 10 * fast["rows"][0]["seconds"]
     assert slow["assumptions"]["to_device"] == 0.01
-
-
-def test_a_device_too_small_for_the_model_is_reported():
     printed = run(f"sp-lightning plan --model {__name__}.Stack --model.width 512 --device_memory 1MiB")
     assert "921.6 KiB of device memory is too little: it takes" in printed
-    assert "Nothing fits" in printed
 
 
 @pytest.mark.parametrize(

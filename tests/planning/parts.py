@@ -70,12 +70,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
 
 @dataclass
 class Trained:
-    """What came of some steps.
-
-    Attributes:
-        seconds: Of each step.
-        counted: The most device memory for weights, gradients and activations in the last step.
-    """
+    """What came of some steps: their seconds, and the most device memory for weights, gradients and activations."""
 
     seconds: list[float]
     counted: int
@@ -128,11 +123,7 @@ class Fixed(Planner):
 
 @dataclass(frozen=True)
 class Blocks(simulated.Machine):
-    """Equal units on virtual clocks, and the seconds that each of them takes.
-
-    Args:
-        units: How many.
-    """
+    """Equal units on virtual clocks, and the seconds that each of them takes."""
 
     units: int = 16
 
@@ -187,16 +178,15 @@ class Blocks(simulated.Machine):
 class Computing(TorchDispatchMode):
     """Moves a device's virtual clock for all that counts as work in what runs inside."""
 
-    def __init__(self, backend: SimulatedBackend, flops_per_second: float) -> None:
+    def __init__(self, backend: SimulatedBackend) -> None:
         super().__init__()
         self._backend = backend
-        self._rate = flops_per_second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
-            self._backend.compute(count(*args, **(kwargs or {}), out_val=result) / self._rate)
+            self._backend.compute(count(*args, **(kwargs or {}), out_val=result) / 1e9)
         return result
 
 
@@ -207,21 +197,19 @@ def train(
     planner: Planner | None,
     *,
     steps: int,
-    flops_per_second: float = 1e9,
-    in_backward: bool = True,
     **options: Any,
 ) -> Trained:
-    """Train on virtual clocks."""
+    """Train on virtual clocks; the device computes 1e9 FLOPs a second."""
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(**options), backend=backend, planner=planner)
     optimizer = SGD(model.parameters(), 1e-3)
     seconds = []
     for _ in range(steps):
         begin = backend.now
         pipeline.stats.activation_peak_bytes = 0
-        with Computing(backend, flops_per_second):
+        with Computing(backend):
             output = model(**batch) if isinstance(batch, dict) else model(*batch)
             loss = output.square().mean() if isinstance(output, Tensor) else output.loss
-            with pipeline.optimizers.stepping_in_backward(optimizer) if in_backward else nullcontext():
+            with pipeline.optimizers.stepping_in_backward(optimizer):
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -99,14 +99,6 @@ def blocks(count: int = 12, **facts: Any) -> Workload:
 FAST = Machine(10_000.0, 10_000.0, 10_000.0)
 
 
-def test_given_k_and_k_prime_are_obeyed() -> None:
-    for k, k_prime in [(3, 1), (6, 3), (4, 4)]:
-        chosen = choose(blocks(), FAST, 10_000, k=k, k_prime=k_prime, fill=False).choice
-        assert (chosen.k, chosen.k_prime, chosen.kept) == (k, k_prime, ())
-    assert choose(blocks(), FAST, 10_000, k_prime=3).choice.k_prime == 3
-    assert choose(blocks(), FAST, 10_000, k=5, fill=False).choice.k == 5
-
-
 def test_units_travel_together_where_a_copy_costs_more_than_its_bytes() -> None:
     slow_start = Machine(100.0, 1000.0, 10_000.0, copy_seconds=2.0)
     assert choose(blocks(), slow_start, 800, fill=False).choice.k_prime > 1
@@ -118,17 +110,6 @@ def test_spare_memory_is_filled_evenly() -> None:
     chosen = choose(blocks(), FAST, 800).choice
     assert (chosen.k, chosen.kept) == (2, (1, 4, 7, 10))
     assert len(choose(blocks(reserve_bytes=200), FAST, 800).choice.kept) == 2
-
-
-def test_a_model_that_fits_stays_on_the_device() -> None:
-    chosen = choose(blocks(), FAST, 12 * 100 + 200).choice
-    assert chosen.k + len(chosen.kept) == 12
-
-
-def test_a_window_of_several_groups_leaves_holes_that_are_not_taken_for_room() -> None:
-    for k_prime in (1, 2, 3):
-        for budget in range(500 + 100 * k_prime, 1500, 50):
-            assert choose(blocks(8), FAST, budget, k_prime=k_prime).device_bytes <= budget
 
 
 def test_too_small_a_budget_raises_with_the_least_that_is_needed() -> None:

@@ -114,13 +114,6 @@ def test_inference_sends_every_unit_once_for_each_forward() -> None:
         assert predict(workload, Machine(100.0, 100.0, 1.0), Choice(k, 1, kept)).bytes_to_device == loads * 100
 
 
-def test_no_choice_is_faster_than_the_busiest_lane() -> None:
-    for blocks in MACHINES.values():
-        for k in range(1, 17):
-            predicted = predict(blocks.workload(), blocks.machine, Choice(k))
-            assert predicted.seconds >= max(predicted.lanes.values())
-
-
 def test_recomputing_takes_compute_time_and_offloading_takes_copies() -> None:
     keep, recompute = Way("keep", 400, 400, 0.0), Way("recompute", 100, 400, 1.0, repeating=1.0)
     offload = Way("offload", 0, 400, 0.0, leaving=400, under_way=400)

@@ -108,15 +108,9 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     assert 1 <= activations / module.peaks[-1] <= 2, "with their gradients, which the engine does not count"
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(256, 512), nn.Linear(512, 256)])
-
-
 def test_frozen_weights_have_no_gradients():
-    model = Layers()
-    model.layers[0].requires_grad_(False)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+    model[0].requires_grad_(False)
     given = Assumptions(units="Linear", precision="32-true")
     frozen, trained = estimate(model, given)[0].units
     assert (frozen.gradient_bytes, frozen.step_bytes) == (0, 0)
@@ -126,15 +120,6 @@ def test_frozen_weights_have_no_gradients():
     assert frozen.host_bytes * 4 == pytest.approx(trained.host_bytes, rel=0.01)  # its weight alone
     model.requires_grad_(False)
     assert plan(model, given).rows[0].bytes_to_host == 0
-
-
-def test_weights_that_autocast_lowers():
-    """As far as modules tell: not those that are tied to an embedding, nor those that autocast leaves alone."""
-    tied, embedding = nn.Linear(64, 64, bias=False), nn.Embedding(64, 64)
-    embedding.weight = tied.weight
-    model = nn.Sequential(embedding, nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False).double(), tied)
-    workload, _ = estimate(model, Assumptions(precision="bf16-mixed", units=["Linear", "Embedding"]))
-    assert [unit.weight_bytes / 64**2 for unit in workload.units] == [4, 2, 8]
 
 
 def test_a_plan_changes_nothing():
@@ -157,15 +142,9 @@ def test_state_of_optimizers(name):
     optimizer.step()
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
     kept = sum(value.nbytes for value in state if value.numel() > 1)
-    with_it, without = (plan(model, Assumptions(optimizer=each, precision="32-true")) for each in (name, 0.0))
-    assert with_it.rows[0].host_bytes - without.rows[0].host_bytes == kept
-
-
-def test_an_optimizer_of_ones_own():
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
-    plain, more = (plan(model, Assumptions(optimizer=nbytes, precision="32-true")).rows[0] for nbytes in (0.0, 2.5))
-    assert more.host_bytes - plain.host_bytes == 4 * 64 * 64 * 2.5
-    assert more.lanes[Lane.HOST] == pytest.approx(plain.lanes[Lane.HOST] * (2 * (4 + 2.5) + 4) / (2 * 4 + 4))
+    with_it, without = (plan(model, Assumptions(optimizer=each, precision="32-true")).rows[0] for each in (name, 0.0))
+    assert with_it.host_bytes - without.host_bytes == kept
+    assert (with_it.lanes[Lane.HOST] > without.lanes[Lane.HOST]) == (kept > 0)
 
 
 def test_70_billion_parameters_are_planned_for_in_no_time():

@@ -32,10 +32,3 @@ def test_each_member_follows_its_unit_as_far_as_it_can() -> None:
     assert (both.seconds, both.repeating) == (2.5 + 2.0 + 1.0, 2.0 + 2.0)
     assert both.working == 5 + 20 + 10 + 40 + 60, "of the last, while the third's leaves"
     assert (together["offload"].repeating, together["recompute"].repeating) == (0.0, 4.0)
-
-
-def test_what_no_member_can_do_is_not_open_to_the_unit() -> None:
-    unit = Unit("stage")
-    unit.members.append(Member("only", nn.Identity(), unit))
-    assert _ways_of(unit, {"only": [KEEP, OFFLOAD]}) == (KEEP, OFFLOAD)
-    assert _ways_of(unit, {}) == ()

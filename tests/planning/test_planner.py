@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from sp_lightning.pipeline import HostBackend, Lane, Pipeline, PipelineOptions
+from sp_lightning.pipeline import Lane, Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner, Workload, choose, measure, planner
 
 from ..helpers import is_block
 from ..simulated import UNIT_BYTES, SimulatedBackend
 from ..zoo.blocks import chain, rows
-from .parts import MODELS, Blocks, train
+from .parts import MODELS, Blocks, Fixed, train
 
 MACHINES = {
     Lane.COMPUTE: Blocks(forward=1.0, backward=2.0, up=0.9, down=1.6, step=0.5, units=12),
@@ -38,36 +38,23 @@ def planned(model: nn.Module, **options: Any) -> Iterator[Pipeline]:
         pipeline.detach()
 
 
-STAGING = 2 * (UNIT_BYTES + 256)  # gradients of a unit, with room for their norms
-
-
-@pytest.mark.parametrize("units", [3, 6])
+@pytest.mark.parametrize("units", [2, 5])
 @pytest.mark.parametrize("bottleneck", MACHINES)
-def test_a_planned_window_is_as_fast_as_the_best(bottleneck: Lane, units: int) -> None:
-    """Every k and k_prime is tried on the same machine; activations take the same in all of them."""
+def test_a_plan_is_as_fast_as_the_best_that_fits(bottleneck: Lane, units: int) -> None:
+    """Every k, k_prime and number of kept units is tried on the same machine; activations take the same in all."""
     blocks = MACHINES[bottleneck]
-    least = blocks.train(k=1, k_prime=1, steps=2)
-    budget = least.counted + (units - 1) * UNIT_BYTES
-    windows = [(k, k_prime) for k in range(1, 8) for k_prime in range(1, k + 1) if k % k_prime == 0]
-    every = [blocks.train(k=k, k_prime=k_prime, steps=4) for k, k_prime in windows]
-    best = min(run.seconds[-1] for run in every if run.counted <= budget)
+    budget = blocks.train(k=1, k_prime=1, steps=2).counted + units * UNIT_BYTES
+    windows = [(k, k_prime, ()) for k in range(1, 8) for k_prime in range(1, k + 1) if k % k_prime == 0]
+    windows += [(k, 1, tuple(range(1, 12, 12 // kept))[:kept]) for k in (1, 2, 3) for kept in range(1, units + 2 - k)]
+    every = [blocks.train(Fixed(window), steps=4) for window in windows]
     planned = blocks.train(AutoPlanner(), memory_budget=budget)
-    assert planned.seconds[-1] <= 1.05 * best
-    assert planned.counted <= budget
     plan = planned.summary.plan
     assert plan is not None
+    assert planned.seconds[-1] <= 1.05 * min(run.seconds[-1] for run in every if run.counted <= budget)
+    assert planned.counted <= budget
     assert plan.step_seconds == pytest.approx(planned.seconds[-1], rel=0.1)
     assert plan.device_bytes == pytest.approx(planned.counted, rel=0.01)
-
-
-@pytest.mark.parametrize("bottleneck", MACHINES)
-def test_a_plan_names_the_bottleneck(bottleneck: Lane) -> None:
-    """With few units in the window: with more of them, less is moved."""
-    blocks = MACHINES[bottleneck]
-    least = blocks.train(k=1, k_prime=1, steps=2)
-    plan = blocks.train(AutoPlanner(), memory_budget=least.counted + 2 * UNIT_BYTES).summary.plan
-    assert plan is not None
-    assert plan.bottleneck is bottleneck
+    assert units > 2 or plan.bottleneck is bottleneck, "with more units, less is moved"
 
 
 @pytest.mark.parametrize(("share", "rate"), [(2.0, 5e7), (3.0, 2e6)], ids=["fast copies", "slow copies"])
@@ -152,34 +139,12 @@ def test_on_the_cpu_without_a_budget_nothing_is_measured() -> None:
     assert (summary.k, summary.k_prime, summary.plan) == (2, 1, None)
 
 
-def test_the_default_budget_is_nine_tenths_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside what the weights take already and, after a first backward, gradients on their way to the host."""
-    monkeypatch.setattr(HostBackend, "free_memory", lambda self: 10_000)
-    with planned(chain(6)) as pipeline:
-        assert pipeline.survey.budget == pipeline.summary().device_bytes + 9_000
-        pipeline.module(*rows()).square().mean().backward()
-        summary = pipeline.summary()
-        assert pipeline.survey.budget == summary.device_bytes + summary.gradient_bytes + 9_000
-
-
 def test_too_small_a_budget_warns_and_keeps_the_smallest_window() -> None:
     blocks = MACHINES[Lane.COMPUTE]
+    budget = UNIT_BYTES + 2 * (UNIT_BYTES + 256)  # gradients of a unit, with room for their norms, twice
     with pytest.warns(UserWarning, match=r"the window stays as small as it is\. .* Use smaller batches"):
-        trained = blocks.train(AutoPlanner(), memory_budget=UNIT_BYTES + STAGING)
+        trained = blocks.train(AutoPlanner(), memory_budget=budget)
     assert (trained.summary.k, trained.summary.plan) == (1, None), "nothing is left for activations"
-
-
-def test_a_budget_for_a_single_slot_is_enough() -> None:
-    """Where two do not fit, an automatic window begins with one."""
-    model = chain(6)
-    with planned(model) as pipeline:
-        summary = pipeline.summary()
-    slot, enough = max(summary.unit_bytes), summary.device_bytes + 2 * 2 * max(summary.unit_bytes)
-    for budget, k in [(enough, 2), (enough - 2 * slot, 1)]:
-        with planned(model, memory_budget=budget) as pipeline:
-            assert pipeline.summary().k == k
-    with pytest.raises(ValueError, match="too small with `k=1`"), planned(model, memory_budget=slot):
-        pass
 
 
 def step(model: nn.Module, optimizer: Optimizer, inputs: Tensor) -> None:
@@ -226,7 +191,6 @@ def test_unfrozen_layers_are_planned_anew(activations: Any) -> None:
         for p in model.parameters():
             p.requires_grad_(True)
         train(8)
-        arranged = pipeline.stats.arrangements
         for frozen in (True, False) * 2:
             for p in model.blocks[:4].parameters():
                 p.requires_grad_(not frozen)
@@ -237,7 +201,6 @@ def test_unfrozen_layers_are_planned_anew(activations: Any) -> None:
     if activations != "auto":  # which recomputes more units now if the times that were measured say so
         assert plans[13].activation_bytes > plans[5].activation_bytes
     assert plans[-1] is plans[13]
-    assert pipeline.stats.arrangements == arranged
 
 
 def test_validation_in_between_does_not_disturb() -> None:
@@ -259,7 +222,7 @@ def test_validation_in_between_does_not_disturb() -> None:
 
 @pytest.mark.parametrize("activations", ["auto", "recompute"])
 def test_a_step_without_a_backward_is_not_taken_for_one(activations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user skips a batch after its forward: half of a step, to be measured again."""
+    """A user skips batches after their forward: half of a step, to be measured again."""
     measured: list[Workload] = []
 
     def choose_by(workload: Workload, *args: Any, **options: Any) -> Any:
@@ -267,42 +230,16 @@ def test_a_step_without_a_backward_is_not_taken_for_one(activations: Any, monkey
         return choose(workload, *args, **options)
 
     monkeypatch.setattr(planner, "choose", choose_by)
-    for skipped in ((), (0, 2, 3)):
-        model = chain(8)
-        optimizer = SGD(model.parameters(), 1e-3)
-        total = sum(p.nbytes for p in model.parameters())
-        with planned(model, memory_budget=4 * total, activations=activations) as pipeline:
-            for number in range(8):
-                if number in skipped:
-                    model(*rows())
-                else:
-                    step(model, optimizer, *rows())
-            assert pipeline.summary().plan is not None
-    whole, with_skipped = measured
-    assert [unit.gradient_bytes for unit in with_skipped.units] == [unit.gradient_bytes for unit in whole.units]
-    assert all(unit.backward_seconds > 0 for unit in with_skipped.units)
-
-
-def test_a_user_may_count_the_peak_anew_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What operations take is seen all the same, in all steps that are measured."""
-    most, measured = 1000, []
-
-    def choose_by(workload: Workload, *args: Any, **options: Any) -> Any:
-        measured.append(workload)
-        return choose(workload, *args, **options)
-
-    monkeypatch.setattr(planner, "choose", choose_by)
-    monkeypatch.setattr(HostBackend, "reset_peak_memory", lambda self: 1000)
-    monkeypatch.setattr(HostBackend, "peak_since_reset", lambda self: most)
     model = chain(8)
     optimizer = SGD(model.parameters(), 1e-3)
-    with planned(model, memory_budget="1MiB", activations="recompute") as pipeline:
-        for number in range(5):
-            most = 90_000 - number
-            step(model, optimizer, *rows())
-            most = 1000
+    with planned(model, memory_budget="1MiB", activations=activations) as pipeline:
+        for number in range(8):
+            if number in (0, 2, 3):
+                model(*rows())
+            else:
+                step(model, optimizer, *rows())
         assert pipeline.summary().plan is not None
-    assert measured[0].reserve_bytes == 90_000 - 1 - 1000 - measured[0].outside_bytes
+    assert all(unit.backward_seconds > 0 for unit in measured[0].units)
 
 
 def test_an_exception_ends_the_measurement() -> None:
