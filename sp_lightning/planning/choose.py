@@ -113,7 +113,7 @@ def _splits(workload: Workload, most: int) -> Iterator[tuple[Way, ...]]:
         units = [tuple(way for way in unit.ways if way.policy not in left_out) or unit.ways for unit in workload.units]
         least = peak([min(ways, key=lambda way: way.held + way.under_way) for ways in units], turn)
         enough = min(most, peak([max(ways, key=lambda way: way.held) for ways in units], turn))
-        for number in range(_SPLITS if enough > least else least == enough):
+        for number in range(_SPLITS) if enough >= least else ():
             yield tuple(choose_ways(units, enough - (enough - least) * number // (_SPLITS - 1), turn))
 
 
