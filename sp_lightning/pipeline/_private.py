@@ -15,7 +15,6 @@ import functools
 import inspect
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
@@ -28,7 +27,7 @@ from torch._guards import CompileContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable, forward_ad
-from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.fx import _symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
@@ -45,38 +44,6 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 # versions tell their guards which modes matter, and no public name says which versions do.
 COMPILES_UNDER_MODES = hasattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals")
 
-_CAN_LOOK_AT_TOP = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # not in torch 2.6
-
-
-class _SeenPushes(threading.local):
-    """The stack of saved-tensor hooks that were pushed from Python, for a torch that cannot tell which are on top."""
-
-    def __init__(self) -> None:
-        self.stack: list[SavedTensorHooks] = []
-
-
-_seen = _SeenPushes()
-
-
-def _see_pushes_of_others() -> None:
-    """Watch `saved_tensors_hooks`, the context manager with which users and checkpoints push theirs."""
-    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
-
-    def watched_enter(self: saved_tensors_hooks) -> None:
-        enter(self)
-        _seen.stack.append((self.pack_hook, self.unpack_hook))
-
-    def watched_exit(self: saved_tensors_hooks, *args: object) -> None:
-        _seen.stack.pop()
-        leave(self, *args)
-
-    saved_tensors_hooks.__enter__ = watched_enter  # type: ignore[method-assign]
-    saved_tensors_hooks.__exit__ = watched_exit  # type: ignore[method-assign]
-
-
-if not _CAN_LOOK_AT_TOP:
-    _see_pushes_of_others()
-
 
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     """Return the saved-tensor hooks that autograd would call now.
@@ -84,8 +51,6 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     Autograd calls only the innermost pair. Ours must pass on what is not a weight to the pair below, or a user's
     `checkpoint(use_reentrant=False)` is silently disabled; the public API can push a pair but not look at it.
     """
-    if not _CAN_LOOK_AT_TOP:
-        return _seen.stack[-1] if _seen.stack else None
     hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
@@ -111,15 +76,11 @@ def saved_tensor_hooks_allowed() -> bool:
 def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:
     """Push a pair without the context manager: a `with` block cannot reach from entering a module to leaving it."""
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
-    if not _CAN_LOOK_AT_TOP:
-        _seen.stack.append(hooks)
 
 
 def pop_saved_tensor_hooks() -> None:
     """Undo one `push_saved_tensor_hooks`."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
-    if not _CAN_LOOK_AT_TOP:
-        _seen.stack.pop()
 
 
 def graph_task() -> int:
@@ -370,7 +331,7 @@ def users_of_storage(tensor: Tensor) -> int:
 def users_of_tensor(tensor: Tensor) -> int:
     """Count the owners of this very tensor: Python as a whole is one, each Parameter whose `.grad` it is another.
 
-    Python's reference count includes the latter only in some versions of torch (not in 2.6).
+    Python's reference count includes the latter only in some versions of torch.
     """
     untyped: Any = tensor  # only some versions of torch declare the method
     return int(untyped._use_count())
