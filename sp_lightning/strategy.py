@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -273,11 +272,11 @@ class SuperpipelineMixin(ProcessesMixin):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        run = partial(super().training_step, *args, **kwargs)
         if self.pipeline is None or self._steps is None:
-            return run()
+            return super().training_step(*args, **kwargs)
         self.begin_step(self.pipeline)
-        return self._steps.training_step((*args, *kwargs.values()), run)
+        with self._steps.step():
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -292,12 +291,11 @@ class SuperpipelineMixin(ProcessesMixin):
         return self._evaluation_step(super().predict_step, *args, **kwargs)
 
     def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = partial(step, *args, **kwargs)
         if self.pipeline is None or self._steps is None:
-            return run()
+            return step(*args, **kwargs)
         self.begin_step(self.pipeline)
-        with self.evaluation(self.pipeline):
-            return self._steps.evaluation_step((*args, *kwargs.values()), run)
+        with self.evaluation(self.pipeline), self._steps.step():
+            return step(*args, **kwargs)
 
     @override
     def optimizer_step(
@@ -343,13 +341,6 @@ class SuperpipelineMixin(ProcessesMixin):
                 self.pipeline.weights_changed()
             else:  # a user's `load_state_dict` that assigns
                 self.pipeline.rebuild()
-        if self._steps is not None and self._steps.gave_up:
-            self._start_over()
-
-    def _start_over(self) -> None:
-        """Attach anew after a tuner tried too large a batch, to regain what was given up to save memory for it."""
-        self._detach()
-        self.model_to_device()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -1312,9 +1312,8 @@ def test_units_whose_inputs_change_are_not_recomputed(way: str, room: int, monke
     plain = Updates(way)
     model = copy.deepcopy(plain)
     with attached(model, activations="auto") as pipe:
-        with pytest.raises(CannotRunAgain, match=r"'blocks.3' has been modified") as failure, pipe.step():
+        with pytest.raises(CannotRunAgain, match=r"'blocks.3' has been modified"), pipe.step():
             model(Run.rows(0)).square().mean().backward()
-        assert failure.value.is_avoided
         assert pipe._activations.never_again == {f"blocks.{number}" for number in range(4)}
         for step in range(4):
             plain(Run.rows(step)).square().mean().backward()

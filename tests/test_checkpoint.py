@@ -24,7 +24,7 @@ from .lightning_modules import Base, Block, fit, loader, note_end, plain, run, s
 STRATEGIES = {
     "plain": plain,
     "streamed": streamed,
-    "planned": lambda: streamed(k="auto", memory_budget="1GiB"),  # steps are measured and watched
+    "planned": lambda: streamed(k="auto", memory_budget="1GiB"),  # steps are measured
 }
 
 

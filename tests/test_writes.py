@@ -377,27 +377,6 @@ def test_data_that_is_changed_between_forward_and_backward(
         edited_between(strategy, edit, precision, block)
 
 
-class ReplacesAtItsEnd(Trains):
-    """Changes weights after the forward, in the step itself."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        for parameter in self.net.parameters():
-            replace(parameter)
-        return loss
-
-
-@pytest.mark.filterwarnings("ignore:.*The step runs again")
-def test_units_that_cannot_run_again_because_data_is_replaced() -> None:
-    """With a budget, as on any GPU, the first step recomputes, which is found out to be impossible."""
-    results = []
-    for strategy in ("auto", SuperpipelineStrategy(k=2, units=Convolves, memory_budget="1GiB")):
-        torch.manual_seed(0)
-        module = ReplacesAtItsEnd(Chain([Convolves() for _ in range(4)]))
-        results.append(weights_after_training(module, strategy))
-    assert all(map(torch.equal, *results))
-
-
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 @pytest.mark.parametrize("in_scope", [True, False])
 def test_data_that_is_changed_between_forward_and_backward_of_a_loop(in_scope: bool, activations: str) -> None:

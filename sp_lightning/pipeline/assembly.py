@@ -305,7 +305,6 @@ class Assembly:
     def _begin_backward(self) -> None:
         self.arm_guard()
         self._lasting.optimizers.expendable = frozenset()
-        self._lasting.step_record.gradients.note_backward(self.gradients, self.arrangement.weights)
         self._lasting.activations.begin_backward()
 
     def _end_backward(self) -> None:

@@ -19,7 +19,6 @@ from sp_lightning.pipeline.modules.one_device import HostMeetsDevice
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.step_record import StepRecord
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
@@ -57,7 +56,6 @@ class Lasting:
         saved: The saved-tensor hooks.
         activations: Applies the policy for activations to each call.
         optimizers: Notices optimizer steps.
-        step_record: What a step has done to weights and gradients, if it may have to run again.
         spent: Identities of masters whose gradients were used, and not kept.
     """
 
@@ -96,5 +94,4 @@ class Lasting:
             settle=settle,
             must_overlap=options.overlap_optimizer is True,
         )
-        self.step_record = StepRecord(self.optimizers, self.stats)
         self.spent: set[int] = set()

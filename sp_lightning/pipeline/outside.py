@@ -68,7 +68,6 @@ class OutsideUse:
         self._arrangement = arrangement
         self._learned = lasting.learned
         self._graphs = lasting.graphs
-        self._journal = lasting.step_record.weights
         self._stats = lasting.stats
         self._at_work = lasting.at_work
         self._activations = lasting.activations
@@ -198,13 +197,10 @@ class OutsideUse:
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""
-        self._journal.note(weight)
         self.note_alias(weight)
 
     def note_alias(self, weight: Weight) -> None:
         """Note that somebody gets an alias of a master: its copies on the device are checked before next use."""
-        if self.guard.redirects:  # between forward and backward it is a hook, which does not run again
-            self._journal.note_alias(weight)
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
         self._host_meets_device.note_alias()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -46,7 +46,7 @@ from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, sto
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.survey import Planner, Survey
-from sp_lightning.pipeline.transfer.backend import Backend, is_out_of_memory
+from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.devices import full_device, make_backend
 from sp_lightning.pipeline.transfer.trace import Recording
 from sp_lightning.pipeline.weights.quantized import bring_states_home
@@ -79,7 +79,6 @@ class Pipeline:
         replicas: The other processes; None if there are none.
         stats: Counters of what the engine has done.
         optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
-        step_record: What a step has done to weights and gradients, if it may have to run again.
 
     Raises:
         ValueError: If an option does not fit the module or the available memory. Nothing is attached then.
@@ -121,7 +120,6 @@ class Pipeline:
         keep_out_of_graphs()
         finish_before_compiling(self._backend)
         self._depth = 0
-        self._is_prepared = False  # for the step that begins next
         self._lasting = lasting = Lasting(
             module,
             self.device,
@@ -133,7 +131,6 @@ class Pipeline:
             settle=self.settle,
         )
         self.stats, self.optimizers = lasting.stats, lasting.optimizers
-        self.step_record = lasting.step_record
         self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
         self._activations, self._offloader = lasting.activations, lasting.offloader
         self._host_meets_device = lasting.host_meets_device
@@ -286,61 +283,6 @@ class Pipeline:
         if self.replicas is not None:
             self.replicas.share_buffers(self.module)
 
-    def with_gradients(self) -> set[int]:
-        """Return the identities of the parameters with a gradient that the next backward pass would add to."""
-        gradients, weights = self._assembly.gradients, self.arrangement.weights
-        with self._at_work:
-            masters = {id(weight.master) for weight in weights if gradients.get(weight) is not None}
-        return masters | {id(p) for p in self._parameters_elsewhere().values() if p.grad is not None}
-
-    def drop_gradients(self, but: Collection[int]) -> None:
-        """Drop the gradients of all parameters but these.
-
-        Args:
-            but: Identities of parameters.
-        """
-        for parameter in self._parameters_elsewhere().values():
-            if id(parameter) not in but:
-                parameter.grad = None
-        with self._at_work:
-            weights = [weight for weight in self.arrangement.weights if id(weight.master) not in but]
-            self._assembly.gradients.drop_all(weights)
-
-    def drop_new_gradients(self) -> bool:
-        """Drop the gradients that a step has made, before it runs again.
-
-        Returns:
-            Whether that was possible. It is not if the step may have added to gradients, and none is dropped then.
-        """
-        with self._at_work:
-            return self.step_record.gradients.drop(
-                self._parameters_elsewhere().values(), self._assembly.gradients, self.arrangement.weights
-            )
-
-    def _parameters_elsewhere(self) -> dict[str, nn.Parameter]:
-        """Return the parameters whose gradients autograd itself accumulates, those of a later arrangement included."""
-        streamed = self.arrangement.weights_by_master
-        return {name: parameter for name, parameter in self.module.named_parameters() if id(parameter) not in streamed}
-
-    def shrink(self) -> str | None:
-        """Use less device memory from the next step on, by giving up something that the user has left open.
-
-        Returns:
-            What was given up, for the log; None if nothing was left to give up.
-        """
-        return self._arranger.shrink()
-
-    @property
-    def may_run_out(self) -> bool:
-        """Whether a step may fail because device memory runs out, or because of what was chosen to save memory."""
-        return self._backend.runs_out or self.survey.budget is not None
-
-    @property
-    def choices(self) -> tuple[int, int]:
-        """What decides about device memory, as counts: of arrangements, and of choices for activations since."""
-        auto = self._activations.auto
-        return self._arranger.arrangements, 0 if auto is None else auto.changes
-
     @property
     def survey(self) -> Survey:
         """A planner's view of the pipeline."""
@@ -385,30 +327,9 @@ class Pipeline:
             )
         return nullcontext()
 
-    @contextmanager
-    def about_to_step(self) -> Iterator[None]:
-        """Open a scope in which the next step begins, and first lay out units and choose policies for it."""
-        if self._depth == 0 and not in_backward():
-            self._recover()
-            try:
-                self._prepare(look_for_new_parameters=True, goes_on=self._graphs.waiting())
-                self._is_prepared = True
-            except RuntimeError as error:
-                if not is_out_of_memory(error):  # else the step will raise it, too, to whoever can make room
-                    raise
-        try:
-            yield
-        finally:
-            self._is_prepared = False
-
     def _recover(self) -> None:
         if self._assembly.backward.running or any(member.running_calls for member in self.arrangement.members):
             self.reset()  # a backward outside of any scope ended with an exception
-
-    def _prepare(self, look_for_new_parameters: bool, goes_on: bool) -> None:
-        self._arranger.before_step(look_for_new_parameters, goes_on)
-        if not goes_on:
-            self._activations.conclude_step()
 
     def _open(self, look_for_new_parameters: bool, goes_on: bool) -> None:
         if in_backward():
@@ -416,11 +337,9 @@ class Pipeline:
             return
         self._recover()
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
-        if not self._is_prepared:
-            self._prepare(look_for_new_parameters, goes_on)
-        self._is_prepared = False
-        self.step_record.note_elsewhere(self._parameters_elsewhere)
+        self._arranger.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
+            self._activations.conclude_step()
             self.stats.steps += 1
             self._backend.trace.begin_step()
             self._activations.begin_step()

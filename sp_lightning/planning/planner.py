@@ -85,11 +85,6 @@ class AutoPlanner(Planner):
         return None if outcome is None else outcome.plan
 
     @override
-    def start_over(self) -> None:
-        self.abandon()
-        self._outcomes.clear()
-
-    @override
     def abandon(self) -> None:
         measuring, self._measuring = self._measuring, None
         if measuring is not None:

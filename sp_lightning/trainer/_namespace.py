@@ -9,8 +9,6 @@ place.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -90,22 +88,6 @@ class Namespace:
         self.init_process_group = distributed._init_dist_connection
         # Private. The reduction behind `self.log(sync_dist=True)`.
         self.reduce = distributed._sync_ddp_if_available
-
-    @staticmethod
-    def logged(module: Any) -> list[Any]:
-        """Private. Return the collection in which `self.log` keeps values, if a loop is running."""
-        results = None if module._trainer is None else module._trainer._results
-        return [] if results is None else [results]
-
-    @staticmethod
-    @contextmanager
-    def in_hook(module: Any, name: str) -> Iterator[None]:
-        """Private. Run code as if in Lightning's hook of this name, which decides how `self.log` behaves."""
-        before, module._current_fx_name = module._current_fx_name, name
-        try:
-            yield
-        finally:
-            module._current_fx_name = before
 
     def check(self, condition: bool, message: str) -> None:
         """Raise `MisconfigurationException` with `message` unless `condition` holds."""

@@ -308,7 +308,7 @@ def test_a_forward_that_changes_weights_on_the_device_does_not_run_again(steps_b
 
 
 def test_units_that_do_not_fit_after_all_go_back_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units that do not fit after all are on the host again, and the window is the usual one."""
+    """They can be arranged once more, if there is room by then."""
     model, pipeline = attach()
     optimizer = AdamW(model.parameters())
     take_steps(model, optimizer, 1)
@@ -324,7 +324,6 @@ def test_units_that_do_not_fit_after_all_go_back_to_the_host(monkeypatch: pytest
     with pytest.raises(torch.OutOfMemoryError):
         model(torch.ones(4, 16))
     assert tried
-    assert pipeline.shrink() is not None
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     take_steps(model, optimizer, 2)
-    assert not pipeline.arrangement.parameters_on_device
     pipeline.detach()

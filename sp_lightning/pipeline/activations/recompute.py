@@ -60,16 +60,10 @@ class CannotRunAgain(RuntimeError):
 
     Args:
         reason: What has happened.
-
-    Attributes:
-        reason: What has happened.
-        is_avoided: Whether the unit's next forward will hold what it saves, so that it need not run again.
     """
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
-        self.reason = reason
-        self.is_avoided = False
 
 
 class UnitCall:
