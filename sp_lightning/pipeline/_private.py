@@ -16,13 +16,12 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,7 +32,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -66,11 +64,6 @@ def unpacks_a_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def saved_tensor_hooks_allowed() -> bool:
-    """Tell whether saved-tensor hooks may be pushed: the reverse-mode transforms of `torch.func` forbid it."""
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:
@@ -159,7 +152,7 @@ def is_capturing() -> bool:
 def _is_fx_tracing() -> bool:
     if hasattr(_symbolic_trace, "_get_is_fx_tracing"):
         return bool(_symbolic_trace._get_is_fx_tracing())
-    return bool(_symbolic_trace._is_fx_tracing_flag)  # type: ignore[attr-defined]  # of an older torch
+    return bool(_symbolic_trace._is_fx_tracing_flag)  # type: ignore[attr-defined]  # of torch 2.9
 
 
 def is_undecomposed(func: Any, device_type: str) -> bool:
@@ -240,30 +233,6 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
-_overrides: Any = torch.overrides
-
-
-def push_function_mode(mode: TorchFunctionMode) -> None:
-    """Put a mode on this thread's stack, where it may stay for longer than a `with` block can last."""
-    _overrides._push_mode(mode)
-
-
-def remove_function_mode(mode: TorchFunctionMode) -> bool:
-    """Take a mode from this thread's stack, also from below others, as `torch.set_default_device` does with its own.
-
-    Returns:
-        Whether it was there.
-    """
-    if all(other is not mode for other in _overrides._get_current_function_mode_stack()):
-        return False
-    above = []
-    while (top := _overrides._pop_mode()) is not mode:
-        above.append(top)
-    for other in reversed(above):
-        _overrides._push_mode(other)
-    return True
-
-
 def sees_torch_functions() -> bool:
     """Tell whether this thread is outside of `without_torch_function`, and so not in the engine's own code."""
     return bool(torch._C._is_torch_function_enabled())
@@ -272,14 +241,6 @@ def sees_torch_functions() -> bool:
 def in_transform() -> bool:
     """Tell whether a transform of `torch.func` is under way: `jvp` and `vmap` forbid no hooks, but wrap tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def outside_of_transforms() -> AbstractContextManager[Any]:
-    """Let the engine make ordinary tensors within `torch.func.jvp` and `vmap`, where all new ones have wrappers.
-
-    They would wrap its buffers, too, whose memory cannot be copied then.
-    """
-    return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
 
 
 def contains_others(tensor: Tensor) -> bool:
@@ -414,7 +375,7 @@ def use_expandable_segments(unused: torch.cuda.Stream) -> None:
 
 
 def _configure_allocator(settings: str) -> None:
-    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # not in torch 2.6
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # not in torch 2.9
         torch._C._accelerator_setAllocatorSettings(settings)
     else:
         torch.cuda.memory._set_allocator_settings(settings)

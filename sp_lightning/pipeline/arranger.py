@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import outside_of_transforms, without_torch_function
+from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.division.shape import Shape
@@ -108,8 +108,7 @@ class Arranger:
         """
         if self.arrangement.unused_in_step and not (self._graphs.waiting() or self._is_lent_out()):
             self.assembly.guard.disarm()
-            with outside_of_transforms():
-                self._rearrange_for(autocast)
+            self._rearrange_for(autocast)
             self.assembly.arm_guard()
             return True
         for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:

@@ -15,7 +15,6 @@ from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.modules.at_work import EngineAtWork
-from sp_lightning.pipeline.modules.one_device import HostMeetsDevice
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
@@ -46,7 +45,6 @@ class Lasting:
         replicas: The other processes that train the same model; None if there are none.
         stats: Counters.
         at_work: A scope entered around everything that the engine does itself.
-        host_meets_device: Brings operands together in users' code that may hold what lies on the host.
         learned: Findings from past steps, for the next arrangement.
         memory: The host memory that masters lie in.
         graphs: The autograd graphs that calls build.
@@ -78,7 +76,6 @@ class Lasting:
         self.replicas = replicas
         self.stats = Stats()
         self.at_work = EngineAtWork()
-        self.host_meets_device = HostMeetsDevice()
         self.learned = Learned()
         self.memory = MasterMemory()
         self.graphs = Graphs()

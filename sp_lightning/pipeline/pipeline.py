@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import in_backward, is_capturing, outside_of_transforms, without_torch_function
-from sp_lightning.pipeline.activations.transforms import stop_watching_transforms, watch_transforms
+from sp_lightning.pipeline._private import in_backward, in_transform, is_capturing, without_torch_function
 from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck
@@ -32,8 +31,6 @@ from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
-from sp_lightning.pipeline.modules.functions import stop_watching_functions, watch_functions
-from sp_lightning.pipeline.modules.host_inputs import call_on_device
 from sp_lightning.pipeline.modules.moving import move_all_but_parameters, move_unmanaged
 from sp_lightning.pipeline.modules.suspension import (
     forget_ended_steps,
@@ -133,7 +130,6 @@ class Pipeline:
         self.stats, self.optimizers = lasting.stats, lasting.optimizers
         self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
         self._activations, self._offloader = lasting.activations, lasting.offloader
-        self._host_meets_device = lasting.host_meets_device
         try:
             self._arranger = Arranger(lasting, planner, progress, keeper=self, in_step=lambda: self._depth > 0)
         except BaseException:
@@ -141,9 +137,6 @@ class Pipeline:
             self._backend.close()
             raise
         listen_to_optimizers(self.optimizers)
-        if not _attached:
-            watch_functions()
-            watch_transforms()
         _attached.add(self)
         atexit.register(self._end_threads, os.getpid())
 
@@ -157,7 +150,7 @@ class Pipeline:
         calls, and around `torch.autograd.grad(..., create_graph=True)`.
         """
         # Guards are resumed because an optimizer may get here through a closure that torch's step hooks do not see.
-        with guards_resumed(), self._host_meets_device.paused(), self._scope(look_for_new_parameters=True):
+        with guards_resumed(), self._scope(look_for_new_parameters=True):
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -214,13 +207,9 @@ class Pipeline:
         if self._depth or self._assembly.backward.running or failed is not None:
             self.reset()
         _attached.remove(self)
-        self._host_meets_device.disable()
         atexit.unregister(self._end_threads)
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
-        if not _attached:
-            stop_watching_functions()
-            stop_watching_transforms()
         self._assembly.uninstall()
         self.arrangement.give_up()
         self.optimizers.let_go()
@@ -260,16 +249,8 @@ class Pipeline:
     @contextmanager
     def step_goes_on(self) -> Iterator[None]:
         """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
-        with guards_resumed(), self._host_meets_device.paused(), self._scope(goes_on=True):
+        with guards_resumed(), self._scope(goes_on=True):
             yield
-
-    def bring_operands_together(self) -> None:
-        """Let what this thread runs between steps combine weights and gradients with tensors on the device.
-
-        It was written for plain training, where all of them are there. Results are where the first operand is.
-        """
-        if self.device.type != "cpu":
-            self._host_meets_device.enable()
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors to pass to `backward(inputs=...)`: each master replaced by its leaves in the graph."""
@@ -297,17 +278,21 @@ class Pipeline:
     @contextmanager
     def _scope(self, look_for_new_parameters: bool = False, goes_on: bool = False) -> Iterator[None]:
         if self._depth == 0:
-            with outside_of_transforms():
-                self._open(look_for_new_parameters, goes_on)
+            self._open(look_for_new_parameters, goes_on)
             self._assembly.install_gates()
-        self._depth += 1
         pushed = self._saved.push(ahead=True)
+        self._depth += 1
         try:
             with self._checked():
                 yield
-        except BaseException:
+        except BaseException as error:
             if self._depth == 1 and not in_backward():
                 self.reset()
+            if isinstance(error, RuntimeError) and str(error).startswith("torch.func.") and error.__cause__ is None:
+                raise RuntimeError(
+                    f"{error}\nsuperpipeline has such hooks in a step. Use `torch.autograd.grad`, if need be with "
+                    "`create_graph=True`."
+                ) from error
             raise
         finally:
             if pushed:
@@ -363,15 +348,15 @@ class Pipeline:
                 "`torch.export`, `torch.onnx.export`, `torch.fx`): the graph would keep the weights of one moment. "
                 "Capture `copy.deepcopy(module).cpu()`, which is plain, or capture before or after the run."
             )
+        if in_transform() and (member.is_streamed or self._depth == 0):
+            raise RuntimeError(
+                f"{member.name or 'the model'!r}, whose weights are streamed, is called within a transform of "
+                "`torch.func`. Name the modules that it calls in `resident=`, within a step. To differentiate, use "
+                "`torch.autograd.grad`."
+            )
         if guards_suspended():
             with guards_resumed():
                 return self.call(member, forward, args, kwargs)
-        if member.unit is not None and self._host_meets_device.is_around():
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return self._call(member, forward, args, kwargs)
-
-            return call_on_device(self.device, call, args, kwargs, self._host_meets_device)
         return self._call(member, forward, args, kwargs)
 
     def _call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

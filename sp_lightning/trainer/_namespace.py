@@ -65,7 +65,6 @@ class Namespace:
         # If one of these callbacks prints with rich, so do we.
         self.rich = (callbacks.RichModelSummary, callbacks.RichProgressBar)
         self.summary = callbacks.ModelSummary
-        self.logger = import_module(f"{name}.loggers").Logger
         # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
         # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
         averaging = (getattr(callbacks, each, None) for each in ("StochasticWeightAveraging", "WeightAveraging"))
@@ -88,6 +87,16 @@ class Namespace:
         self.init_process_group = distributed._init_dist_connection
         # Private. The reduction behind `self.log(sync_dist=True)`.
         self.reduce = distributed._sync_ddp_if_available
+
+    def turn_off_graphs(self, trainer: Any) -> None:
+        """Private. Have loggers not trace the module, as they do with `log_graph=True`, and warn of it."""
+        for logger in trainer.loggers:
+            if getattr(logger, "_log_graph", False):
+                logger._log_graph = False
+                self.warn(
+                    f"`{type(logger).__name__}(log_graph=True)` is turned off: a model that is streamed cannot be "
+                    "traced. Log its graph before the run, with `logger.experiment.add_graph(module, example)`."
+                )
 
     def check(self, condition: bool, message: str) -> None:
         """Raise `MisconfigurationException` with `message` unless `condition` holds."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sp_lightning.pipeline._private import in_backward, in_transform, unpacks_a_checkpoint
+from sp_lightning.pipeline._private import in_backward, unpacks_a_checkpoint
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
@@ -94,7 +94,6 @@ class Activations:
             and self._call is None
             and torch.is_grad_enabled()
             and not in_backward()
-            and not in_transform()  # what it gives a unit does not outlive it, so no unit could run again
             and self._saved.are_alone()
             and _has_its_own_weights(member)
         )
