@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.options import ActivationPolicy, UnitPolicy
+from sp_lightning.pipeline import ActivationPolicy, Pipeline, PipelineOptions, UnitPolicy
 from sp_lightning.planning import AutoPlanner
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.host_memory import available_host_memory
-from sp_lightning.pipeline.sizes import readable_bytes
+from sp_lightning.pipeline import available_host_memory, readable_bytes
 from sp_lightning.planning.estimate import STATE
 from sp_lightning.trainer._namespace import Namespace
 

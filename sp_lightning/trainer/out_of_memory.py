@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from sp_lightning.pipeline import Pipeline, readable_bytes
-from sp_lightning.pipeline.transfer.backend import is_out_of_memory
+from sp_lightning.pipeline import Pipeline, is_out_of_memory, readable_bytes
 
 _SMALLER_BUDGET = 0.85  # the budget to try next, as a share of one that did not suffice: fragmentation took the rest
 

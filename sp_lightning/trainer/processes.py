@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline import Pipeline, Replicas
-from sp_lightning.pipeline.transfer.cores import use_all_cores
+from sp_lightning.pipeline import Pipeline, Replicas, use_all_cores
 from sp_lightning.trainer._namespace import Namespace
 
 if TYPE_CHECKING:
