@@ -372,26 +372,6 @@ def test_entry_points(drive):
     assert_same_training(drive=drive)
 
 
-def test_batch_size_finder():
-    """It drops all callbacks, runs the fit loop inside of a hook, and restores the weights from a file."""
-
-    class Sized(Base):
-        batch_size = 2
-
-        def train_dataloader(self) -> Any:
-            return loader(batch_size=self.batch_size)
-
-        def val_dataloader(self) -> Any:
-            return loader(2)
-
-    def drive(trainer: L.Trainer, module: Sized) -> Any:
-        size = Tuner(trainer).scale_batch_size(module, mode="power", steps_per_trial=1, max_trials=2)
-        trainer.fit(module)
-        return torch.tensor(size)
-
-    assert_same_training(Sized, drive)
-
-
 def test_learning_rate_finder():
     class Rated(Base):
         lr = 1e-3

@@ -301,10 +301,7 @@ HOOKS = {
         *(pytest.param(hooked(**hooks), {}, id=name) for name, hooks in HOOKS.items()),
         (Watching, {"accumulate_grad_batches": 2}),
         (Summarised, {"enable_model_summary": True}),
-        (Base, {"num_sanity_val_steps": 2}),  # 07: what is allocated under `inference_mode` cannot be trained
         (Base, {"plugins": MixedPrecision("bf16-mixed", "cpu")}),  # 16
-        (Base, {"gradient_clip_val": 0.02}),  # 21
-        (Base, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -419,6 +416,8 @@ def test_hazard_12_keyboard_interrupt(place):
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_hazard_12_batch_size_finder_retries_without_teardown(place):
+    """It drops all callbacks, runs the fit loop inside of a hook, and restores the weights from a file."""
+
     class Large(Failing):
         batch_size = 2
 
@@ -486,7 +485,8 @@ def test_hazard_18_hooks_on_parameters_fire():
     assert_same_trace({label: expected[label] for label in seen}, {label: actual.get(label) for label in seen})
 
 
-# Hazard 22, the memory that checkpoints take, is in test_checkpoint.py.
+# Hazards 07, inference tensors, and 21, clipping, are among the Trainer's arguments in test_strategy.py; 22, the memory
+# that checkpoints take, is in test_checkpoint.py.
 
 
 def test_hazard_23_the_users_flags_stand_on_the_cpu():
