@@ -38,7 +38,7 @@ class Masked(nn.Module):
 
 
 def mask(model: Masked) -> RemovableHandle:
-    return model.hooked.register_hook(lambda gradient: gradient * model.mask.to(gradient.device) * model.factor)
+    return model.hooked.register_hook(lambda gradient: gradient * (model.mask * model.factor).to(gradient.device))
 
 
 def goes_to_the_mask(model: Masked) -> RemovableHandle:
