@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from transformers import ViTForImageClassification as ViT
 
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
-from sp_lightning.pipeline import Lane, Pipeline
+from sp_lightning.pipeline import Lane
 from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.planning import Choice, predict
 from sp_lightning.planning.cost import activation_bytes, gradient_bytes, weight_bytes
 from sp_lightning.planning.dry_run import CannotFollow, dry_run, shapes_of
 from sp_lightning.planning.estimate import STATE, _lowered_weights, _state_bytes, estimate
+from sp_lightning.trainer.steps import Steps
 
 GIB = 2**30
 
@@ -125,14 +127,16 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     found = estimate(module, module.example_input_array, Assumptions(precision=precision, activations="keep"))
     workload, choice = found.workload, Choice(2, 1)
     taken = predict(workload, found.machine, choice)
-    on_host, note = [], Pipeline.weights_changed
+    on_host, step = [], Steps.optimizer_step
 
-    def after_a_step(pipeline: Pipeline) -> None:
-        now = pipeline.summary()
+    @contextmanager
+    def counted_step(steps: Steps, *args: Any) -> Iterator[Any]:
+        with step(steps, *args) as plan:
+            yield plan
+        now = steps.pipeline.summary()
         on_host.append(now.host_bytes + now.host_gradient_bytes + now.optimizer_bytes)
-        note(pipeline)
 
-    monkeypatch.setattr(Pipeline, "weights_changed", after_a_step)
+    monkeypatch.setattr(Steps, "optimizer_step", counted_step)
     train(module, precision)
     counted, ways = module.summary, tuple(unit.ways[0] for unit in workload.units)
     assert [unit.name for unit in workload.units] == list(counted.unit_names)
