@@ -38,8 +38,6 @@ class Namespace:
         self.precisions = (plugins.HalfPrecision, plugins.DoublePrecision, plugins.MixedPrecision)
         self.precision = plugins.Precision
         self.mixed_precision = plugins.MixedPrecision
-        # If one of these callbacks prints with rich, so do we.
-        self.rich = (callbacks.RichModelSummary, callbacks.RichProgressBar)
         self.summary = callbacks.ModelSummary
         self.logger = import_module(f"{name}.loggers").Logger
         # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
