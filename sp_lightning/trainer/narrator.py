@@ -49,10 +49,10 @@ class Narrator:
         chosen = [callback.summary for callback in callbacks if isinstance(callback, self._callback)]
         in_full = any(chosen or (isinstance(callback, self._lightning.summary) for callback in callbacks))
         self._silent = (bool(chosen) and not in_full) or is_tuning(trainer) or not trainer.is_global_zero
-        self._module = type(trainer.lightning_module).__qualname__
         self._tells_outcome = False
         if pipeline is None or self._silent:
             return
+        self._module = type(pipeline.module).__qualname__
         texts = list(dict.fromkeys(_stepping(*pair) for pair in optimizers))
         brief = plan_in_brief(pipeline, texts)
         is_new = self._say(plan_table(pipeline, texts) if in_full else brief)
