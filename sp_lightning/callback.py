@@ -91,7 +91,7 @@ class CallbackMixin(_Base):
         if trainer.state.fn == self.lightning.fitting:
             self._finish_recording(trainer)
         else:
-            self.on_train_start(trainer, pl_module)
+            CallbackMixin.on_train_start(self, trainer, pl_module)  # not what a subclass adds to training
 
     @override
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
@@ -103,7 +103,7 @@ class CallbackMixin(_Base):
     @override
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if trainer.state.fn != self.lightning.fitting:
-            self.on_train_batch_start(trainer)
+            CallbackMixin.on_train_batch_start(self, trainer)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
@@ -139,7 +139,7 @@ class CallbackMixin(_Base):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != self.lightning.fitting:
-            self.on_train_end(trainer, pl_module)
+            CallbackMixin.on_train_end(self, trainer, pl_module)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -1,7 +1,4 @@
-"""The metrics that are logged under `superpipeline/` in training: counters of the engine, times of a recorded step.
-
-What each of them means stands in docs/timeline.md.
-"""
+"""The metrics under `superpipeline/`, which docs/timeline.md explains: counters of the engine, times of a recording."""
 
 from __future__ import annotations
 
