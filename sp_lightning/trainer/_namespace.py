@@ -62,8 +62,6 @@ class Namespace:
         self.precisions = (plugins.HalfPrecision, plugins.DoublePrecision, plugins.MixedPrecision)
         self.precision = plugins.Precision
         self.mixed_precision = plugins.MixedPrecision
-        # If one of these callbacks prints with rich, so do we.
-        self.rich = (callbacks.RichModelSummary, callbacks.RichProgressBar)
         self.summary = callbacks.ModelSummary
         # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
         # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
