@@ -18,6 +18,7 @@ from sp_lightning.losses import chunked_cross_entropy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import Assumptions, plan
 from sp_lightning.timeline import write_timeline
+from sp_lightning.trainer._namespace import why_unsupported
 
 if TYPE_CHECKING:
     from sp_lightning.lightning import SuperpipelineCallback, SuperpipelineCheckpointIO, SuperpipelineStrategy
@@ -44,7 +45,11 @@ _ADAPTORS = {"lightning": "sp_lightning.lightning", "pytorch_lightning": "sp_lig
 
 def _adaptors() -> list[str]:
     loaded = [adaptor for package, adaptor in _ADAPTORS.items() if sys.modules.get(package) is not None]
-    return loaded or [adaptor for package, adaptor in _ADAPTORS.items() if find_spec(package) is not None]
+    return loaded or [
+        adaptor
+        for package, adaptor in _ADAPTORS.items()
+        if find_spec(package) is not None and why_unsupported(package) is None
+    ]
 
 
 _registered = _adaptors()
@@ -57,5 +62,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         for adaptor in _registered or _adaptors():
             return getattr(import_module(adaptor), name)
-        raise ImportError(f"`sp_lightning.{name}` needs Lightning: `pip install lightning`.")
+        raise ImportError(f"`sp_lightning.{name}` needs Lightning 2.5.5 or newer: `pip install -U lightning`.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.options import ActivationPolicy, UnitPolicy
+from sp_lightning.pipeline import ActivationPolicy, Pipeline, PipelineOptions, UnitPolicy
 from sp_lightning.planning import AutoPlanner
 
 
@@ -35,31 +34,28 @@ def superpipeline(
     Args:
         module: The module; its weights move to the host, if they are elsewhere. Inputs go on the device, as usual.
         device: The device to compute on; by default the current accelerator, or else the CPU.
-        k: Number of units on the device at once. With `k` at least the number of units, all stay there, and are sent
-            again only when the optimizer has stepped them. `"auto"` starts with two, then chooses what the first steps
-            show to be fastest within `memory_budget`.
-        k_prime: Number of units moved together in one transfer, at most `k`. `"auto"` starts with one, and is then
-            chosen with `k`.
-        memory_budget: Device memory that weights, gradients on their way to the host and activations may take: a number
-            of bytes, text such as `"12GB"`, or a fraction of the device's memory. `None` means 90 % of what is free,
-            and no limit on the CPU. A window that needs more is refused.
+        k: Number of units on the device at once; with as many as there are, all stay there. `"auto"` starts with two,
+            then chooses what the first steps show to be fastest within `memory_budget`.
+        k_prime: Number of units moved together, at most `k`. `"auto"` starts with one, and is chosen with `k`.
+        memory_budget: Device memory for weights, gradients on their way to the host and activations: bytes, text such
+            as `"12GB"`, or a fraction of the device's memory. `None` means 90 % of what is free, and no limit on the
+            CPU.
         units: The modules to use as units: classes, class names, or a callable `(name, module) -> bool`. `None` finds
             them automatically.
         resident: Names of modules or parameters to keep on the device at all times.
         activations: What to do with the tensors that a unit saves for backward. `"keep"` leaves them on the device,
-            `"recompute"` keeps only the unit's inputs and runs its forward again in backward, `"offload"` moves them to
-            host memory until backward, `"recompute_offload"` keeps nothing but the inputs, in host memory. `"auto"`
-            measures two steps, then chooses for each unit so that everything fits.
+            `"recompute"` runs the unit's forward again in backward, `"offload"` moves them to host memory until then,
+            `"recompute_offload"` keeps only inputs, in host memory. `"auto"` measures two steps, then chooses for each
+            unit.
         overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. `"auto"` does so where
             the result is that of a plain step; `True` makes anything else an error.
         resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
-            `k="auto"` finds memory to spare. The optimizer steps them there, and only the other units stream.
-        pin_memory: Whether to use pinned (page-locked) host memory, which makes copies fast. `"auto"` pins where the
-            device gains by it.
-        host_threads: Number of threads that step the optimizer and add up gradients on the host. `"auto"` uses
-            `OMP_NUM_THREADS` if you set it, else three quarters of the cores near the device; on a CPU, torch's number.
-        compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` does; units that
-            are alike share one graph. Blocks that you compiled yourself stay as they are.
+            `k="auto"` finds memory to spare.
+        pin_memory: Whether to page-lock host memory, for fast copies. `"auto"` does where the device gains by it.
+        host_threads: Number of threads that step the optimizer on the host. `"auto"` uses `OMP_NUM_THREADS` if you set
+            it, else three quarters of the cores near the device; on a CPU, torch's number.
+        compile: Whether to compile each unit's forward, as `block.compile()` does; units that are alike share one
+            graph.
         debug: Whether to delay copies at random, poison free slots and check every access to a weight.
 
     Returns:

@@ -7,35 +7,30 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from operator import is_
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from sp_lightning.monitor.progress import SetUpProgress
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.transfer.cores import use_all_cores
 from sp_lightning.planning import AutoPlanner
-from sp_lightning.trainer.averages import Averages
-from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
-from sp_lightning.trainer.logged_graphs import log_graphs
+from sp_lightning.trainer.checkpoint_io import CheckpointsMixin
+from sp_lightning.trainer.host_memory import keep_averages_on_host, warn_of_optimizer_memory
 from sp_lightning.trainer.materialize import materialize
 from sp_lightning.trainer.narrator import Narrator
-from sp_lightning.trainer.optimizer_memory import warn_of_optimizer_memory
-from sp_lightning.trainer.precision import host_precision, lend, take_back
+from sp_lightning.trainer.precision import attach, detach, host_precision, without_engine
 from sp_lightning.trainer.processes import ProcessesMixin
 from sp_lightning.trainer.steps import Steps
-from sp_lightning.trainer.when_to_step import SteppingPlan
+from sp_lightning.trainer.when_to_step import SteppingPlan, WhenToStep
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -44,7 +39,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import CheckpointIO, Precision
 
 
-class SuperpipelineMixin(ProcessesMixin):
+class SuperpipelineMixin(CheckpointsMixin, ProcessesMixin):
     """Trains, validates, tests and predicts with models larger than device memory.
 
     Weights, gradients and optimizer state live in host memory. The model is split into units (layers, blocks), `k` of
@@ -53,40 +48,33 @@ class SuperpipelineMixin(ProcessesMixin):
 
     Args:
         accelerator: Set by the Trainer, as in every Lightning strategy.
-        parallel_devices: Set by the Trainer, as in every Lightning strategy. With more than one device, each has a
-            process with its own replica of the model, and gradients are averaged as in DDP.
-        cluster_environment: Set by the Trainer, as in every Lightning strategy.
-        checkpoint_io: The plugin that writes and reads checkpoints. The default streams them, without a second copy
-            in host memory.
-        precision_plugin: Set by the Trainer, as in every Lightning strategy.
-        process_group_backend: The `torch.distributed` backend for training on several devices. None uses torch's
-            default for the device.
+        parallel_devices: Set by the Trainer. Each device has a process with its own replica of the model.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Writes and reads checkpoints. The default does so without a second copy in host memory.
+        precision_plugin: Set by the Trainer.
+        process_group_backend: The `torch.distributed` backend for several devices; None uses torch's default.
         timeout: How long a process waits for the others.
-        k: Number of units on the device at once. With `k` at least the number of units, all stay there, and are sent
-            again only when the optimizer has stepped them. "auto" starts with two, then chooses what the first steps
-            show to be fastest within `memory_budget`.
-        k_prime: Number of units moved together in one transfer, at most `k`. "auto" starts with one, and is then chosen
-            with `k`.
-        memory_budget: Device memory that weights, gradients on their way to the host and activations may take: a number
-            of bytes, text such as "12GB", or a fraction of the device's memory. None means 90 % of what is free, and no
-            limit on the CPU. A window that needs more is refused.
+        k: Number of units on the device at once; with as many as there are, all stay there. "auto" starts with two,
+            then chooses what the first steps show to be fastest within `memory_budget`.
+        k_prime: Number of units moved together, at most `k`. "auto" starts with one, and is chosen with `k`.
+        memory_budget: Device memory for weights, gradients on their way to the host and activations: bytes, text such
+            as "12GB", or a fraction of the device's memory. None means 90 % of what is free, and no limit on the CPU.
         units: The modules to use as units: classes, class names, or a callable `(name, module) -> bool`. None finds
             them automatically.
         resident: Names of modules or parameters to keep on the device at all times.
         activations: What to do with the tensors that a unit saves for backward. "keep" leaves them on the device,
-            "recompute" keeps only the unit's inputs and runs its forward again in backward, "offload" moves them to
-            host memory until backward, "recompute_offload" keeps nothing but the inputs, in host memory. "auto"
-            measures two steps, then chooses for each unit so that everything fits.
+            "recompute" runs the unit's forward again in backward, "offload" moves them to host memory until then,
+            "recompute_offload" keeps only inputs, in host memory. "auto" measures two steps, then chooses for each
+            unit.
         overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. "auto" does so where
             the result is that of a plain step; True makes anything else an error.
         resident_optimizer: Whether whole units may live on the device, with their gradients and optimizer state, where
-            `k="auto"` finds memory to spare. The optimizer steps them there, and only the other units stream.
-        pin_memory: Whether to use pinned (page-locked) host memory, which makes copies fast. "auto" pins where the
-            device gains by it.
-        host_threads: Number of threads that step the optimizer and add up gradients on the host. "auto" uses
-            `OMP_NUM_THREADS` if you set it, else three quarters of the cores near the device; on a CPU, torch's number.
-        compile: Whether to compile the forward of each unit with `torch.compile`, as `block.compile()` does; units that
-            are alike share one graph. Blocks that you compiled yourself stay as they are.
+            `k="auto"` finds memory to spare.
+        pin_memory: Whether to page-lock host memory, for fast copies. "auto" does where the device gains by it.
+        host_threads: Number of threads that step the optimizer on the host. "auto" uses `OMP_NUM_THREADS` if you set
+            it, else three quarters of the cores near the device; on a CPU, torch's number.
+        compile: Whether to compile each unit's forward, as `block.compile()` does; units that are alike share one
+            graph.
         debug: Whether to delay copies at random, poison free slots and check every access to a weight.
 
     Raises:
@@ -103,7 +91,6 @@ class SuperpipelineMixin(ProcessesMixin):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         f"superpipeline_{activations}": {"activations": activations} for activations in ("recompute", "offload")
     }
-    streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
     callback: ClassVar[type[Any]]
 
     def __init__(
@@ -128,15 +115,8 @@ class SuperpipelineMixin(ProcessesMixin):
         compile: bool = False,
         debug: bool = False,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
+        plugins = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        super().__init__(*plugins, process_group_backend=process_group_backend, timeout=timeout)
         self.options = PipelineOptions(
             k=k,
             k_prime=k_prime,
@@ -152,13 +132,10 @@ class SuperpipelineMixin(ProcessesMixin):
             debug=debug,
         )
         self.pipeline: Pipeline | None = None
+        self._steps: Steps | None = None
+        self._begins_evaluation = False
         self._progress = SetUpProgress()
         self._narrator = Narrator(self.lightning, self.callback)
-        self._averages = Averages(self.lightning)
-        self._threads_before: int | None = None
-        self._steps: Steps | None = None
-
-    # ---------------------------------------------------------------------------------------------- plugins
 
     @property
     @override
@@ -168,23 +145,6 @@ class SuperpipelineMixin(ProcessesMixin):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = None if precision_plugin is None else host_precision(precision_plugin, self.lightning)
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        io: Any = self._checkpoint_io
-        if io is None:
-            io = self._checkpoint_io = self.streaming_checkpoint_io()
-        elif isinstance(io, self.lightning.wrapping_checkpoint_io):
-            # Set the wrapped plugin; the wrapper's setter keeps one that the user chose.
-            io.checkpoint_io = self.streaming_checkpoint_io()
-        return cast("CheckpointIO", io)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    # ---------------------------------------------------------------------------------------------- set up
 
     @override
     def set_world_ranks(self) -> None:
@@ -198,19 +158,10 @@ class SuperpipelineMixin(ProcessesMixin):
     @override
     def setup_environment(self) -> None:
         trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None:
-            self._averages.begin_run(trainer.callbacks, self.root_device)
+        if trainer is not None and self.root_device.type != "cpu":
+            keep_averages_on_host(trainer.callbacks, self.lightning)
         super().setup_environment()
         self.setup_processes()
-        if self.root_device.type != "cpu" and self._threads_before is None:
-            # Not on the CPU, where the same threads compute the model: with another number of threads, sums would be
-            # taken in another order than in plain training.
-            self._threads_before = use_all_cores(self.num_processes)
-            if self._threads_before is not None:
-                self.lightning.info(
-                    f"The optimizer steps on the host: torch uses up to {torch.get_num_threads()} threads there, "
-                    f"not the {self._threads_before} of OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}."
-                )
 
     @contextmanager
     @override
@@ -235,14 +186,14 @@ class SuperpipelineMixin(ProcessesMixin):
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         materialize(self.model, self.lightning)
-        log_graphs(trainer.loggers, self._module, self.root_device, self.lightning)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
-            warn_of_optimizer_memory(self.optimizers, self.num_processes, self.lightning.warn)
+            warn_of_optimizer_memory(self.optimizers, self.num_processes, self.lightning)
         self.setup_precision_plugin()
-        self._narrator.begin(trainer, self.pipeline, self._expected_plans())
+        self.lightning.turn_off_graphs(trainer)
+        self._narrator.begin(trainer, self.pipeline, self._plans())
 
     @override
     def model_to_device(self) -> None:
@@ -260,69 +211,66 @@ class SuperpipelineMixin(ProcessesMixin):
                 progress=self._progress if shows_progress else None,
                 replicas=self.replicas,
             )
-            self.pipeline.bring_operands_together()
-            self._steps = Steps(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
-            lend(self.precision_plugin, self.pipeline, self._steps, self.lightning)
+            when = WhenToStep(self.pipeline, module, self.precision_plugin, type(self), self.lightning)
+            self._steps = Steps(when)
+            attach(self.precision_plugin, self._steps, self.lightning)
 
     @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
 
-    # ---------------------------------------------------------------------------------------------- steps
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        run = partial(super().training_step, *args, **kwargs)
-        if self.pipeline is None or self._steps is None:
-            return run()
-        self.begin_step(self.pipeline)
-        return self._steps.training_step((*args, *kwargs.values()), run)
+        with self._step(evaluates=False):
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step(super().validation_step, *args, **kwargs)
+        with self._step(evaluates=True):
+            return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step(super().test_step, *args, **kwargs)
+        with self._step(evaluates=True):
+            return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step(super().predict_step, *args, **kwargs)
+        with self._step(evaluates=True):
+            return super().predict_step(*args, **kwargs)
 
-    def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = partial(step, *args, **kwargs)
-        if self.pipeline is None or self._steps is None:
-            return run()
-        self.begin_step(self.pipeline)
-        with self.evaluation(self.pipeline):
-            return self._steps.evaluation_step((*args, *kwargs.values()), run)
+    @contextmanager
+    def _step(self, evaluates: bool) -> Iterator[None]:
+        if self._steps is None:
+            yield
+            return
+        pipeline = self._steps.pipeline
+        if evaluates and self._begins_evaluation:  # callbacks may have put averages in place of weights
+            self._begins_evaluation = False
+            pipeline.weights_changed()
+        self.begin_step(pipeline)
+        with self.evaluation(pipeline) if evaluates else nullcontext(), self._steps.step():
+            yield
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if self._steps is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
         with self._steps.optimizer_step(optimizer, isinstance(closure, self.lightning.closure)) as plan:
             self._narrator.stepping(optimizer, plan)
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
-    def _expected_plans(self) -> Iterator[tuple[Optimizer, SteppingPlan]]:
+    def _plans(self) -> Iterator[tuple[Optimizer, SteppingPlan]]:
+        """Yield each optimizer with the plan for its steps; there are none outside of `fit`."""
         module = self._module
-        if self._steps is None or module.trainer.state.fn != self.lightning.fitting:
-            return  # the optimizers, if any, belong to an earlier fit
-        for optimizer in self.optimizers:
-            yield optimizer, self._steps.plan(optimizer, module.automatic_optimization)
+        if self._steps is not None and module.trainer.state.fn == self.lightning.fitting:
+            for optimizer in self.optimizers:
+                yield optimizer, self._steps.when.plan(optimizer, module.automatic_optimization)
 
     def why_optimizer_waits(self) -> str | None:
         """Return why an optimizer steps all of its weights after backward; None if none does."""
-        return next((plan.why_not for _, plan in self._expected_plans() if plan.why_not is not None), None)
+        return next((plan.why_not for _, plan in self._plans() if plan.why_not is not None), None)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -330,66 +278,33 @@ class SuperpipelineMixin(ProcessesMixin):
             self.pipeline.reset()
         super().on_exception(exception)
 
-    # ---------------------------------------------------------------------------------------------- state
-
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         materialize(self._module, self.lightning)  # loading into a meta tensor does nothing but warn
         before = list(self._module.parameters())
         super().load_model_state_dict(checkpoint, strict)
-        if self.pipeline is not None:
-            after = list(self._module.parameters())
-            if len(before) == len(after) and all(old is new for old, new in zip(before, after, strict=True)):
-                self.pipeline.weights_changed()
-            else:  # a user's `load_state_dict` that assigns
-                self.pipeline.rebuild()
-        if self._steps is not None and self._steps.gave_up:
-            self._start_over()
-
-    def _start_over(self) -> None:
-        """Attach anew after a tuner tried too large a batch, to regain what was given up to save memory for it."""
-        self._detach()
-        self.model_to_device()
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # The base class moves optimizer state to the device, but state belongs where its weight is.
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
-            own_memory(optimizer)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        # A checkpoint must not depend on what currently lives on the device.
-        state = super().optimizer_state(optimizer)
-        return cast("dict[str, Tensor]", tree_map_only(Tensor, Tensor.cpu, state))
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                state[name] = standalone(value)
-        return state
-
-    # ---------------------------------------------------------------------------------------------- end
+        after = list(self._module.parameters())
+        if self.pipeline is not None and len(before) == len(after) and all(map(is_, before, after)):
+            self.pipeline.weights_changed()
+        elif self.pipeline is not None:  # a user's `load_state_dict` that assigns
+            self.pipeline.rebuild()
 
     @override
     def on_train_end(self) -> None:
         self._narrator.end(self.pipeline)
 
+    on_test_end = on_predict_end = on_train_end
+
+    @override
+    def on_validation_start(self) -> None:
+        self._begins_evaluation = True
+
     @override
     def on_validation_end(self) -> None:
+        if self.pipeline is not None:  # and given the weights back
+            self.pipeline.weights_changed()
         if self._module.trainer.state.fn != self.lightning.fitting:
             self._narrator.end(self.pipeline)
-
-    @override
-    def on_test_end(self) -> None:
-        self._narrator.end(self.pipeline)
-
-    @override
-    def on_predict_end(self) -> None:
-        self._narrator.end(self.pipeline)
 
     @override
     def teardown(self) -> None:
@@ -397,7 +312,6 @@ class SuperpipelineMixin(ProcessesMixin):
         try:
             self._detach()
         finally:
-            self._averages.end_run()
             module = self.lightning_module
             trainer = None if module is None else module._trainer
             if self._layer_sync is not None and trainer is not None and trainer.state.fn == self.lightning.fitting:
@@ -407,9 +321,7 @@ class SuperpipelineMixin(ProcessesMixin):
                 # Moves metrics, and what a failed attempt to attach left behind. If something is still on the meta
                 # device, `setup` raised because of it, and it cannot be moved.
                 module.cpu()
-            if self._threads_before is not None:
-                torch.set_num_threads(self._threads_before)
-                self._threads_before = None
+            self.teardown_processes()
             for plugin in (self.precision_plugin, self.cluster_environment, self.accelerator, self.checkpoint_io):
                 assert plugin is not None
                 plugin.teardown()
@@ -417,14 +329,16 @@ class SuperpipelineMixin(ProcessesMixin):
     def _detach(self) -> None:
         pipeline, self.pipeline, self._steps = self.pipeline, None, None
         self._progress.close()
-        take_back(self.precision_plugin)
+        detach(self.precision_plugin)
         if pipeline is not None:
             pipeline.detach()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # threads, streams, device memory and process groups cannot leave this process
-        return {**super().__getstate__(), "pipeline": None, "_steps": None, "replicas": None}
+        plugin = without_engine(self.precision_plugin)
+        left = {"pipeline": None, "_steps": None, "replicas": None, "_precision_plugin": plugin}
+        return {**super().__getstate__(), **left}
 
     @classmethod
     @override

@@ -178,8 +178,7 @@ def assert_same_training(
 ) -> Trace:
     """Bit-equality with Lightning's single-device strategy: while the module looks at gradients, and while nobody does.
 
-    Then units may be stepped in backward; and with a budget, as on any GPU, the first steps are measured and watched,
-    and may run again.
+    Then units may be stepped in backward; and with a budget, as on any GPU, the first steps are measured.
 
     Args:
         make: Builds the module.

@@ -64,7 +64,6 @@ def _run(rank: int, checks: list[Check], count: int, port: int, folder: str) -> 
             Path(folder, f"{check.__name__}-{rank}").write_text(text)
         answers = [False] * count
         dist.all_gather_object(answers, failed)
-    # Without `destroy_process_group`: torch 2.6 joins gloo's threads there while it holds the GIL, which they need to
-    # free what they sent last. On busy cores they may not have done so yet, and both wait forever.
-    # The interpreter's own end would free the group, too.
+    # Without `destroy_process_group`, which the interpreter's own end would do, too: torch joins gloo's threads there
+    # while it holds the GIL, which they may need to free what they sent last, and both wait forever.
     os._exit(0)

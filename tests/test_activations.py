@@ -63,8 +63,7 @@ ZOO = [
     "two-losses", "two-graphs", "gan", "structured-outputs", "returns-own-parameter-nested",
     "inplace-residual-on-view", "weight-on-ctx", "functional-call", "maml", "scripted", "spectral-norm-old",
     "spectral-norm-parametrization", "weight-norm-old", "module-hooks", "parameter-hooks", "layer-mixture",
-    "embedding-max-norm", "jvp", "vmap", "derivative-of-no-weights", "derivative-in-a-unit", "vjp-of-a-unit",
-    "gradients-per-row",
+    "embedding-max-norm",
 ]  # fmt: skip
 
 
@@ -972,20 +971,6 @@ def test_weights_that_are_lowered_for_the_first_forward_only(kind: type[nn.Modul
     assert_same_story(story, lambda: SometimesTwice(kind() for _ in range(3)), activations="recompute")
 
 
-def test_under_vmap_everything_is_kept() -> None:
-    """Its tensors are unwrapped when it is over, so no input of theirs is there in backward."""
-
-    def story(run: Run) -> None:
-        with run.step():
-            torch.vmap(run.model)(torch.stack([run.rows(0), run.rows(1)])).square().mean().backward()
-        for name, parameter in run.model.named_parameters():
-            run.note(name, parameter.grad)
-        if run.pipe is not None:
-            assert run.pipe.stats.recomputed == 0
-
-    assert_same_story(story, lambda: Chain(Block() for _ in range(3)), activations="recompute")
-
-
 # ---------------------------------------------------------------------------------------------------------- exceptions
 
 bomb: list[type[BaseException]] = []  # a global variable
@@ -1312,9 +1297,8 @@ def test_units_whose_inputs_change_are_not_recomputed(way: str, room: int, monke
     plain = Updates(way)
     model = copy.deepcopy(plain)
     with attached(model, activations="auto") as pipe:
-        with pytest.raises(CannotRunAgain, match=r"'blocks.3' has been modified") as failure, pipe.step():
+        with pytest.raises(CannotRunAgain, match=r"'blocks.3' has been modified"), pipe.step():
             model(Run.rows(0)).square().mean().backward()
-        assert failure.value.is_avoided
         assert pipe._activations.never_again == {f"blocks.{number}" for number in range(4)}
         for step in range(4):
             plain(Run.rows(step)).square().mean().backward()

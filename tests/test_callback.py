@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import re
-import sys
 import time
 import warnings
 from contextlib import contextmanager
@@ -15,23 +14,22 @@ from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
-import lightning as L
 import pytest
 import pytorch_lightning
 import pytorch_lightning.demos.boring_classes
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, default_collate
 
 import sp_lightning.pytorch_lightning as twin
-from sp_lightning import Pipeline, PipelineOptions, SuperpipelineCallback, superpipeline
-from sp_lightning.monitor.advice import Evidence, diagnose
-from sp_lightning.monitor.metrics import PREFIX, Counters
+from sp_lightning import Pipeline, PipelineOptions, SuperpipelineCallback
+from sp_lightning.monitor.advice import diagnose
+from sp_lightning.monitor.metrics import PREFIX
 from sp_lightning.monitor.progress import SetUpProgress
 from sp_lightning.monitor.recorder import Recorder
-from sp_lightning.monitor.report import bytes_to_device, outcome
-from sp_lightning.pipeline import Recording, Stats, Summary
+from sp_lightning.monitor.report import outcome
+from sp_lightning.pipeline import Kind, Lane, Recording, Span, Stats, Summary
 from sp_lightning.timeline import break_down
 
 from .lightning_modules import Base, Notes, assert_same_training, fit, loader, plain, streamed, trainer
@@ -78,12 +76,19 @@ def test_says_that_it_does_nothing_under_another_strategy(messages):
 
 
 def test_outcome_in_numbers():
-    text = outcome(Stats(steps=5, loads=40, bytes_to_device=8 << 30, bytes_to_host=2 << 20, misses=1), SUMMARY)
-    assert text == (
-        "Superpipeline: 5 steps, 40 unit loads, 8.0 GiB to the device, 2.0 MiB back; 1 loads came late.\n"
-        "Weights on cuda:0, k=2, k_prime=1: at most 1.0 GiB of 4.0 GiB, 75% less.\n"
-        "On the host: weights 4.0 GiB, gradients 1.0 GiB, optimizer 8.0 GiB; 13.0 bytes per parameter."
+    text = outcome(
+        Stats(steps=24, optimizer_steps=6, loads=40, bytes_to_device=8 << 30, bytes_to_host=2 << 20, misses=1), SUMMARY
     )
+    assert text == (
+        "Superpipeline: 24 batches, 6 optimizer steps, 40 unit loads, 8.0 GiB to the device, 2.0 MiB back; "
+        "1 load came late.\n"
+        "Weights on cuda:0, k=2, k_prime=1: at most 1.0 GiB of 4.0 GiB, 75% less.\n"
+        "On the host: weights 4.0 GiB (4.0), gradients 1.0 GiB (1.0), optimizer 8.0 GiB (8.0); "
+        "13.0 bytes per parameter in all."
+    )
+    assert ": 1 batch, 1 unit load, " in outcome(Stats(steps=1, loads=1), SUMMARY), "nothing was stepped"
+    lowered = outcome(Stats(), replace(SUMMARY, host_bytes=6 << 30, lowered=8))
+    assert "weights 4.0 GiB (4.0), copies of them in autocast's dtype 2.0 GiB (2.0), gradients" in lowered
     assert ", 0% less." in outcome(Stats(), replace(SUMMARY, model_bytes=0))
 
 
@@ -126,42 +131,43 @@ class BringsItsOwn(Base):
 @pytest.mark.parametrize(
     ("module", "given", "model_summary", "told"),
     [
-        (Base, None, True, True),
-        (Base, None, False, False),
-        (Base, False, True, False),
-        (Base, True, False, True),
-        (BringsItsOwn, None, True, False),
+        (Base, None, True, ["k, k_prime", "unit loads"]),
+        (Base, None, False, ["Superpipeline: 4 units, k=2, k_prime=1 (auto); at most"]),
+        (Base, False, True, []),
+        (Base, True, False, ["k, k_prime", "A step takes", "unit loads"]),
+        (BringsItsOwn, None, True, []),
     ],
-    ids=["as Lightning does", "not as Lightning does not", "quiet callback", "callback", "the module's callback"],
+    ids=["with a model summary", "in brief without", "quiet callback", "callback", "the module's callback"],
 )
 def test_a_run_prints_its_plan_and_its_outcome(messages, entry, module, given, model_summary, told):
-    """A table of the plan, and what came of it: with Lightning's own summary, or as our callback says."""
     callbacks = [*[ModelSummary()] * model_summary, *([] if given is None else [SuperpipelineCallback(summary=given)])]
     run = trainer(streamed(), enable_model_summary=model_summary, callbacks=callbacks)
     getattr(run, entry)(module(), loader(2))
-    kinds = [kind for text in messages() for kind in ("k, k_prime", "unit loads", "A step takes") if kind in text]
-    assert kinds == (["k, k_prime", *["A step takes"] * bool(given), "unit loads"] if told else [])
+    kinds = ["k, k_prime", "unit loads", "A step takes", "Superpipeline: 4 units, k=2, k_prime=1 (auto); at most"]
+    assert [kind for text in messages() for kind in kinds if kind in text] == told
 
 
-def test_evaluations_in_a_loop_print_the_summary_once(messages):
-    """As long as the plan stays the same; a run that trains always says it."""
-    run = trainer(streamed(), callbacks=[ModelSummary()], enable_model_summary=True, max_epochs=0)
-    told, model, other = [], Base(), Base()
+def test_a_plan_is_printed_once(messages):
+    """Also by other Trainers; a run that trains always says what came of it, others as long as their plan is new."""
+    told, other = [], Base()
     other.more = torch.nn.Linear(64, 64)
-    entries = ["predict", "predict", "test", "validate", "fit", "fit", "predict", "predict"]
-    for entry, module in [*((entry, model) for entry in entries), ("predict", other)]:
+    for entry, module in [
+        *((entry, Base()) for entry in ["predict", "predict", "test", "fit", "fit"]),
+        ("test", other),
+    ]:
         before = len(messages())
-        run.fit_loop.max_epochs += entry == "fit"
+        run = trainer(streamed(), callbacks=[ModelSummary()], enable_model_summary=True)
         getattr(run, entry)(module, loader(2))
         said = "\n".join(messages()[before:])
-        assert ("k, k_prime" in said) == ("unit loads" in said)
-        told.append("unit loads" in said)
-    assert told == [True, False, False, False, True, True, True, False, True]
+        told.append(("k, k_prime" in said, "unit loads" in said))
+    nothing, everything = (False, False), (True, True)  # what optimizers do is new in the first fit
+    assert told == [everything, nothing, nothing, everything, (False, True), everything]
 
 
-def test_a_barebones_run_prints_nothing(messages):
-    fit(L.Trainer(strategy=streamed(), accelerator="cpu", max_steps=1, barebones=True), Base())
-    assert not [text for text in messages() if "k_prime" in text]
+def test_batches_and_steps_are_told_apart(messages):
+    run = trainer(streamed(), max_steps=3, accumulate_grad_batches=2, callbacks=SuperpipelineCallback())
+    run.fit(Base(), loader())
+    assert [text for text in messages() if "Superpipeline: 6 batches, 3 optimizer steps, " in text]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -169,13 +175,7 @@ def test_each_namespace_has_a_callback_of_its_own(messages):
     notes, callback = Notes(), twin.SuperpipelineCallback()
     assert not isinstance(callback, SuperpipelineCallback)
     run = pytorch_lightning.Trainer(
-        strategy="superpipeline",
-        accelerator="cpu",
-        max_steps=8,
-        log_every_n_steps=1,
-        logger=notes,
-        callbacks=callback,
-        enable_checkpointing=False,
+        strategy="superpipeline", accelerator="cpu", max_steps=8, log_every_n_steps=1, logger=notes, callbacks=callback
     )
     run.fit(pytorch_lightning.demos.boring_classes.BoringModel())
     assert run.callbacks.count(callback) == 1
@@ -183,43 +183,16 @@ def test_each_namespace_has_a_callback_of_its_own(messages):
     assert [text for text in messages() if "unit loads" in text]
 
 
-@pytest.mark.parametrize("rich", [True, False], ids=["rich", "text"])
-def test_the_table_is_drawn_as_lightning_draws_its_own(capsys, messages, rich):
-    summary = RichModelSummary() if rich else ModelSummary()
-    fit(trainer(streamed(), max_epochs=1, callbacks=[summary], enable_model_summary=True), Base())
-    drawn, said = capsys.readouterr().out, "\n".join(messages())
-    where, other = (drawn, said) if rich else (said, drawn)
-    assert where.count("k, k_prime") == 1
-    assert "k, k_prime" not in other
-    text = re.sub(r"[│\s]+", " ", where)
-    assert "optimizer AdamW steps unit by unit under the next forward: `Base.on_before_optimizer_step`" in text
-    assert "activations auto: stay on the device, as no limit is known" in text
-    # four blocks of two slots, and a head that may be on the device for good
-    assert "a step moves at most " in text
-    assert said.count("AdamW") == (0 if rich else 1), "the table has said it"
-
-
-def test_bytes_of_a_step():
-    """As many as are counted: the last units of forward are there for backward."""
-    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
-    pipeline = superpipeline(model, "cpu", k=2, overlap_optimizer=False)
-    for _ in range(2):
-        before = pipeline.stats.bytes_to_device
-        model(torch.ones(1, 8)).sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    sent = pipeline.stats.bytes_to_device - before
-    padded = 512 / (8 * 8 * 4 + 8 * 4)  # weights lie 256 bytes apart
-    assert sent == pytest.approx(padded * bytes_to_device(pipeline.summary(), trains=True))
-    assert bytes_to_device(pipeline.summary(), trains=False) == sum(pipeline.summary().unit_bytes)
-    pipeline.detach()
+def test_the_table(messages):
+    fit(trainer(streamed(), max_epochs=1, callbacks=[ModelSummary()], enable_model_summary=True), Base())
+    said = re.sub(r" +", " ", "\n".join(messages()))
+    assert "\nk, k_prime 2, 1 (auto)\n" in said
+    assert "\nactivations auto\n" in said
+    assert "optimizer AdamW steps unit by unit under the next forward: `Base.on_before_optimizer_step`" in said
+    assert said.count("AdamW") == 1, "the table has said it"
 
 
 # ----------------------------------------------------------------------------------------------------------- metrics
-
-
-def measured(notes: Notes, **arguments) -> L.Trainer:
-    callback = SuperpipelineCallback(summary=False)
-    return trainer(streamed(), **{"logger": notes, "callbacks": callback, "log_every_n_steps": 1, **arguments})
 
 
 def documented_metrics():
@@ -258,82 +231,32 @@ def test_metrics_of_a_fit():
     assert all(math.isfinite(value) for _, values in lines for value in values.values())
 
 
-def test_accumulated_batches_are_one_step():
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [({"accumulate_grad_batches": 3, "log_every_n_steps": 1}, [0, 1, 2, 3]), ({"log_every_n_steps": 0}, [])],
+    ids=["accumulated batches are one step", "nothing where Lightning logs nothing"],
+)
+def test_when_metrics_are_logged(arguments, steps):
     notes = Notes()
-    fit(measured(notes, accumulate_grad_batches=3, max_epochs=1), Base())
-    assert [step for step, _ in notes.ours()] == [0, 1]
-
-
-def test_a_clock_that_others_patch_is_not_asked(monkeypatch):
-    """Lightning's own tests replace `time.perf_counter` by as many numbers as they expect to be read."""
-    monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("asked for the time"))
-    notes = Notes()
-    fit(measured(notes, max_epochs=1), Base())
-    assert notes.ours()
-
-
-def test_nothing_is_logged_where_lightning_logs_nothing():
-    notes = Notes()
-    fit(measured(notes, log_every_n_steps=0), Base())
-    assert not notes.ours()
-
-
-def test_reading_counters_does_not_wait_for_steps(monkeypatch):
-    """Metrics come while units are being stepped: whoever looked at a weight would wait for all of them."""
-    reading, read, settle = [False], Counters.read, Pipeline.settle
-    settled = []
-
-    def watched_read(self):
-        reading[0] = True
-        values = read(self)
-        reading[0] = False
-        return values
-
-    def watched_settle(self):
-        settled.append(reading[0])
-        settle(self)
-
-    monkeypatch.setattr(Counters, "read", watched_read)
-    monkeypatch.setattr(Pipeline, "settle", watched_settle)
-    notes = Notes()
-    fit(measured(notes), Base())
-    assert len(notes.ours()) == 12
-    assert settled
-    assert not any(settled)
+    fit(trainer(streamed(), logger=notes, callbacks=SuperpipelineCallback(), **arguments), Base())
+    assert [step for step, _ in notes.ours()] == steps
 
 
 # ------------------------------------------------------------------------------------------ what was chosen meanwhile
 
 
-def chosen(texts):
-    return [text for text in texts if "chosen by the first steps" in text]
-
-
-def test_the_chosen_window_is_printed(messages):
-    summary = {"callbacks": [ModelSummary()], "enable_model_summary": True}
-    fit(trainer(streamed(k="auto", memory_budget="1GiB"), **summary), Base())
-    (table,) = (text for text in messages() if "units" in text and "k, k_prime" in text)
-    assert "2, 1 at first (auto)" in table
-    (line,) = chosen(messages())
-    assert re.match(
-        r"Superpipeline: chosen by the first steps: k=\d, k_prime=\d.*\. A step should take .* device;", line
-    )
-
-
-def test_evaluations_in_a_loop_print_the_window_once(messages):
-    ours, module = trainer(streamed(k="auto", memory_budget="1GiB"), enable_model_summary=True), Base()
-    for _ in range(3):
-        ours.predict(module, loader())
-    assert len(chosen(messages())) == 1
-
-
-def test_nothing_is_said_without_a_summary(messages):
-    fit(trainer(streamed(k="auto", memory_budget="1GiB"), enable_model_summary=False), Base())
-    assert not chosen(messages())
+def test_the_chosen_window_is_printed_once(messages):
+    """Also without a summary, and in another Trainer."""
+    for _ in range(2):
+        ours, module = trainer(streamed(k="auto", memory_budget="1GiB")), Base()
+        for _ in range(2):
+            ours.predict(module, loader())
+    (said,) = [text for text in messages() if "chosen by the first steps" in text]
+    assert re.match(r"Superpipeline: chosen .*: k=\d, k_prime=\d.*\. A step should take .* device; the busiest", said)
 
 
 def test_the_reason_for_a_small_window_is_warned_of_once(monkeypatch):
-    """Also where no summary is asked for: it explains a slow run."""
+    """It explains a slow run."""
 
     def nothing_fits(*args, **kwargs):
         raise ValueError("Nothing fits.")
@@ -477,107 +400,101 @@ def test_tuners_leave_callbacks_as_they_were(messages):
     assert len([text for text in messages() if "k_prime" in text]) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"timeline": "a.pdf"}, ValueError, r"`timeline='a.pdf'` must end in `.html`"),
-        ({"timeline": "a.png"}, ImportError, r"`timeline='a.png'` needs Pillow"),
-        ({"timeline_steps": 0}, ValueError, r"`timeline_steps=0` must be at least 1"),
-    ],
-)
-def test_bad_arguments(monkeypatch, arguments, error, message):
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(error, match=message):
-        SuperpipelineCallback(**arguments)
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"`timeline='a.png'` must end in `.html`.*`.svg`.*`.json`"):
+        SuperpipelineCallback("a.png")
+    with pytest.raises(ValueError, match=r"`timeline_steps=0` must be at least 1"):
+        SuperpipelineCallback(timeline_steps=0)
 
 
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
 def test_when_steps_are_recorded():
-    """Late in each interval, with one step before; an early one; and what there is when the run ends."""
+    """Early, late in each interval, with at least one step before; and what there is when the run ends."""
 
     class Pipe:
         def __init__(self):
-            self.begun, self.step, self.stats = [], 0, Stats()
-            self.survey = SimpleNamespace(allocation_retries=5)
+            self.begun, self.step = [], 0
 
         @contextmanager
         def record(self):
             self.begun.append(self.step)
             recording = Recording()
             yield recording
-            self.stats.recomputed += 7
-            self.survey.allocation_retries += 3
-            recording.steps = [(0.0, 1.0)] * (self.step - self.begun[-1])
+            recording.steps = [(float(step), step + 1.0) for step in range(self.begun[-1], self.step)]
+            recording.spans = [Span(Lane.HOST, Kind.STEP, "", *step) for step in recording.steps]
 
-    def recorded(steps, interval, expected, run=101):
+    def recorded(steps, interval, run=101):
         pipe = Pipe()
-        recorder = Recorder(pipe, steps, interval, expected)
-        ends = []
+        recorder = Recorder(pipe, steps, interval)
+        shown = []
         for pipe.step in range(run):
-            if (recording := recorder.step_begins()) is not None:
-                assert len(recording.steps) == steps
-                assert recorder.recomputed == 7 / (steps + 1)
-                assert recorder.retries == 3 / (steps + 1)
-                ends.append(pipe.step)
+            shown.append(recorder.step_begins())
         pipe.step = run
-        rest = recorder.finish()
-        return pipe.begun, ends, None if rest is None else len(rest.steps)
+        shown.append(recorder.finish())
+        found = [recording for recording in shown if recording is not None]
+        assert all(len(recording.spans) == len(recording.steps) for recording in found), "what came before is left out"
+        return pipe.begun, [[int(begin) for begin, _ in recording.steps] for recording in found]
 
-    assert recorded(1, 50, 100) == ([5, 47, 97], [7, 49, 99], None)
-    assert recorded(3, 1, 1000) == ([5, 15, 35, 55, 75, 95], [9, 19, 39, 59, 79, 99], None)
-    assert recorded(1, 50, math.inf, 6) == ([5], [], 1)
-    assert recorded(1, 50, math.inf, 48) == ([5, 47], [7], None)  # a step without one before it: better an older one
-    assert recorded(2, 50, 4, 4) == ([1], [], 2)
-    assert recorded(30, 10, 1000, 63) == ([0, 32], [31], 30)
+    assert recorded(1, 50) == ([0, 47, 97], [[6], [48], [98]])
+    assert recorded(3, 1) == ([0, 15, 35, 55, 75, 95], [[6, 7, 8], *([n, n + 1, n + 2] for n in range(16, 100, 20))])
+    assert recorded(1, 50, run=1) == ([0], [[0]])
+    assert recorded(2, 50, run=4) == ([0], [[2, 3]])
+    assert recorded(1, 50, run=48) == ([0, 47], [[6]]), "a step without one before it: better an older one"
+    assert recorded(30, 10, run=96) == ([0, 64], [[*range(6, 36)], [*range(65, 95)]])
 
 
-def evidence(**changes) -> Evidence:
-    recording = {name: changes.pop(name) for name in [*changes] if name in signature(make_recording).parameters}
-    options = PipelineOptions(**{name: changes.pop(name) for name in [*changes] if hasattr(PipelineOptions, name)})
-    return Evidence(
-        numbers=break_down(make_recording(steps=3, **recording)),
-        recomputed=changes.pop("recomputed", 0.0),
-        retries=changes.pop("retries", 0.0),
-        summary=replace(SUMMARY, **changes.pop("summary", {})),
-        options=options,
-        device_peak=changes.pop("device_peak", 9 << 30),
-        device_total=changes.pop("device_total", 10 << 30),
-        waits_for_optimizer=changes.pop("waits_for_optimizer", None),
+def advice(retries=0.0, reason=None, idle=0.0, **changes) -> list[str]:
+    """The lines below the headline, for a recording and a pipeline with these properties."""
+    recording = make_recording(
+        steps=3, **{name: changes.pop(name) for name in [*changes] if name in signature(make_recording).parameters}
     )
+    begin, end = recording.steps[-1]
+    recording.steps[-1] = begin, end + idle
+    peak, total = changes.pop("peak", 9 << 30), changes.pop("total", 10 << 30)
+    summary = replace(SUMMARY, **changes.pop("summary", {}))
+    pipeline = SimpleNamespace(
+        stats=Stats(steps=10, recomputed=changes.pop("recomputed", 0)),
+        survey=SimpleNamespace(peak_memory=peak, usable_memory=total),
+        summary=lambda: summary,
+        options=PipelineOptions(**changes),
+    )
+    headline, *given = diagnose(break_down(recording), pipeline, retries, reason)
+    assert headline.startswith("A step takes ")
+    return [text.removeprefix("  - ") for text in given]
 
 
 @pytest.mark.parametrize(
-    ("changes", "advice"),
+    ("changes", "expected"),
     [
         ({}, []),
-        ({"recomputed": 8.0}, []),
+        ({"recomputed": 80}, []),
         (
-            {"recomputed": 8.0, "device_peak": 4 << 30},
-            ["8 units compute their forward twice in a step, and 6.0 GiB of the device are free: `activations='keep'`"],
+            {"recomputed": 80, "peak": 4 << 30},
+            ["Units compute their forward twice, and 6.0 GiB of the device are free"],
         ),
         ({"load": 5e-3}, []),
-        ({"load": 5e-3, "device_total": None}, []),
-        ({"load": 5e-3, "device_peak": 4 << 30, "memory_budget": "4GB"}, []),
-        ({"load": 5e-3, "device_peak": 4 << 30}, ["6.0 GiB of the device are free: a larger batch computes more"]),
+        ({"load": 5e-3, "total": None}, []),
+        ({"load": 5e-3, "peak": 4 << 30, "memory_budget": "4GB"}, []),
+        ({"load": 5e-3, "peak": 4 << 30}, ["6.0 GiB of the device are free: a larger batch computes more"]),
         ({"load": 5e-3, "summary": {"pinned": False}}, ["Host memory is not page-locked"]),
         ({"load": 5e-3, "summary": {"pinned": False, "device": "cpu"}}, []),
         ({"gradients": 7e-3, "summary": {"pinned": False}}, ["Host memory is not page-locked"]),
         ({"retries": 0.5}, []),
         ({"retries": 2.0}, ["The device's memory runs short 2 times in a step"]),
-        ({"retries": 2.0, "load": 5e-3, "device_peak": 4 << 30}, ["The device's memory runs short", "6.0 GiB"]),
+        ({"retries": 2.0, "load": 5e-3, "peak": 4 << 30}, ["The device's memory runs short", "6.0 GiB"]),
         ({"step": 7e-3}, ["The optimizer's steps take 46.3 ms of the host's time in a step: a larger batch"]),
+        ({"idle": 1.0}, ["Lightning's `Trainer(profiler='simple')`"]),
+        ({"idle": 1.0, "reason": "LBFGS looks at all weights"}, ["The optimizer steps while the device waits: LBFGS"]),
     ],
     ids=str,
 )
-def test_advice_needs_evidence(monkeypatch, changes, advice):
+def test_advice_needs_evidence(monkeypatch, changes, expected):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    headline, *given = diagnose(evidence(**changes))
-    assert headline.startswith("A step takes ")
-    assert len(given) == len(advice), given
-    for text, expected in zip(given, advice, strict=True):
-        assert text.removeprefix("  - ").startswith(expected)
+    given = advice(**changes)
+    assert len(given) == len(expected), given
+    assert all(text.startswith(words) for text, words in zip(given, expected, strict=True))
 
 
 def test_advice_on_threads(monkeypatch):
@@ -585,36 +502,24 @@ def test_advice_on_threads(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)  # of a container, say
-    assert "OMP_NUM_THREADS=1 holds them to 1 of 16 cores" in diagnose(evidence(step=7e-3))[-1]
-    assert "OMP_NUM_THREADS" not in diagnose(evidence(step=7e-3, host_threads=4))[-1]
+    assert "OMP_NUM_THREADS=1 holds them to 1 of 16 cores" in advice(step=7e-3)[-1]
+    assert "OMP_NUM_THREADS" not in advice(step=7e-3, host_threads=4)[-1]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # `torchrun` has set it, so it holds nobody back
-    assert "OMP_NUM_THREADS" not in diagnose(evidence(step=7e-3))[-1]
+    assert "OMP_NUM_THREADS" not in advice(step=7e-3)[-1]
 
 
-def test_advice_where_no_unit_computes():
-    known = evidence(waits_for_optimizer="LBFGS looks at all weights")
-    numbers = replace(known.numbers, end=2 * known.numbers.end)
-    assert diagnose(replace(known, numbers=numbers))[1:] == [
-        "  - The optimizer steps while the device waits: LBFGS looks at all weights."
-    ]
-    assert "profiler" in diagnose(replace(known, numbers=numbers, waits_for_optimizer=None))[1]
-
-
-def test_long_work_shows_a_progress_bar(capsys):
-    """Nothing for two seconds, nothing for what is small; then a bar up to the end, also a second time."""
-    now = [0.0]
-    progress = SetUpProgress(lambda: now[0])
-    for total, shown in ((1 << 29, False), (8 << 30, True), (8 << 30, True)):
-        for part in range(9):
-            now[0] += 0.5
-            progress(part * total // 8, total)
-            assert progress.shown == (shown and 4 <= part < 8), part
-        assert ("weights into place" in capsys.readouterr().err) == shown
+@pytest.mark.parametrize("patience", [0, 60])
+def test_long_work_shows_a_progress_bar(monkeypatch, capsys, patience):
+    """Also a second time; what takes less than two seconds shows none."""
+    monkeypatch.setattr("sp_lightning.monitor.progress._PATIENCE", patience)
+    progress = SetUpProgress()
+    for _ in range(2):
+        for part in range(5):
+            time.sleep(0.11)  # tqdm draws ten times a second at most
+            progress(part << 30, 4 << 30)
+        assert ("weights into place" in capsys.readouterr().err) == (patience == 0)
     progress(0, 8 << 30)
-    now[0] += 3
-    progress(1 << 30, 8 << 30)
     progress.close()
-    assert not progress.shown
 
 
 def test_setting_up_reports_its_progress():

@@ -24,7 +24,7 @@ from .lightning_modules import Base, Block, fit, loader, note_end, plain, run, s
 STRATEGIES = {
     "plain": plain,
     "streamed": streamed,
-    "planned": lambda: streamed(k="auto", memory_budget="1GiB"),  # steps are measured and watched
+    "planned": lambda: streamed(k="auto", memory_budget="1GiB"),  # steps are measured
 }
 
 
@@ -66,29 +66,29 @@ def flat(value: Any, label: str = "") -> Trace:
     return {label: value}
 
 
+def assert_same_files(expected: Path, *others: Path) -> None:
+    """The same content in the same order; each weight, a view of a buffer while attached, has its own storage."""
+    files = [torch.load(path, weights_only=False) for path in (expected, *others)]
+    for file in files[1:]:
+        assert list(files[0]) == list(file)
+        assert list(files[0]["state_dict"]) == list(file["state_dict"])
+        assert files[0]["state_dict"]._metadata == file["state_dict"]._metadata
+        assert_same_trace(flat(files[0]), flat(file))
+        for name, tensor in file["state_dict"].items():
+            assert type(tensor) is torch.Tensor
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+    sizes = [path.stat().st_size for path in (expected, *others)]
+    assert max(sizes) - min(sizes) < 2000, "a file holds more than the state"
+
+
 def test_the_file_is_what_plain_training_writes(tmp_path):
     for name, strategy in STRATEGIES.items():
-        trained(strategy(), tmp_path / name)
-    expected, *ours = (torch.load(tmp_path / name, weights_only=False) for name in STRATEGIES)
-    for actual in ours:
-        assert list(expected) == list(actual)
-        assert list(expected["state_dict"]) == list(actual["state_dict"])
-        assert expected["state_dict"]._metadata == actual["state_dict"]._metadata
-        assert_same_trace(flat(expected), flat(actual))
-        assert {type(v) for v in actual["state_dict"].values()} == {torch.Tensor}
-    sizes = [os.path.getsize(tmp_path / name) for name in STRATEGIES]
-    assert max(sizes) - min(sizes) < 2000, "the file holds more than the weights"
-
-
-def test_each_weight_can_be_taken_out_of_the_file(tmp_path):
-    """Weights are views of a flat buffer while attached; in the file each has a storage of its own size."""
-    ours = trainer(streamed(), callbacks=callbacks.ModelCheckpoint(tmp_path, save_last=True), enable_checkpointing=True)
-    torch.manual_seed(1)
-    fit(ours, Tied())
-    state = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
-    for name, tensor in state.items():
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
-    assert state["blocks.0.up.weight"].data_ptr() == state["blocks.2.up.weight"].data_ptr()
+        ours, _ = trained(strategy(), tmp_path / name)
+        ours.save_checkpoint(tmp_path / f"{name}, weights", weights_only=True)
+    for suffix in ("", ", weights"):
+        assert_same_files(*(tmp_path / f"{name}{suffix}" for name in STRATEGIES))
+    state = torch.load(tmp_path / "streamed", weights_only=False)["state_dict"]
+    assert state["blocks.0.up.weight"].data_ptr() == state["blocks.2.up.weight"].data_ptr(), "tied weights are one"
 
 
 def test_the_file_loads_without_the_package(tmp_path):
@@ -144,11 +144,7 @@ def test_saving_after_a_fit_and_a_test(tmp_path):
         done, module = trained(strategy())
         done.test(module, loader(2), verbose=False)
         done.save_checkpoint(tmp_path / name)
-        done.save_checkpoint(tmp_path / f"{name}, weights", weights_only=True)
-    for suffix in ("", ", weights"):
-        expected, *ours = (torch.load(tmp_path / f"{name}{suffix}", weights_only=False) for name in STRATEGIES)
-        for actual in ours:
-            assert_same_trace(flat(expected), flat(actual))
+    assert_same_files(*(tmp_path / name for name in STRATEGIES))
 
 
 def test_saving_in_the_middle_of_a_step(tmp_path):
@@ -172,12 +168,7 @@ def test_saving_in_the_middle_of_a_step(tmp_path):
     names = sorted(os.listdir(tmp_path / "plain"))
     assert len(names) == 12
     for name in names:
-        expected, *ours = (torch.load(tmp_path / folder / name, weights_only=False) for folder in STRATEGIES)
-        for actual in ours:
-            assert_same_trace(flat(expected), flat(actual))
-            assert {type(value) for value in actual["state_dict"].values()} == {torch.Tensor}
-            for key, tensor in actual["state_dict"].items():
-                assert tensor.untyped_storage().nbytes() == tensor.nbytes, key
+        assert_same_files(*(tmp_path / folder / name for folder in STRATEGIES))
 
 
 def test_configure_model_and_resume(tmp_path):
@@ -282,7 +273,8 @@ def test_lightning_2_5_has_no_weights_only(tmp_path):
         Ours().load_checkpoint(tmp_path / "new", weights_only=True)
 
 
-def test_files_that_cannot_be_mapped(tmp_path):
+def test_what_is_left_to_lightning(tmp_path):
+    """Files that cannot be mapped, or are not there, and remote ones."""
     torch.save({"a": torch.ones(2)}, tmp_path / "old", _use_new_zipfile_serialization=False)
     io = SuperpipelineCheckpointIO()
     assert torch.equal(io.load_checkpoint(tmp_path / "old")["a"], torch.ones(2))
@@ -290,17 +282,10 @@ def test_files_that_cannot_be_mapped(tmp_path):
         io.load_checkpoint(tmp_path / "none")
     io.remove_checkpoint(tmp_path / "old")
     assert not (tmp_path / "old").exists()
-
-
-def test_remote_paths_are_left_to_lightning():
-    io = SuperpipelineCheckpointIO()
+    with pytest.raises(TypeError, match="storage_options"):
+        io.save_checkpoint({}, tmp_path / "a", storage_options={})
     io.save_checkpoint({"a": torch.ones(2)}, "memory://folder/a.ckpt")
     assert torch.equal(io.load_checkpoint("memory://folder/a.ckpt")["a"], torch.ones(2))
-
-
-def test_storage_options_are_refused_as_in_lightning(tmp_path):
-    with pytest.raises(TypeError, match="storage_options"):
-        SuperpipelineCheckpointIO().save_checkpoint({}, tmp_path / "a", storage_options={})
 
 
 class Own(TorchCheckpointIO):
@@ -318,27 +303,24 @@ def test_the_users_checkpoint_io_is_kept(tmp_path):
     io = Own()
     trained(streamed(), tmp_path / "b.ckpt", plugins=io)
     assert len(io.saved) == 1
-    expected, actual = (torch.load(tmp_path / name, weights_only=False) for name in ("a.ckpt", "b.ckpt"))
-    assert_same_trace(flat(expected), flat(actual))
+    assert_same_files(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
 
 
 def test_wrappers_get_the_streaming_one(tmp_path):
-    wrapper = AsyncCheckpointIO()
-    threads = set(threading.enumerate())
-    checkpoint = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-    trained(streamed(), plugins=wrapper, callbacks=checkpoint, enable_checkpointing=True)
+    wrapper, threads = AsyncCheckpointIO(), set(threading.enumerate())
+    for folder, strategy, plugins in (("streamed", streamed(), wrapper), ("plain", plain(), None)):
+        checkpoint = callbacks.ModelCheckpoint(tmp_path / folder, every_n_train_steps=2, save_top_k=-1)
+        trained(strategy, plugins=plugins, callbacks=checkpoint, enable_checkpointing=True)
     assert isinstance(wrapper.checkpoint_io, SuperpipelineCheckpointIO)
     assert set(threading.enumerate()) <= threads
-    trained(plain(), callbacks=callbacks.ModelCheckpoint(tmp_path / "p", every_n_train_steps=2, save_top_k=-1),
-            enable_checkpointing=True)  # fmt: skip
-    names = sorted(path.name for path in tmp_path.glob("*.ckpt"))
-    assert names == sorted(path.name for path in (tmp_path / "p").glob("*.ckpt"))
-    # Up to Lightning 2.5.3 the wrapper makes no copy: what it writes while training goes on is of no one step.
-    last = max(names, key=lambda name: (tmp_path / name).stat().st_mtime_ns)
-    expected, actual = (torch.load(folder / last, weights_only=False) for folder in (tmp_path / "p", tmp_path))
-    assert_same_trace(flat(expected["state_dict"]), flat(actual["state_dict"]))
-    assert_same_trace(flat(expected["optimizer_states"]), flat(actual["optimizer_states"]))
-
+    names = sorted(os.listdir(tmp_path / "plain"))
+    assert names == sorted(os.listdir(tmp_path / "streamed"))
+    for name in names:
+        expected, actual = (
+            torch.load(tmp_path / folder / name, weights_only=False) for folder in ("plain", "streamed")
+        )
+        for part in ("state_dict", "optimizer_states"):
+            assert_same_trace(flat(expected[part]), flat(actual[part]))
     own = AsyncCheckpointIO(Own())
     assert SuperpipelineStrategy(checkpoint_io=own).checkpoint_io.checkpoint_io is own.checkpoint_io
     assert isinstance(own.checkpoint_io, Own)
@@ -359,21 +341,6 @@ def test_standalone(dtype, shape):
 
 
 def test_standalone_returns_all_other_tensors_as_they_are():
-    whole = torch.ones(3)
-    assert standalone(whole) is whole
-    sparse = torch.eye(3).to_sparse()
-    assert standalone(sparse) is sparse
-    turned = torch.ones(4, 5)[:2, :3].t()
-    assert standalone(turned) is turned
-    empty = torch.ones(3)[:0]
-    assert standalone(empty) is empty
-    on_meta = torch.ones(8, device="meta")[:2]
-    assert standalone(on_meta) is on_meta
-
-
-def test_nothing_but_the_state_is_saved(tmp_path):
-    """Only what `state_dict` returns is in the file, whatever lies beside the weights in host memory."""
-    _, module = trained(streamed(), tmp_path / "a.ckpt")
-    weights = sum(t.nbytes for t in {v.data_ptr(): v for v in module.state_dict().values()}.values())
-    moments = 2 * sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    assert os.path.getsize(tmp_path / "a.ckpt") < weights + moments + 40_000
+    turned, on_meta = torch.ones(4, 5)[:2, :3].t(), torch.ones(8, device="meta")[:2]
+    for tensor in (torch.ones(3), torch.eye(3).to_sparse(), turned, torch.ones(3)[:0], on_meta):
+        assert standalone(tensor) is tensor

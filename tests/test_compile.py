@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline._private import COMPILES_UNDER_MODES
-from sp_lightning.pipeline.modules.one_device import HostMeetsDevice
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES
 
 from .helpers import Run, assert_same_story, assert_same_trace, attached, collect_garbage, lightning_run
@@ -506,22 +505,6 @@ def test_a_whole_graph_of_the_model_is_refused() -> None:
         whole = torch.compile(model.forward, fullgraph=True, backend="eager")
         with pytest.raises(torch._dynamo.exc.Unsupported, match="superpipeline|sp_lightning"):
             whole(Run.rows(0))
-
-
-def test_what_runs_between_steps_is_compiled(graphs: CompileCounterWithBackend) -> None:
-    """As one graph, beside an accelerator, where a mode is around it then."""
-
-    def shrink(x: Tensor) -> Tensor:
-        return torch.cat([x.square(), x.to(torch.float64)]).sum()
-
-    with attached(chain(3), debug=False):
-        mode = HostMeetsDevice()
-        mode.enable()
-        try:
-            torch.compile(shrink, fullgraph=True)(Run.rows(0))
-        finally:
-            mode.disable()
-    assert graphs.frame_count == 1
 
 
 def test_a_model_compiled_inside_of_a_lightning_module() -> None:

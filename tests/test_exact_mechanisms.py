@@ -603,14 +603,13 @@ def test_weights_that_are_given_another_order_in_memory(when: str, options: dict
     assert_same_story(story, partial(chain, 4), **options)
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, lambda function: function], ids=["grad", "none"])
-def test_units_stay_while_functional_call_has_other_tensors_in_their_place(transform: Any) -> None:
+def test_units_stay_while_functional_call_has_other_tensors_in_their_place() -> None:
     """What is learned of its calls is for the time after it: meanwhile the modules have none of their weights."""
     model = chain(4)
     with attached(model, units=nn.Linear, debug=False) as pipe:
         for step in range(3):
             others = {name: weight.detach() * 0.5 for name, weight in model.named_parameters()}
-            transform(lambda others: torch.func.functional_call(model, others, Run.rows(0)).sum())(others)
+            torch.func.functional_call(model, others, Run.rows(0)).sum()
             with torch.autocast("cpu", torch.bfloat16, enabled=step == 1):
                 torch.func.functional_call(model, others, Run.rows(0))
         model(Run.rows(0)).sum().backward()
@@ -852,55 +851,6 @@ def test_a_weight_that_is_given_other_memory_with_one_element_changed() -> None:
                 parameter.data = changed
 
     assert_same_story(story, partial(chain, 4))
-
-
-class Adjoint(torch.autograd.Function):
-    """Euler's method whose backward integrates back in time, as torchdiffeq's `odeint_adjoint` does."""
-
-    STEPS = 3
-
-    @staticmethod
-    def forward(ctx: Any, model: nn.Module, y: Tensor, *weights: Tensor) -> Tensor:
-        ctx.model = model
-        with torch.no_grad():
-            for _ in range(Adjoint.STEPS):
-                y = y + 0.1 * model(y)
-        ctx.save_for_backward(y, *weights)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        y, *weights = ctx.saved_tensors
-        sums = [torch.zeros_like(weight) for weight in weights]
-        for _ in range(Adjoint.STEPS):
-            with torch.enable_grad():
-                y = y.detach().requires_grad_()
-                slope = ctx.model(y)
-            ofy, *others = torch.autograd.grad(slope, (y, *weights), 0.1 * gradient, allow_unused=True)
-            gradient = gradient + ofy
-            sums = [total if other is None else total + other for total, other in zip(sums, others, strict=True)]
-            y = y - 0.1 * slope
-        return None, gradient, *sums
-
-
-def test_weights_that_a_function_is_applied_to() -> None:
-    """Outside of their units, too, the graph has the weights on the device: they are what backward asks for."""
-    torchs_own = torch.autograd.Function.__dict__["apply"]
-
-    def story(run: Run) -> None:
-        optimizer = sgd(run.model)
-        for step in range(3):
-            with run.step():
-                loss = Adjoint.apply(run.model, run.rows(step), *run.model.parameters()).square().mean()
-                loss.backward()
-            run.note(f"loss {step}", loss)
-            for name, parameter in run.model.named_parameters():
-                run.note(f"gradient {step} {name}", parameter.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert_same_story(story, partial(chain, 4))
-    assert torch.autograd.Function.__dict__["apply"] is torchs_own
 
 
 def test_retained_gradients_and_hooks_on_activations() -> None:

@@ -50,8 +50,7 @@ ENTRIES = [
     "frozen-encoder", "shuffled-order", "checkpointed-blocks-plain", "checkpoint-inside-plain",
     "checkpoint-inside-reentrant", "two-losses", "two-graphs", "gan", "inplace-residual-on-view", "inplace-on-input",
     "weight-on-ctx-and-inplace-view", "structured-outputs", "maml", "nested-lists", "spectral-norm-parametrization",
-    "multihead-attention", "embedding-max-norm", "complex-and-float64", "module-hooks", "jvp", "vmap",
-    "derivative-in-a-unit", "vjp-of-a-unit",
+    "multihead-attention", "embedding-max-norm", "complex-and-float64", "module-hooks",
 ]  # fmt: skip
 
 # what is special about these are their inputs: shared, changed in place, no tensors, several calls, other graphs

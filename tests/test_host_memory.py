@@ -10,6 +10,7 @@ import gc
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -23,8 +24,7 @@ from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights import buffers
-from sp_lightning.trainer import optimizer_memory
-from sp_lightning.trainer.optimizer_memory import warn_of_optimizer_memory
+from sp_lightning.trainer import host_memory
 
 from .planning.parts import Fixed
 from .zoo.blocks import LoRALinear
@@ -202,9 +202,10 @@ def test_state_that_will_not_fit_is_warned_of(
     model.blocks[0].requires_grad_(False)
     weights = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     said: list[str] = []
+    lightning: Any = SimpleNamespace(warn=said.append)
     for free in (None, (2 * state + 2) * weights, (2 * state + 2) * weights - 1):
-        monkeypatch.setattr(optimizer_memory, "available_host_memory", lambda free=free: free)
-        warn_of_optimizer_memory([build(model.parameters())], 2, said.append)
+        monkeypatch.setattr(host_memory, "available_host_memory", lambda free=free: free)
+        host_memory.warn_of_optimizer_memory([build(model.parameters())], 2, lightning)
     assert len(said) == (state > 0)
     if said:
         assert f"{readable_bytes(2 * state * weights)} of state" in said[0]
@@ -214,6 +215,6 @@ def test_state_that_will_not_fit_is_warned_of(
 def test_a_run_that_will_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Blocks()
     trainer = L.Trainer(strategy="superpipeline", accelerator="cpu", max_steps=1, barebones=True)
-    monkeypatch.setattr(optimizer_memory, "available_host_memory", lambda: 300_000)
+    monkeypatch.setattr(host_memory, "available_host_memory", lambda: 300_000)
     with pytest.warns(UserWarning, match="AdamW will keep 520.0 KiB of state in host memory, beside 260.0 KiB of"):
         trainer.fit(module, DataLoader(torch.randn(2, WIDTH), batch_size=2))

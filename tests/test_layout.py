@@ -20,7 +20,6 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sp_lightning"
 EXAMPLES = ROOT / "examples"
-OPTIONAL = {"PIL", "rich"}  # used where they are installed
 
 # The rooms, from the lowest up: a room imports from itself and from rooms before it in this list.
 ROOMS = ["pipeline", "planning", "timeline", "monitor", "trainer", "entrance"]
@@ -164,14 +163,6 @@ def test_metadata():
     assert sp_lightning.__version__ == importlib.metadata.version("sp-lightning")
 
 
-@pytest.mark.parametrize("path", modules(PACKAGE), ids=name_of)
-def test_optional_dependencies_are_imported_where_they_are_used(path):
-    at_once = ast.parse(path.read_text(encoding="utf-8")).body
-    names = [alias.name for node in at_once if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in at_once if isinstance(node, ast.ImportFrom)]
-    assert not OPTIONAL & {name.split(".")[0] for name in names}
-
-
 def test_declared_dependencies_are_those_imported():
     """What the package imports is declared, and nothing else is; what extras bring is imported where it is needed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -183,7 +174,7 @@ def test_declared_dependencies_are_those_imported():
     found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
     # Every `lightning` brings `pytorch_lightning` of the same release.
     found -= {*sys.stdlib_module_names, "sp_lightning", "pytorch_lightning"}
-    assert found - optional - OPTIONAL == names(project["dependencies"])
+    assert found - optional == names(project["dependencies"])
 
 
 def test_no_module_imports_the_command_line():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -11,6 +12,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from .helpers import assert_same_trace
 from .lightning_modules import (
@@ -27,24 +29,10 @@ from .lightning_modules import (
     trainer,
 )
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
-    "adamw, fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
-    "adamw, foreach": lambda p: torch.optim.AdamW(p, 0.01, foreach=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.005),
-    "lbfgs": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3),
-}
 
-
-class Optimized(Base):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.optimizer_name = name
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer_name](self.parameters())
+def configured(configure: Callable[[Any], Any]) -> type[Base]:
+    """The usual module with other optimizers."""
+    return type("Configured", (Base,), {"configure_optimizers": configure})
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -69,22 +57,43 @@ class Wrapper(torch.optim.Optimizer):
         return self.original.state_dict()
 
 
-class Wrapped(Base):
-    def configure_optimizers(self) -> Any:
-        return Wrapper(torch.optim.AdamW(self.parameters(), lr=1e-2))
+def by_class(module: Base) -> Any:
+    """Param groups by the classes of layers."""
+    groups = [
+        {"params": [p for part in module.modules() if type(part) is kind for p in part.parameters()], "weight_decay": d}
+        for kind, d in ((nn.Linear, 0.5), (nn.BatchNorm1d, 0.0))
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
 
 
-class Decaying(Base):
-    """Chooses param groups by the classes of layers."""
+def scheduled(interval: str) -> Callable[[Base], Any]:
+    def configure(module: Base) -> Any:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.5), "interval": interval}]
 
-    def configure_optimizers(self) -> Any:
-        layers = [module for module in self.modules() if type(module) is nn.Linear]
-        others = [module for module in self.modules() if type(module) is nn.BatchNorm1d]
-        groups = [
-            {"params": [parameter for module in modules for parameter in module.parameters()], "weight_decay": decay}
-            for modules, decay in ((layers, 0.5), (others, 0.0))
-        ]
-        return torch.optim.AdamW(groups, lr=1e-2)
+    return configure
+
+
+def plateau(module: Base) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": "val_loss"}
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda m: torch.optim.Adam(m.parameters(), 0.01, amsgrad=True),
+    "adamw, fused": lambda m: torch.optim.AdamW(m.parameters(), 0.01, fused=True),
+    "adamw, foreach": lambda m: torch.optim.AdamW(m.parameters(), 0.01, foreach=True),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.05),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.005),
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), 0.1, max_iter=3),
+    "wrapped": lambda m: Wrapper(torch.optim.AdamW(m.parameters(), lr=1e-2)),
+    "by class": by_class,
+    "scheduled by step": scheduled("step"),
+    "scheduled by epoch": scheduled("epoch"),
+    "scheduled by a monitor": plateau,
+}
 
 
 class Reinitializing(Base):
@@ -100,26 +109,6 @@ class Reinitializing(Base):
             nn.init.xavier_uniform_(module.weight)
 
 
-class Scheduled(Base):
-    """A scheduler per step or per epoch."""
-
-    def __init__(self, interval: str) -> None:
-        super().__init__()
-        self.interval = interval
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
-
-
-class Plateau(Base):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-
-
 class Gan(Base):
     """Manual optimization with two optimizers that take turns, a frozen half each time."""
 
@@ -128,16 +117,11 @@ class Gan(Base):
         self.automatic_optimization = False
         self.critic = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
 
-    def generate(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, _ = batch
+        x = batch[0]
         generator, critic = self.optimizers()
         self.toggle_optimizer(generator)
-        loss = F.softplus(-self.critic(self.generate(x))).mean()
+        loss = F.softplus(-self.critic(nn.Sequential(*self.blocks)(x))).mean()
         self.note("generator loss", loss)
         generator.zero_grad()
         self.manual_backward(loss)
@@ -146,7 +130,7 @@ class Gan(Base):
         self.untoggle_optimizer(generator)
 
         self.toggle_optimizer(critic)
-        fake = F.softplus(self.critic(self.generate(x).detach())).mean()
+        fake = F.softplus(self.critic(nn.Sequential(*self.blocks)(x).detach())).mean()
         real = F.softplus(-self.critic(x)).mean()
         self.note("critic losses", [fake, real])
         critic.zero_grad()
@@ -199,6 +183,18 @@ class Penalty(Base):
         return {"loss": loss, "extra": loss.detach()}
 
 
+class Late(Base):
+    """Builds its blocks in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0)
+
+    def configure_model(self) -> None:
+        if not self.blocks:
+            assert torch.empty(0).device.type == "cpu"
+            self.blocks.extend(Block() for _ in range(3))
+
+
 class Langevin(Base):
     """Searches for inputs by backward passes of its own, while weights are frozen, as energy-based models do."""
 
@@ -240,89 +236,48 @@ class VirtualAdversary(Base):
         return F.cross_entropy(predicted, batch[1]) + (direction * batch[0]).mean()
 
 
-class Configured(Base):
-    """Builds its blocks in `configure_model`."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks=0)
-
-    def configure_model(self) -> None:
-        if not self.blocks:
-            assert torch.empty(0).device.type == "cpu"
-            self.blocks.extend(Block() for _ in range(3))
-
-
-def test_fit():
-    assert_same_training()
-
-
-class Counting(callbacks.Callback):
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.stats, self.plan = trainer.strategy.pipeline.stats, trainer.strategy.pipeline.summary()
-
-
-@pytest.mark.parametrize(("k", "streams"), [(2, True), (100, False)])
-def test_units_are_streamed_in_a_fit(k, streams):
-    counting = Counting()
-    fit(trainer(streamed(k=k), callbacks=counting, limit_val_batches=0), Base())
-    units = counting.plan.units
-    assert units >= 4
-    per_step = counting.stats.loads / 12
-    assert per_step == pytest.approx(2 * units - k if streams else units, abs=0.5)
-    assert counting.stats.resets == counting.stats.heals == 0
-
-
 @pytest.mark.parametrize("k", [1, 3, 100, "auto"])
 def test_any_k(k):
     assert_same_training(k=k)
 
 
 def test_by_name():
-    trace = note_end(*fit_once("superpipeline"))
-    assert_same_trace(note_end(*fit_once(plain())), trace)
+    def fit_once(strategy: Any) -> Any:
+        torch.manual_seed(11)
+        module, ours = Base(), trainer(strategy)
+        fit(ours, module)
+        return note_end(module, ours)
+
+    assert_same_trace(fit_once(plain()), fit_once("superpipeline"))
 
 
-def fit_once(strategy: Any) -> tuple[Base, L.Trainer]:
-    torch.manual_seed(11)
-    module = Base()
-    ours = trainer(strategy)
-    fit(ours, module)
-    return module, ours
+@pytest.mark.parametrize(("k", "streams"), [(2, True), (100, False)])
+def test_units_are_streamed_in_a_fit(k, streams):
+    class Counting(callbacks.Callback):
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.stats, self.plan = trainer.strategy.pipeline.stats, trainer.strategy.pipeline.summary()
+
+    counting = Counting()
+    fit(trainer(streamed(k=k), callbacks=counting, limit_val_batches=0), Base())
+    units = counting.plan.units
+    assert units >= 4
+    assert counting.stats.loads / 12 == pytest.approx(2 * units - k if streams else units, abs=0.5)
+    assert counting.stats.resets == counting.stats.heals == 0
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
-    assert_same_training(lambda: Optimized(name), arguments=lambda: {"max_epochs": 1})
+def test_optimizers_and_schedulers(name):
+    assert_same_training(configured(OPTIMIZERS[name]))
 
 
-def test_an_optimizer_that_wraps_another_one():
-    assert_same_training(Wrapped)
-
-
-def test_param_groups_are_chosen_by_the_classes_of_layers():
-    assert_same_training(Decaying)
+@pytest.mark.parametrize("kind", [Gan, Accumulating, Penalty, Late])
+def test_modules(kind):
+    assert_same_training(kind)
 
 
 def test_layers_are_found_by_their_classes():
     trace = assert_same_training(Reinitializing)
     assert {1, 2} <= set(trace["kinds 0 / output 0"].tolist())
-
-
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_schedulers(interval):
-    assert_same_training(lambda: Scheduled(interval))
-
-
-def test_scheduler_with_a_monitor():
-    assert_same_training(Plateau)
-
-
-def test_manual_optimization_with_two_optimizers():
-    assert_same_training(Gan)
-
-
-def test_manual_optimization_with_accumulation_and_inputs():
-    assert_same_training(Accumulating)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -331,10 +286,6 @@ def test_manual_optimization_with_accumulation_and_inputs():
 def test_backward_passes_within_a_training_step(kind, activations, precision):
     """The step's own backward, which Lightning runs later, is still to come: the weights that it needs stay."""
     assert_same_training(kind, arguments=lambda: {"precision": precision}, activations=activations)
-
-
-def test_weights_outside_of_their_unit_and_skipped_batches():
-    assert_same_training(Penalty)
 
 
 @pytest.mark.parametrize(
@@ -370,16 +321,13 @@ def test_trainer_arguments(arguments):
         torch.use_deterministic_algorithms(deterministic)
 
 
-class Silent(Base):
-    """Barebones refuses `self.log`."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.note("loss", loss)
-        return loss
-
-
 def test_barebones():
+    class Silent(Base):
+        """Barebones refuses `self.log`."""
+
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
     def arguments() -> dict[str, Any]:
         off = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": None, "num_sanity_val_steps": None}
         return {"barebones": True, "enable_model_summary": None, **off}
@@ -387,76 +335,46 @@ def test_barebones():
     assert_same_training(Silent, lambda trainer, module: trainer.fit(module, loader()), arguments)
 
 
-def test_validate_test_predict():
-    def drive(trainer: L.Trainer, module: Base) -> Any:
-        metrics = [trainer.validate(module, loader(2), verbose=False), trainer.test(module, loader(2), verbose=False)]
-        return [metrics, trainer.predict(module, loader(2))]
-
-    assert_same_training(drive=drive)
+def evaluate(ours: L.Trainer, module: Base) -> Any:
+    metrics = [ours.validate(module, loader(2), verbose=False), ours.test(module, loader(2), verbose=False)]
+    return [metrics, ours.predict(module, loader(2))]
 
 
-def test_everything_in_a_row():
+def everything_in_a_row(ours: L.Trainer, module: Base) -> Any:
     """With one trainer: each entry point sets up and tears down."""
+    fit(ours, module)
+    assert_plain(module)
+    ours.validate(module, loader(2), verbose=False)
+    ours.test(module, loader(2), verbose=False)
+    ours.fit_loop.max_epochs = 3
+    fit(ours, module)
+    return ours.predict(module, loader(2))
 
-    def drive(trainer: L.Trainer, module: Base) -> Any:
-        fit(trainer, module)
-        assert_plain(module)
-        trainer.validate(module, loader(2), verbose=False)
-        trainer.test(module, loader(2), verbose=False)
-        trainer.fit_loop.max_epochs = 3
-        fit(trainer, module)
-        return trainer.predict(module, loader(2))
 
+def another_module_with_the_same_trainer(ours: L.Trainer, module: Base) -> Any:
+    other = Base(blocks=2)
+    ours.validate(other, loader(2), verbose=False)
+    fit(ours, module)
+    predictions = ours.predict(other, loader(2))
+    assert_plain(other)
+    return predictions
+
+
+def under_another_trainer(ours: L.Trainer, module: Base) -> Any:
+    fit(ours, module)
+    return trainer(plain()).predict(module, loader(2))
+
+
+@pytest.mark.parametrize(
+    "drive", [evaluate, everything_in_a_row, another_module_with_the_same_trainer, under_another_trainer]
+)
+def test_entry_points(drive):
     assert_same_training(drive=drive)
-
-
-def test_another_module_with_the_same_trainer():
-    def drive(trainer: L.Trainer, module: Base) -> Any:
-        other = Base(blocks=2)
-        trainer.validate(other, loader(2), verbose=False)
-        fit(trainer, module)
-        predictions = trainer.predict(other, loader(2))
-        assert_plain(other)
-        return predictions
-
-    assert_same_training(drive=drive)
-
-
-def test_a_trained_module_under_another_trainer():
-    def drive(ours: L.Trainer, module: Base) -> Any:
-        fit(ours, module)
-        return trainer(plain()).predict(module, loader(2))
-
-    assert_same_training(drive=drive)
-
-
-def test_batch_size_finder():
-    """It drops all callbacks, runs the fit loop inside of a hook, and restores the weights from a file."""
-
-    class Sized(Base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.batch_size = 2
-
-        def train_dataloader(self) -> Any:
-            return loader(batch_size=self.batch_size)
-
-        def val_dataloader(self) -> Any:
-            return loader(2)
-
-    def drive(trainer: L.Trainer, module: Sized) -> Any:
-        size = Tuner(trainer).scale_batch_size(module, mode="power", steps_per_trial=1, max_trials=2)
-        trainer.fit(module)
-        return torch.tensor(size)
-
-    assert_same_training(Sized, drive)
 
 
 def test_learning_rate_finder():
     class Rated(Base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lr = 1e-3
+        lr = 1e-3
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -477,16 +395,8 @@ class Finetuning(callbacks.BaseFinetuning):
         self.unfreeze_and_add_param_group(pl_module.blocks[epoch], optimizer)
 
 
-class OnlyHead(Base):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
-def test_finetuning_unfreezes_block_by_block():
-    assert_same_training(OnlyHead, arguments=lambda: {"callbacks": Finetuning(), "max_epochs": 3})
-
-
-CALLBACKS = {
+CALLBACKS: dict[str, Callable[[], Any]] = {
+    "Finetuning": Finetuning,
     "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1, device="cpu"),
     "GradientAccumulationScheduler": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 3}),
     "EarlyStopping": lambda: callbacks.EarlyStopping("val_loss", patience=0),
@@ -495,18 +405,16 @@ CALLBACKS = {
         on_train_batch_end=lambda trainer, module, *_: module.head.bias.data.copy_(torch.ones(2))
     ),
 }
-if hasattr(callbacks, "WeightAveraging"):
+if hasattr(callbacks, "WeightAveraging"):  # not in Lightning 2.5
     CALLBACKS["WeightAveraging"] = lambda: callbacks.WeightAveraging(device="cpu")
     CALLBACKS["EMAWeightAveraging"] = lambda: callbacks.EMAWeightAveraging(decay=0.5, device="cpu")
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks(name):
-    assert_same_training(arguments=lambda: {"callbacks": CALLBACKS[name](), "max_epochs": 3})
-
-
-def test_configure_model():
-    assert_same_training(Configured)
+    trained = configured(lambda module: torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1))
+    make = trained if name == "Finetuning" else Base
+    assert_same_training(make, arguments=lambda: {"callbacks": CALLBACKS[name](), "max_epochs": 3})
 
 
 def test_a_compiled_lightning_module():

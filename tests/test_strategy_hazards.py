@@ -9,8 +9,8 @@ import copy
 import math
 import pickle
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 import sp_lightning.strategy
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline import Pipeline
-from sp_lightning.pipeline.optimizer.stepping import UnitStep
+from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.transfer.cores import use_all_cores
 from sp_lightning.trainer.precision import HostGradScaler
 
@@ -40,6 +39,7 @@ from .helpers import assert_same_trace
 from .lightning_modules import (
     WIDTH,
     Base,
+    Notes,
     assert_plain,
     assert_same_training,
     fit,
@@ -67,7 +67,7 @@ class Pretended(SuperpipelineStrategy):
             callbacks=[],
             loggers=[],
             progress_bar_callback=None,
-            is_global_zero=True,
+            is_global_zero=False,  # nothing is reported
         )
 
     def set_up(self) -> None:
@@ -146,37 +146,33 @@ def test_hazard_04_optimizer_state_stays_with_its_weight(module):
     assert all(s["exp_avg"].device.type == "cpu" for s in optimizer.state.values())
 
 
-def test_hazard_05_parameters_are_the_same_objects():
-    """LightningCLI builds the optimizer before `fit`."""
+class Early(Base):
+    """05: parameters are the same objects. LightningCLI builds the optimizer before `fit`."""
 
-    class Early(Base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.early = torch.optim.AdamW(self.parameters(), 0.01)
-            self.objects = [id(p) for p in self.parameters()]
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.AdamW(self.parameters(), 0.01)
+        self.objects = [id(p) for p in self.parameters()]
 
-        def configure_optimizers(self) -> Any:
-            return self.early
+    def configure_optimizers(self) -> Any:
+        return self.early
 
-        def on_train_batch_end(self, *_: Any) -> None:
-            assert [id(p) for p in self.parameters()] == self.objects
-
-    assert_same_training(Early)
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert [id(p) for p in self.parameters()] == self.objects
 
 
-def test_hazard_05_assigned_weights_are_adopted():
-    class Assigning(Base):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                state = {name: value + 0.5 for name, value in self.state_dict().items()}
-                self.load_state_dict(state, assign=True)
-                self.trainer.strategy.setup_optimizers(self.trainer)
+class Assigning(Base):
+    """05: weights that are assigned are adopted."""
 
-    assert_same_training(Assigning)
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            state = {name: value + 0.5 for name, value in self.state_dict().items()}
+            self.load_state_dict(state, assign=True)
+            self.trainer.strategy.setup_optimizers(self.trainer)
 
 
 class Watching(Base):
-    """Looks at gradients as soon as Lightning lets it."""
+    """06: gradients are complete when backward returns."""
 
     def on_after_backward(self) -> None:
         self.note("gradients after backward", [p.grad for p in self.parameters()])
@@ -186,13 +182,131 @@ class Watching(Base):
         self.note("gradients in backward", [p.grad for p in self.parameters()])
 
 
-def test_hazard_06_gradients_are_complete_when_backward_returns():
-    assert_same_training(Watching, arguments=lambda: {"accumulate_grad_batches": 2})
+class Fault(Exception):
+    """What a user's code raises."""
 
 
-def test_hazard_07_sanity_check_then_training():
-    """What is allocated under `inference_mode` cannot be trained."""
-    assert_same_training(arguments=lambda: {"num_sanity_val_steps": 2})
+class Failing(Base):
+    """Raises once, at a chosen place."""
+
+    armed = True
+
+    def __init__(self, place: str = "forward", error: type[BaseException] = Fault) -> None:
+        super().__init__()
+        self.place, self.error = place, error
+
+    def fail(self, place: str) -> None:
+        if self.armed and place == self.place:
+            self.armed = False
+            raise self.error("CUDA out of memory.")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        self.fail("forward")
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.fail("backward"))
+        return self.head(self.blocks[3](self.blocks[2](x)))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.fail("optimizer step")
+
+    def configure_optimizers(self) -> Any:
+        self.fail("setup")
+        return super().configure_optimizers()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.fail("hook")
+
+
+class Retrying(Failing):
+    """12: a step that failed may be tried again in the loop."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        try:
+            loss = self.loss(batch)
+        except Fault:
+            loss = self.loss(batch)
+        self.note("loss", loss)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+class Restoring(Base):
+    """13: weights may be loaded at any time, as the tuners do."""
+
+    def on_train_start(self) -> None:
+        self.first = copy.deepcopy(self.state_dict())
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.strategy.load_model_state_dict({"state_dict": self.first})
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.load_state_dict(self.first)
+
+
+class Wandering(Base):
+    """17: uses weights where no hook of a unit runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].up = self.blocks[0].up
+        self.position = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x * self.position)
+        return x + torch.nn.functional.linear(x, self.blocks[1].down.weight[:2, :2])
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():  # as `generate` in a callback does
+            self.note("loss in a hook", self.loss(next(iter(loader()))))
+
+
+class Summarised(Base):
+    """17: ModelSummary runs the example before the first step, and weights are read between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(4, WIDTH)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.note("parameters", torch.nn.utils.parameters_to_vector(self.parameters()))
+        self.note("norm", torch.stack([p.norm() for p in self.parameters()]))
+
+
+def hooked(**hooks: Callable[..., Any]) -> type[Base]:
+    return type("Hooked", (Base,), hooks)
+
+
+def toggle(module: Base, batch: Any, batch_idx: int) -> None:
+    for index, block in enumerate(module.blocks):
+        block.requires_grad_((batch_idx + index) % 2 == 0)
+
+
+HOOKS = {
+    "11, callbacks are dropped, as by tuners": {"on_fit_start": lambda m: setattr(m.trainer, "callbacks", [])},
+    "19, requires_grad changes": {"on_train_batch_start": toggle},
+    "20, zeros and None": {"optimizer_zero_grad": lambda m, epoch, i, optimizer: optimizer.zero_grad(i % 2 == 0)},
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        *((kind, {}) for kind in (Early, Assigning, Retrying, Restoring, Wandering)),
+        *(pytest.param(hooked(**hooks), {}, id=name) for name, hooks in HOOKS.items()),
+        (Watching, {"accumulate_grad_batches": 2}),
+        (Summarised, {"enable_model_summary": True}),
+        (Base, {"plugins": MixedPrecision("bf16-mixed", "cpu")}),  # 16
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_training_is_the_same(make, arguments):
+    assert_same_training(make, arguments=lambda: arguments)
 
 
 class DataWriter(callbacks.Callback):
@@ -221,15 +335,12 @@ if hasattr(callbacks, "WeightAveraging"):
 
 @pytest.mark.parametrize("average", AVERAGING)
 def test_hazard_09_averages_lie_where_the_weights_are(module, average):
-    """By default Lightning puts them on the device. Afterwards a callback is as it was, for another Trainer."""
+    """By default Lightning puts them on the device."""
     strategy = Pretended(module)
     callback = average(device=None)
     module._trainer.callbacks = [callback]
-    for _ in range(2):  # the first run ends without `teardown`
-        strategy.setup_environment()
-        assert callback._device == torch.device("cpu")
-    strategy.teardown()
-    assert callback._device is None
+    strategy.setup_environment()
+    assert callback._device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("average", AVERAGING)
@@ -277,55 +388,6 @@ def test_hazard_10_teardown_twice():
     assert_plain(module)
 
 
-def test_hazard_11_works_without_callbacks():
-    class Dropping(callbacks.Callback):
-        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            trainer.callbacks = []
-
-    assert_same_training(arguments=lambda: {"callbacks": Dropping()})
-
-
-class Fault(Exception):
-    """What a user's code raises."""
-
-
-class Failing(Base):
-    """Raises once, at a chosen place."""
-
-    def __init__(self, place: str, error: type[BaseException] = Fault) -> None:
-        super().__init__()
-        self.place, self.error = place, error
-        self.armed = True
-
-    def fail(self) -> None:
-        if self.armed:
-            self.armed = False
-            raise self.error("CUDA out of memory.")
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            x = block(x)
-            if index == 1 and self.place == "forward":
-                self.fail()
-            if index == 1 and self.place == "backward" and x.requires_grad:
-                x.register_hook(lambda gradient: self.fail())
-        return self.head(x)
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        super().on_before_optimizer_step(optimizer)
-        if self.place == "optimizer step":
-            self.fail()
-
-    def configure_optimizers(self) -> Any:
-        if self.place == "setup":
-            self.fail()
-        return super().configure_optimizers()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.place == "hook":
-            self.fail()
-
-
 @pytest.mark.parametrize("place", ["setup", "forward", "backward", "optimizer step", "hook"])
 def test_hazard_12_an_exception_then_a_normal_fit(place):
     def drive(trainer: L.Trainer, module: Failing) -> None:
@@ -342,27 +404,22 @@ def test_hazard_12_an_exception_then_a_normal_fit(place):
 def test_hazard_12_keyboard_interrupt(place):
     def drive(ours: L.Trainer, module: Failing) -> None:
         handler = signal.getsignal(signal.SIGINT)
-        try:
-            with pytest.raises(SystemExit):
-                fit(ours, module)
-        finally:
-            signal.signal(signal.SIGINT, handler)
+        with pytest.raises(SystemExit):
+            fit(ours, module)
+        signal.signal(signal.SIGINT, handler)
         assert_plain(module)
         module.zero_grad()
-        fit(trainer(type(ours.strategy)(**arguments(ours.strategy))), module)
-
-    def arguments(strategy: Any) -> dict[str, Any]:
-        return {"k": 2} if isinstance(strategy, SuperpipelineStrategy) else {"device": "cpu"}
+        fit(trainer(streamed() if isinstance(ours.strategy, SuperpipelineStrategy) else plain()), module)
 
     assert_same_training(lambda: Failing(place, KeyboardInterrupt), drive)
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_hazard_12_batch_size_finder_retries_without_teardown(place):
+    """It drops all callbacks, runs the fit loop inside of a hook, and restores the weights from a file."""
+
     class Large(Failing):
-        def __init__(self) -> None:
-            super().__init__(place, RuntimeError)
-            self.batch_size = 2
+        batch_size = 2
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.armed = len(batch[0]) > 4
@@ -379,103 +436,32 @@ def test_hazard_12_batch_size_finder_retries_without_teardown(place):
         assert size == 4
         trainer.fit(module)
 
-    assert_same_training(Large, drive)
-
-
-def test_hazard_12_a_failed_step_may_be_tried_again_in_the_loop():
-    class Retrying(Failing):
-        def __init__(self) -> None:
-            super().__init__("forward")
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            try:
-                loss = self.loss(batch)
-            except Fault:
-                loss = self.loss(batch)
-            self.note("loss", loss)
-            self.manual_backward(loss)
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-
-    assert_same_training(Retrying)
-
-
-class Restoring(Base):
-    """Goes back to its first weights while attached, as the tuners do."""
-
-    def on_train_start(self) -> None:
-        self.first = copy.deepcopy(self.state_dict())
-
-    def on_train_epoch_start(self) -> None:
-        self.trainer.strategy.load_model_state_dict({"state_dict": self.first})
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3:
-            self.load_state_dict(self.first)
-
-
-def test_hazard_13_weights_may_be_loaded_at_any_time():
-    assert_same_training(Restoring)
+    assert_same_training(lambda: Large(place, RuntimeError), drive)
 
 
 def test_hazard_14_the_scale_is_on_the_host():
     scaler = HostGradScaler(init_scale=4.0)
     assert scaler.scale(torch.ones((), device=DEVICE)).device == DEVICE
-    assert scaler._scale is not None
-    assert scaler._scale.device.type == "cpu"
-    assert scaler._growth_tracker is not None
-    assert scaler._growth_tracker.device.type == "cpu"
+    assert scaler._scale.device.type == scaler._growth_tracker.device.type == "cpu"
 
 
-def test_hazard_15_fused_kernels_do_not_forbid_clipping(module):
-    """The flag that makes Lightning refuse to clip under a loss scaler is never set."""
-    optimizer = torch.optim.AdamW(module.parameters())
-    with stepped_for_a_device(module, optimizer):
-        assert not getattr(optimizer, "_step_supports_amp_scaling", False)
-        MixedPrecision("16-mixed", "cpu").clip_gradients(optimizer, 1.0)
+def test_hazard_17_loggers_draw_no_graph():
+    """They would trace a model that is streamed: the run goes on without, and nothing is asked of other loggers."""
 
+    class Drawing(Notes):
+        def __init__(self) -> None:
+            super().__init__()
+            self._log_graph = True  # as Lightning's TensorBoardLogger(log_graph=True)
+            self.graphs = 0
 
-def test_hazard_16_autocast():
-    arguments = {"plugins": MixedPrecision("bf16-mixed", "cpu")}
-    assert_same_training(arguments=lambda: arguments)
+        def log_graph(self, model: Any, input_array: Any = None) -> None:
+            self.graphs += self._log_graph
 
-
-class Wandering(Base):
-    """Uses weights where no hook of a unit runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[3].up = self.blocks[0].up
-        self.position = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x * self.position)
-        return x + torch.nn.functional.linear(x, self.blocks[1].down.weight[:2, :2])
-
-    def on_train_epoch_end(self) -> None:
-        with torch.no_grad():  # as `generate` in a callback does
-            self.note("loss in a hook", self.loss(next(iter(loader()))))
-
-
-def test_hazard_17_weights_used_outside_of_their_unit():
-    assert_same_training(Wandering)
-
-
-class Summarised(Base):
-    """ModelSummary runs its example through `forward`, before the first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = torch.ones(4, WIDTH)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.note("parameters", torch.nn.utils.parameters_to_vector(self.parameters()))
-        self.note("norm", torch.stack([p.norm() for p in self.parameters()]))
-
-
-def test_hazard_17_example_input_and_weights_read_between_steps():
-    assert_same_training(Summarised, arguments=lambda: {"enable_model_summary": True})
+    drawing = Drawing()
+    with pytest.warns(UserWarning, match=r"`Drawing\(log_graph=True\)` is turned off: .*add_graph"):
+        fit(trainer(streamed(), logger=[drawing, Notes()]), Base())
+    assert drawing.lines
+    assert drawing.graphs == 0
 
 
 class Hooked(Base):
@@ -499,82 +485,8 @@ def test_hazard_18_hooks_on_parameters_fire():
     assert_same_trace({label: expected[label] for label in seen}, {label: actual.get(label) for label in seen})
 
 
-class Toggling(Base):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for index, block in enumerate(self.blocks):
-            block.requires_grad_((batch_idx + index) % 2 == 0)
-
-
-def test_hazard_19_requires_grad_changes_between_steps():
-    assert_same_training(Toggling)
-
-
-class Zeroing(Base):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=batch_idx % 2 == 0)
-
-
-def test_hazard_20_zero_grad_with_zeros_and_with_none():
-    assert_same_training(Zeroing)
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_hazard_21_clipping(algorithm):
-    assert_same_training(arguments=lambda: {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm})
-
-
-# Hazard 22, the memory that checkpoints take, is in test_checkpoint.py.
-
-
-@contextmanager
-def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
-    """One step as for a GPU, with gradients of ones; yields the settings of the kernels that the optimizer ran."""
-    pipeline = Pipeline(module, "cpu")
-    pipeline._assembly.overlap._fused = True
-    settings: list[dict[str, Any]] = []
-
-    def sections(self: UnitStep, optimizer: torch.optim.Optimizer, hyper: dict[str, Any], *args: Any) -> Iterator[None]:
-        settings.append(hyper)
-        return plain_sections(self, optimizer, hyper, *args)
-
-    plain_sections = UnitStep.sections
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    try:
-        with mock.patch.object(UnitStep, "sections", sections):
-            yield settings
-            optimizer.step()
-            pipeline.settle()
-    finally:
-        pipeline.detach()
-
-
-@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"foreach": False}, {"fused": False}])
-def test_hazard_23_fused_kernels_where_the_user_left_the_choice_to_torch(module, cls, flags):
-    optimizer = cls(module.parameters(), lr=0.1, **flags)
-    before = [parameter.detach().clone() for parameter in module.parameters()]
-    with stepped_for_a_device(module, optimizer) as settings:
-        pass
-    assert {group["fused"] for group in settings} == ({True} if not flags else {flags.get("fused")})
-    assert optimizer.param_groups[0]["fused"] is flags.get("fused")  # a checkpoint has what the user chose
-    assert not any(map(torch.equal, before, module.parameters()))
-
-
-def test_hazard_23_fused_kernels_with_a_tensor_as_learning_rate(module):
-    optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.1))
-    before = [parameter.detach().clone() for parameter in module.parameters()]
-    with stepped_for_a_device(module, optimizer) as settings:
-        pass
-    assert settings[0]["fused"]
-    assert not any(map(torch.equal, before, module.parameters()))
-
-
-def test_hazard_23_optimizers_without_a_fused_kernel(module):
-    optimizer = torch.optim.RMSprop(module.parameters(), lr=0.1)
-    with stepped_for_a_device(module, optimizer) as settings:
-        pass
-    assert not any("fused" in group for group in settings)
+# Hazards 07, inference tensors, and 21, clipping, are among the Trainer's arguments in test_strategy.py; 22, the memory
+# that checkpoints take, is in test_checkpoint.py.
 
 
 def test_hazard_23_the_users_flags_stand_on_the_cpu():
@@ -622,10 +534,7 @@ def test_hazard_23_threads_are_given_back(module, monkeypatch, caplog):
     assert torch.get_num_threads() == 1
 
 
-# Hazard 24, more than one process, is in test_processes.py.
-
-
-# Hazard 25, a compiled LightningModule, is in test_strategy.py.
+# Hazard 24, more than one process, is in test_processes.py; hazard 25, a compiled LightningModule, in test_strategy.py.
 
 
 def test_hazard_26_ranks_without_a_question_to_the_cluster(monkeypatch):
@@ -653,6 +562,9 @@ def test_hazard_28_a_mac_trains_on_its_cpu_if_it_is_told_to(monkeypatch):
     for accelerator in ("mps", "auto"):
         with pytest.raises(ValueError, match="not supported on the MPS accelerator"):
             trainer(streamed(), accelerator=accelerator)
+
+
+# Hazards 15 and 23, fused kernels, are in tests/pipeline/optimizer/test_fused.py.
 
 
 def test_no_process_group_and_plain_collectives():
@@ -719,28 +631,15 @@ def assert_plain_blocks(module: Base) -> None:
         assert_plain(block)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"k": 0}, "k=0"),
-        ({"k": "two"}, "k='two'"),
-        ({"k": True}, "k=True"),
-        ({"k_prime": 0}, "k_prime=0"),
-        ({"k": 4, "k_prime": 5}, "k_prime=5.*k=4"),
-        ({"memory_budget": "12 apples"}, "memory_budget='12 apples'"),
-        ({"memory_budget": -1}, "memory_budget=-1"),
-        ({"memory_budget": 1.5}, "memory_budget=1.5"),
-        ({"units": []}, r"units=\[\]"),
-        ({"units": 3}, "units=3"),
-        ({"resident": "head"}, "resident='head'"),
-        ({"pin_memory": "yes"}, "pin_memory='yes'"),
-        ({"debug": "yes"}, "debug='yes'"),
-    ],
-    ids=str,
-)
-def test_bad_arguments_at_construction(arguments, message):
-    with pytest.raises((ValueError, MisconfigurationException), match=message):
-        SuperpipelineStrategy(**arguments)
+def test_arguments_are_the_engines_options():
+    """Which check them before any work (tests/pipeline/test_options.py)."""
+    options = {"k": 3, "k_prime": 2, "memory_budget": "1GB", "units": ["Block"], "resident": ["head"], "debug": True,
+               "activations": "keep", "overlap_optimizer": False, "pin_memory": False, "host_threads": 2,
+               "compile": True, "resident_optimizer": False}  # fmt: skip
+    assert {field.name for field in fields(PipelineOptions)} == set(options)
+    assert SuperpipelineStrategy(**options).options == PipelineOptions(**options)
+    with pytest.raises(ValueError, match="k=0"):
+        SuperpipelineStrategy(k=0)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--output", type=Path, required=True, help="JSON file to write")
     render = commands.add_parser("render", help="print the results as tables")
     render.add_argument("result", type=file, help="JSON file")
-    render.add_argument("--plots", type=Path, metavar="FOLDER", help="folder to write pictures to, as SVG and PNG")
+    render.add_argument("--plots", type=Path, metavar="FOLDER", help="folder to write pictures to, as SVG")
     options = parser.parse_args(arguments)
     if options.command == "run" and not (options.sets or options.workloads):
         run.error("name a --set or --workloads")

@@ -1,7 +1,7 @@
 """Measure device memory and step time over k: how much time every unit that is not on the device costs.
 
     python examples/benchmarks/sweep_k.py --output k.json         # on the accelerator if there is one, else on the CPU
-    python examples/benchmarks/plot_k.py k.json --output k.png    # the plot
+    python examples/benchmarks/plot_k.py k.json --output k.svg    # the plot
 
 The model is a stack of transformer blocks without attention (a norm, two linear layers and a GELU), trained with AdamW.
 Every k is measured in the same process, several times in turns, because timings on a shared machine drift; the median

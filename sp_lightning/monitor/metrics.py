@@ -1,13 +1,8 @@
-"""The metrics that are logged under `superpipeline/` in training: counters of the engine, times of a recorded step.
-
-What each of them means stands in docs/timeline.md.
-"""
+"""The metrics under `superpipeline/`, which docs/timeline.md explains: counters of the engine, times of a recording."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from sp_lightning.pipeline import Lane, Pipeline
+from sp_lightning.pipeline import Kind, Lane, Pipeline
 from sp_lightning.timeline import Breakdown
 
 PREFIX = "superpipeline/"
@@ -22,43 +17,51 @@ class Counters:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._before = replace(pipeline.stats)
-        self._retries_before = pipeline.survey.allocation_retries
+        self._first = self._latest = self._count()
+
+    def _count(self) -> dict[str, int]:
+        stats = self._pipeline.stats
+        return {
+            "steps": stats.steps,
+            "to_device_bytes": stats.bytes_to_device,
+            "to_host_bytes": stats.bytes_to_host,
+            "loads": stats.loads,
+            "late_loads": stats.misses,
+            "heals": stats.heals,
+            "allocation_retries": self._pipeline.survey.allocation_retries,
+        }
 
     def read(self) -> dict[str, float]:
         """Return what is logged whenever Lightning logs: means over the steps since the last call, and memory."""
-        now, before = replace(self._pipeline.stats), self._before
-        self._before = now
-        retries, retries_before = self._pipeline.survey.allocation_retries, self._retries_before
-        self._retries_before = retries
-        steps = max(1, now.steps - before.steps)
+        before, self._latest = self._latest, self._count()
         summary = self._pipeline.summary()
+        on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
         values = {
             "device_peak_bytes": device_memory(self._pipeline)[0],
-            "host_bytes": summary.host_bytes
-            + summary.host_gradient_bytes
-            + summary.optimizer_bytes
-            + summary.host_activation_bytes,
-            "to_device_bytes": (now.bytes_to_device - before.bytes_to_device) / steps,
-            "to_host_bytes": (now.bytes_to_host - before.bytes_to_host) / steps,
-            "loads": (now.loads - before.loads) / steps,
-            "late_loads": (now.misses - before.misses) / steps,
-            "heals": (now.heals - before.heals) / steps,
-            "allocation_retries": (retries - retries_before) / steps,
+            "host_bytes": on_host + summary.host_activation_bytes,
+            **_means(before, self._latest),
         }
         return {PREFIX + name: float(value) for name, value in values.items()}
+
+    @property
+    def retries(self) -> float:
+        """How often in a step of this run the allocator ran out of memory, freed its cache and tried again."""
+        return _means(self._first, self._count())["allocation_retries"]
+
+
+def _means(before: dict[str, int], now: dict[str, int]) -> dict[str, float]:
+    steps = max(1, now["steps"] - before["steps"])
+    return {name: (count - before[name]) / steps for name, count in now.items() if name != "steps"}
 
 
 def timed_metrics(numbers: Breakdown) -> dict[str, float]:
     """Return what is logged after steps were recorded."""
+    causes = ("weights", "gradients", "activations")
     values = {
         "step_seconds": numbers.seconds / numbers.steps,
         "compute_share": numbers.share(numbers.busy[Lane.COMPUTE]),
-        "stall_seconds": numbers.stalled / numbers.steps,
-        **{
-            f"stall_seconds_{cause}": numbers.stalls.get(cause, 0.0) / numbers.steps
-            for cause in ("weights", "gradients", "activations")
-        },
+        "stall_seconds": numbers.kinds[Kind.STALL] / numbers.steps,
+        **{f"stall_seconds_{cause}": numbers.stalls.get(cause, 0.0) / numbers.steps for cause in causes},
         "to_device_gb_per_s": numbers.rate(Lane.TO_DEVICE) / 1e9,
         "to_host_gb_per_s": numbers.rate(Lane.TO_HOST) / 1e9,
         "host_seconds": numbers.busy[Lane.HOST] / numbers.steps,
@@ -70,8 +73,7 @@ def timed_metrics(numbers: Breakdown) -> dict[str, float]:
 def device_memory(pipeline: Pipeline) -> tuple[int, int | None]:
     """Return the peak of device memory so far, and the device memory available to this process (None if unknown).
 
-    Args:
-        pipeline: The engine. On a device whose memory torch does not count, its own counters are used.
+    On a device whose memory torch does not count, the peak is what the engine itself has counted.
     """
     peak = pipeline.survey.peak_memory
     if peak is None:

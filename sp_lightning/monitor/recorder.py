@@ -1,7 +1,7 @@
 """Records steps of a run every now and then: often enough to tell where time goes, seldom enough not to cost any.
 
-A recording spans one step more than it shows. Copies and optimizer steps that an earlier step has issued are not
-recorded when they run during the first one, and would be missing from the picture; so the first step is dropped.
+A recording shows only its last steps. Copies and optimizer steps that were issued before it are not recorded when they
+run during its first step, and would be missing from the picture; and in the first steps of a run the engine learns.
 """
 
 from __future__ import annotations
@@ -21,40 +21,31 @@ class Recorder:
         pipeline: The engine.
         steps: Number of steps that a recording shows.
         interval: Steps from one recording to the next, at least 20. A recording ends when the last of them begins.
-        expected: Number of steps of the run, as far as it is known; the first recording ends before that.
 
     Attributes:
         latest: The latest recording; None before the first.
-        recomputed: Number of units that computed their forward twice in a step of the latest recording.
-        retries: How often in such a step the allocator ran out of memory, freed its cache and tried again.
     """
 
-    def __init__(self, pipeline: Pipeline, steps: int, interval: int, expected: float) -> None:
+    def __init__(self, pipeline: Pipeline, steps: int, interval: int) -> None:
         self.latest: Recording | None = None
-        self.recomputed = self.retries = 0.0
         self._pipeline = pipeline
-        self._steps = steps + 1
-        self._interval = max(interval, _LEAST_INTERVAL, self._steps + 1)
-        self._first = max(0, min(_SETTLING_STEPS, int(min(expected, _LEAST_INTERVAL)) - self._steps))
+        self._shown = steps
+        self._interval = max(interval, _LEAST_INTERVAL, steps + 2)
         self._seen = 0
-        self._left = 0
+        self._last = _SETTLING_STEPS + steps + 1  # the step whose beginning ends the recording
         self._scope = ExitStack()
         self._recording: Recording | None = None
-        self._recomputed_before = self._retries_before = 0
 
     def step_begins(self) -> Recording | None:
         """Note that a step is about to begin, and return the recording if the previous step was the last one in it.
 
         A recording does not end with its last step: the time between steps, such as waiting for data, is part of it.
         """
-        self._left -= 1
-        finished = self.finish() if self._left == 0 else None
-        due = self._seen == self._first or self._seen % self._interval == self._interval - self._steps - 1
-        if due and self._recording is None:
+        finished = self.finish() if self._seen == self._last else None
+        position = self._seen % self._interval
+        if self._recording is None and (self._seen == 0 or position == self._interval - self._shown - 2):
             self._recording = self._scope.enter_context(self._pipeline.record())
-            self._left = self._steps
-            self._recomputed_before = self._pipeline.stats.recomputed
-            self._retries_before = self._pipeline.survey.allocation_retries
+            self._last = self._seen + self._shown + 1 + (_SETTLING_STEPS if self._seen == 0 else 0)
         self._seen += 1
         return finished
 
@@ -69,9 +60,8 @@ class Recorder:
         self._scope.close()
         if not recording.steps or (len(recording.steps) == 1 and self.latest is not None):
             return None
-        self.recomputed = (self._pipeline.stats.recomputed - self._recomputed_before) / len(recording.steps)
-        self.retries = (self._pipeline.survey.allocation_retries - self._retries_before) / len(recording.steps)
-        if len(recording.steps) > 1:
-            recording.steps = recording.steps[1:]
+        recording.steps = recording.steps[1:][-self._shown :] or recording.steps
+        begin = recording.steps[0][0]
+        recording.spans = [span for span in recording.spans if span.end > begin]
         self.latest = recording
         return recording

@@ -1,20 +1,23 @@
 """The engine: streams a module's units between host and device. It imports torch, and nothing from Lightning."""
 
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.host_memory import available_host_memory
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
-from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.options import ActivationPolicy, PipelineOptions, UnitPolicy
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary, as_table
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.transfer.backend import Backend, is_out_of_memory
+from sp_lightning.pipeline.transfer.cores import use_all_cores
 from sp_lightning.pipeline.transfer.emulated import HostBackend
 from sp_lightning.pipeline.transfer.trace import Kind, Lane, Recording, Span
 
 __all__ = [
     "AcceleratorBackend",
+    "ActivationPolicy",
     "Backend",
     "HostBackend",
     "Kind",
@@ -28,8 +31,12 @@ __all__ = [
     "Stats",
     "Summary",
     "Survey",
+    "UnitPolicy",
     "WindowPlan",
     "as_table",
+    "available_host_memory",
+    "is_out_of_memory",
     "readable_bytes",
     "readable_seconds",
+    "use_all_cores",
 ]

@@ -15,26 +15,23 @@ import functools
 import inspect
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable, forward_ad
-from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.fx import _symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -45,38 +42,6 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 # versions tell their guards which modes matter, and no public name says which versions do.
 COMPILES_UNDER_MODES = hasattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals")
 
-_CAN_LOOK_AT_TOP = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # not in torch 2.6
-
-
-class _SeenPushes(threading.local):
-    """The stack of saved-tensor hooks that were pushed from Python, for a torch that cannot tell which are on top."""
-
-    def __init__(self) -> None:
-        self.stack: list[SavedTensorHooks] = []
-
-
-_seen = _SeenPushes()
-
-
-def _see_pushes_of_others() -> None:
-    """Watch `saved_tensors_hooks`, the context manager with which users and checkpoints push theirs."""
-    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
-
-    def watched_enter(self: saved_tensors_hooks) -> None:
-        enter(self)
-        _seen.stack.append((self.pack_hook, self.unpack_hook))
-
-    def watched_exit(self: saved_tensors_hooks, *args: object) -> None:
-        _seen.stack.pop()
-        leave(self, *args)
-
-    saved_tensors_hooks.__enter__ = watched_enter  # type: ignore[method-assign]
-    saved_tensors_hooks.__exit__ = watched_exit  # type: ignore[method-assign]
-
-
-if not _CAN_LOOK_AT_TOP:
-    _see_pushes_of_others()
-
 
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     """Return the saved-tensor hooks that autograd would call now.
@@ -84,8 +49,6 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     Autograd calls only the innermost pair. Ours must pass on what is not a weight to the pair below, or a user's
     `checkpoint(use_reentrant=False)` is silently disabled; the public API can push a pair but not look at it.
     """
-    if not _CAN_LOOK_AT_TOP:
-        return _seen.stack[-1] if _seen.stack else None
     hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
@@ -103,23 +66,14 @@ def unpacks_a_checkpoint() -> bool:
     return False
 
 
-def saved_tensor_hooks_allowed() -> bool:
-    """Tell whether saved-tensor hooks may be pushed: the reverse-mode transforms of `torch.func` forbid it."""
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
-
-
 def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:
     """Push a pair without the context manager: a `with` block cannot reach from entering a module to leaving it."""
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
-    if not _CAN_LOOK_AT_TOP:
-        _seen.stack.append(hooks)
 
 
 def pop_saved_tensor_hooks() -> None:
     """Undo one `push_saved_tensor_hooks`."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
-    if not _CAN_LOOK_AT_TOP:
-        _seen.stack.pop()
 
 
 def graph_task() -> int:
@@ -198,7 +152,7 @@ def is_capturing() -> bool:
 def _is_fx_tracing() -> bool:
     if hasattr(_symbolic_trace, "_get_is_fx_tracing"):
         return bool(_symbolic_trace._get_is_fx_tracing())
-    return bool(_symbolic_trace._is_fx_tracing_flag)  # type: ignore[attr-defined]  # of an older torch
+    return bool(_symbolic_trace._is_fx_tracing_flag)  # type: ignore[attr-defined]  # of torch 2.9
 
 
 def is_undecomposed(func: Any, device_type: str) -> bool:
@@ -279,30 +233,6 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
-_overrides: Any = torch.overrides
-
-
-def push_function_mode(mode: TorchFunctionMode) -> None:
-    """Put a mode on this thread's stack, where it may stay for longer than a `with` block can last."""
-    _overrides._push_mode(mode)
-
-
-def remove_function_mode(mode: TorchFunctionMode) -> bool:
-    """Take a mode from this thread's stack, also from below others, as `torch.set_default_device` does with its own.
-
-    Returns:
-        Whether it was there.
-    """
-    if all(other is not mode for other in _overrides._get_current_function_mode_stack()):
-        return False
-    above = []
-    while (top := _overrides._pop_mode()) is not mode:
-        above.append(top)
-    for other in reversed(above):
-        _overrides._push_mode(other)
-    return True
-
-
 def sees_torch_functions() -> bool:
     """Tell whether this thread is outside of `without_torch_function`, and so not in the engine's own code."""
     return bool(torch._C._is_torch_function_enabled())
@@ -311,14 +241,6 @@ def sees_torch_functions() -> bool:
 def in_transform() -> bool:
     """Tell whether a transform of `torch.func` is under way: `jvp` and `vmap` forbid no hooks, but wrap tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def outside_of_transforms() -> AbstractContextManager[Any]:
-    """Let the engine make ordinary tensors within `torch.func.jvp` and `vmap`, where all new ones have wrappers.
-
-    They would wrap its buffers, too, whose memory cannot be copied then.
-    """
-    return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
 
 
 def contains_others(tensor: Tensor) -> bool:
@@ -370,7 +292,7 @@ def users_of_storage(tensor: Tensor) -> int:
 def users_of_tensor(tensor: Tensor) -> int:
     """Count the owners of this very tensor: Python as a whole is one, each Parameter whose `.grad` it is another.
 
-    Python's reference count includes the latter only in some versions of torch (not in 2.6).
+    Python's reference count includes the latter only in some versions of torch.
     """
     untyped: Any = tensor  # only some versions of torch declare the method
     return int(untyped._use_count())
@@ -453,7 +375,7 @@ def use_expandable_segments(unused: torch.cuda.Stream) -> None:
 
 
 def _configure_allocator(settings: str) -> None:
-    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # not in torch 2.6
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # not in torch 2.9
         torch._C._accelerator_setAllocatorSettings(settings)
     else:
         torch.cuda.memory._set_allocator_settings(settings)

@@ -1,30 +1,27 @@
 """When a module's units are arranged anew, and the change from one arrangement to the next.
 
 It always happens between steps, while no graph needs the old arrangement. The reasons: the module has other parameters,
-steps have shown something (learned.py), a planner wants another window, autocast goes on or off, memory has run out.
+steps have shown something (learned.py), a planner wants another window, autocast goes on or off.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import outside_of_transforms, parts_of, without_torch_function
+from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.division.shape import Shape
-from sp_lightning.pipeline.division.tree import is_called
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.gates import Gatekeeper
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.weights.units import Member
-
-_MAX_FRESH_STARTS = 2  # times that all is chosen anew after memory ran out; after that, nothing is chosen any more
 
 
 class Arranger:
@@ -111,87 +108,12 @@ class Arranger:
         """
         if self.arrangement.unused_in_step and not (self._graphs.waiting() or self._is_lent_out()):
             self.assembly.guard.disarm()
-            with outside_of_transforms():
-                self._rearrange_for(autocast)
+            self._rearrange_for(autocast)
             self.assembly.arm_guard()
             return True
         for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:
             self.assembly.outside.keep_as_is(weight)  # one step uses the unit both with and without autocast
         return False
-
-    def shrink(self) -> str | None:
-        """Use less device memory from the next step on, by giving up something that the user has left open.
-
-        Returns:
-            What was given up, for the log; None if nothing was left to give up.
-        """
-        if self._choose_anew():
-            return "the window and what becomes of activations are measured and chosen anew, for less memory"
-        if (undivided := self._keep_whole()) is not None:
-            return f"{undivided}, called several times in a forward, is not divided into its layers any more"
-        self.stop_planning()
-        self._planner = None  # or the window would grow again
-        if self._learned.plan is not None:
-            self._learned.plan, self._learned.outdated = None, True
-            return f"the window that was planned, with `k={self.arrangement.k}`, gives way to the usual one"
-        is_auto = self._options.activations == "auto"
-        if torch.is_grad_enabled() and is_auto and self._activations.recompute_from_now_on():
-            return (
-                "units compute their activations a second time in backward from now on, from inputs that wait on the "
-                "host"
-            )
-        if (
-            self._options.k == "auto"
-            and self.arrangement.k > self.arrangement.k_prime
-            and not self._learned.short_of_memory
-        ):
-            self._learned.short_of_memory = self._learned.outdated = True
-            return f"`k` is {self.arrangement.k_prime} from now on, and was {self.arrangement.k}"
-        return None
-
-    def _keep_whole(self) -> str | None:
-        """Stop dividing modules that are called several times in a forward.
-
-        Recomputing the call of a lone layer saves nothing, and every call would move all layers. Only done where
-        weights take less than activations; otherwise it is the weights that do not fit.
-
-        Returns:
-            The names of these modules; None if there are none.
-        """
-        if self._options.units is not None:
-            return None
-        modules = dict(self._lasting.module.named_modules())
-        repeated_layers = [
-            name for name, calls in self._activations.calls.items() if calls > 1 and not any(modules[name].children())
-        ]
-        found = {}
-        for name in [_called_around(layer, modules) for layer in repeated_layers]:
-            if name and modules[name] not in self._learned.undivided:
-                found[name] = modules[name]
-        outermost = {name: module for name, module in found.items() if not any(name.startswith(f"{n}.") for n in found)}
-        parameters = [parameter for module in outermost.values() for parameter in module.parameters()]
-        weights = sum(part.nbytes for parameter in parameters for part in parts_of(parameter))
-        if not outermost or weights > self.survey.activation_peak:
-            return None
-        self._learned.undivided += outermost.values()
-        self._learned.outdated = True
-        return ", ".join(map(repr, outermost))
-
-    def _choose_anew(self) -> bool:
-        """Discard what was chosen, so that it is chosen again for less memory.
-
-        Returns:
-            Whether there was anything to discard; False also after too many fresh starts.
-        """
-        learned, auto = self._learned, self._activations.auto
-        holds_activations = auto is not None and any(policy != "recompute" for policy in auto.in_use.values())
-        if learned.fresh_starts == _MAX_FRESH_STARTS or not (holds_activations or learned.plan is not None):
-            return False
-        learned.fresh_starts += 1
-        if self._planner is not None:
-            self._planner.start_over()
-        learned.plan, learned.outdated = None, True
-        return True
 
     def stop_planning(self) -> None:
         """Discard the measurement under way: a step did not finish, or it was the last."""
@@ -307,11 +229,3 @@ class Arranger:
     def _room_for_activations(self) -> int:
         """Return the bytes of device memory left for activations; only meaningful where there is a limit."""
         return max(0, (self.survey.budget or 0) - self.arrangement.streaming_bytes())
-
-
-def _called_around(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return the name of the nearest module around this one that has a forward of its own; empty for the root."""
-    around = name.rpartition(".")[0]
-    while around and not is_called(modules[around]):
-        around = around.rpartition(".")[0]
-    return around

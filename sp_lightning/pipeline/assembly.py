@@ -174,8 +174,6 @@ class Assembly:
         arrangement, lasting = self.arrangement, self._lasting
         self._settle_on_device()
         lasting.saved.twins = arrangement.twins
-        lasting.host_meets_device.weights = arrangement.weights_by_master
-        lasting.saved.on_transform = self.calls.keep_on_device
         lasting.activations.units = {id(member.module) for member in arrangement.streamed_members}
         lasting.optimizers.work_with(
             OptimizerParts(
@@ -192,7 +190,7 @@ class Assembly:
         lasting.pool.pinnable = arrangement.host_share.pinnable_bytes()
         stay = (*lasting.module.buffers(), *arrangement.unmanaged.values(), *arrangement.parameters_on_device)
         lasting.meter.uncounted = set(map(storage_key, stay))
-        for twin in arrangement.twins.values():  # now, because torch.func forbids it inside its transforms
+        for twin in arrangement.twins.values():
             self.gradient_return.follow_requires_grad(twin)
         if lasting.options.compile:
             for member in arrangement.streamed_members:
@@ -305,7 +303,6 @@ class Assembly:
     def _begin_backward(self) -> None:
         self.arm_guard()
         self._lasting.optimizers.expendable = frozenset()
-        self._lasting.step_record.gradients.note_backward(self.gradients, self.arrangement.weights)
         self._lasting.activations.begin_backward()
 
     def _end_backward(self) -> None:

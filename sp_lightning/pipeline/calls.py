@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import in_backward, saved_tensor_hooks_allowed, storage_key
+from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY, Bundle
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
@@ -24,14 +23,12 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import run_uncompiled
 from sp_lightning.pipeline.modules.hooks import before_backward
-from sp_lightning.pipeline.modules.one_device import OperandsOnOneDevice
 from sp_lightning.pipeline.modules.swap import swap_in, swap_out
 from sp_lightning.pipeline.modules.tensors import replace_tensors, tensors_in
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.under_autocast import UnderAutocast, without_autocast_cache
 from sp_lightning.pipeline.weights.device import Group
-from sp_lightning.pipeline.weights.glances import Glances
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
@@ -106,8 +103,6 @@ class Calls:
         """
         if member.unit is None:
             return self._run_around_units(member, forward, args, kwargs)
-        if member.is_streamed and torch.is_grad_enabled() and not saved_tensor_hooks_allowed():
-            return self._run_in_transform(member, forward, args, kwargs)
         if self._activations.manages(member):
             self._finish_optimizer(member)  # later, their end would look like a write by the forward
             return self._activations.run(member, args, kwargs)  # calls the module, which comes here once more
@@ -116,11 +111,10 @@ class Calls:
         number = self._enter(member)
         pushed = False
         try:
-            has_others = self._begin(member)
+            self._begin(member)
             pushed = self._saved.push()
-            with OperandsOnOneDevice() if has_others else nullcontext():
-                # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
-                return self._announce(member, self._compute(member, forward, args, kwargs, autocast), number)
+            # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
+            return self._announce(member, self._compute(member, forward, args, kwargs, autocast), number)
         finally:
             if pushed:
                 self._saved.pop()
@@ -139,31 +133,6 @@ class Calls:
         if member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
             return run_uncompiled(forward, *args, **kwargs)
         return forward(*args, **kwargs)
-
-    def _run_in_transform(
-        self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a call of which no saved-tensor hooks can see what it saves: its weights stay (see transforms.py)."""
-        with self._at_work:
-            self._outside.keep_on_device(member)
-            has_others = swap_in(member, self._gradient_return.follow_requires_grad)
-            member.running_calls += 1
-        try:
-            with OperandsOnOneDevice() if has_others else nullcontext():
-                return forward(*args, **kwargs)
-        finally:
-            with self._at_work:
-                member.running_calls = max(0, member.running_calls - 1)  # an exception inside leads to a reset
-                if not member.running_calls:
-                    swap_out(member)
-            self._outside.note_use({entry.weight for entry in member.entries})
-
-    def keep_on_device(self) -> None:
-        """Keep the weights of all running calls on the device: what is saved now cannot be seen."""
-        with self._at_work:
-            for member in self._arrangement.streamed_members:
-                if member.running_calls and torch.is_grad_enabled():
-                    self._outside.keep_on_device(member)
 
     def abandon(self) -> None:
         """Clean up after an exception has ended all calls."""
@@ -206,14 +175,13 @@ class Calls:
                 self._activations.pack_inputs()
             return number
 
-    def _begin(self, member: Member) -> bool:
-        """Put weights in their places, and tell whether others are there, on the host (see `swap_in`)."""
+    def _begin(self, member: Member) -> None:
+        """Put weights in their places."""
         with self._at_work:
-            has_others = swap_in(member, self._gradient_return.follow_requires_grad)
+            swap_in(member, self._gradient_return.follow_requires_grad)
             self._window.prefetch(self._backward.in_use)
             if len(self._inside) == 1 and not in_backward():
                 self._backend.trace.begin(Kind.FORWARD, member.unit_name)
-            return has_others
 
     def _leave(self, member: Member) -> None:
         with self._at_work:
@@ -285,15 +253,8 @@ class Calls:
         if in_backward():  # the call that it was inside of is over, but the backward of that is not
             around += [group for group in self._backward.in_use if group in member.called_in]
         bundle = self._offloader.current
-        lowered = [group for group in groups if group.host.sends_lowered]
-        if lowered:  # what this call has written must not look like a change since then
-            with self._at_work:
-                self._write_back.write(entry.weight for entry in member.entries)
-        glances = Glances(member, lowered)
 
         def reach() -> None:
-            if not self._backward.closed and glances.differ():
-                raise RuntimeError(_changed_past_its_version(member.name))
             self._reach(member, graph, groups, around, bundle)
 
         return self._graphs.announce(reach)
@@ -327,13 +288,6 @@ def _warn_of_kept_views(member: Member) -> None:
             "in its place by then. Keep the weight itself, or a clone. `debug=True` finds code that reads such a view.",
             stacklevel=2,
         )
-
-
-def _changed_past_its_version(name: str) -> str:
-    return (
-        f"A weight of {name!r} was changed through its `.data` between forward and backward. Under autocast, backward "
-        "needs the values that it had before, and they are gone. Change it after backward."
-    )
 
 
 def _direction() -> Pass:

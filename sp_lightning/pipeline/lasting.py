@@ -15,11 +15,9 @@ from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.layout.learned import Learned
 from sp_lightning.pipeline.modules.at_work import EngineAtWork
-from sp_lightning.pipeline.modules.one_device import HostMeetsDevice
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.step_record import StepRecord
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
@@ -47,7 +45,6 @@ class Lasting:
         replicas: The other processes that train the same model; None if there are none.
         stats: Counters.
         at_work: A scope entered around everything that the engine does itself.
-        host_meets_device: Brings operands together in users' code that may hold what lies on the host.
         learned: Findings from past steps, for the next arrangement.
         memory: The host memory that masters lie in.
         graphs: The autograd graphs that calls build.
@@ -57,7 +54,6 @@ class Lasting:
         saved: The saved-tensor hooks.
         activations: Applies the policy for activations to each call.
         optimizers: Notices optimizer steps.
-        step_record: What a step has done to weights and gradients, if it may have to run again.
         spent: Identities of masters whose gradients were used, and not kept.
     """
 
@@ -80,7 +76,6 @@ class Lasting:
         self.replicas = replicas
         self.stats = Stats()
         self.at_work = EngineAtWork()
-        self.host_meets_device = HostMeetsDevice()
         self.learned = Learned()
         self.memory = MasterMemory()
         self.graphs = Graphs()
@@ -96,5 +91,4 @@ class Lasting:
             settle=settle,
             must_overlap=options.overlap_optimizer is True,
         )
-        self.step_record = StepRecord(self.optimizers, self.stats)
         self.spent: set[int] = set()

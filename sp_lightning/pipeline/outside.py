@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from sp_lightning.pipeline._private import graph_task, in_backward, running_node
+from sp_lightning.pipeline._private import graph_task, in_backward, in_transform, running_node
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
@@ -21,7 +21,6 @@ from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.guard import Guard
 from sp_lightning.pipeline.modules.hooks import hold_while_needed
 from sp_lightning.pipeline.modules.lowered import guard_lowered
-from sp_lightning.pipeline.modules.on_host import OnHost
 from sp_lightning.pipeline.modules.resting import wake
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
 from sp_lightning.pipeline.weights.device import Group
@@ -68,11 +67,9 @@ class OutsideUse:
         self._arrangement = arrangement
         self._learned = lasting.learned
         self._graphs = lasting.graphs
-        self._journal = lasting.step_record.weights
         self._stats = lasting.stats
         self._at_work = lasting.at_work
         self._activations = lasting.activations
-        self._host_meets_device = lasting.host_meets_device
         self._window = window
         self._gradient_return = gradient_return
         self._gradients = gradient_return.gradients
@@ -102,12 +99,6 @@ class OutsideUse:
             wake(twin)
             return twin.parameter
 
-    def serve_on_host(self, weight: Weight) -> Tensor:
-        """Return a copy on the host, for an operation outside of the weight's unit that needs a gradient."""
-        self.before_access(weight)
-        with self._at_work:
-            return OnHost.of(self._twin_as_is(weight).parameter, weight.host)
-
     def _twin_as_is(self, weight: Weight) -> Twin:
         """Return a weight's twin in the weight's own dtype, which a use outside of units may need."""
         self._arrangement.unused_in_step = False
@@ -120,13 +111,6 @@ class OutsideUse:
     def unblock(self, member: Member) -> None:
         """Make a member's weights resident if their group cannot be brought, as a running call occupies its place."""
         self._keep_on_device(member, [group for group in member.groups if self._window.is_blocked(group)])
-
-    def keep_on_device(self, member: Member) -> None:
-        """Make a member's weights resident, and bring them: what is saved now does not tell when it is needed."""
-        self._arrangement.unused_in_step = False
-        self._keep_on_device(member, [group for group in member.groups if not group.resident])
-        for group in member.groups:
-            self._window.bring(group)
 
     def _keep_on_device(self, member: Member, groups: Iterable[Group]) -> None:
         weights = dict.fromkeys(entry.weight for entry in member.entries)
@@ -181,7 +165,6 @@ class OutsideUse:
             self._window.finish_optimizer(weight.unit.group)
             self._gradients.settle()
             self._gradients.show(weight)
-        self._host_meets_device.note_alias()
 
     def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
@@ -198,16 +181,12 @@ class OutsideUse:
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""
-        self._journal.note(weight)
         self.note_alias(weight)
 
     def note_alias(self, weight: Weight) -> None:
         """Note that somebody gets an alias of a master: its copies on the device are checked before next use."""
-        if self.guard.redirects:  # between forward and backward it is a hook, which does not run again
-            self._journal.note_alias(weight)
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
-        self._host_meets_device.note_alias()
 
     def casts_in_new_graph(self, weight: Weight) -> list[range] | None:
         """Return which elements of a weight a graph that is being built in backward casts, to add to; None if none is.
@@ -231,7 +210,16 @@ class OutsideUse:
             self.make_resident(weight)
 
     def make_resident(self, weight: Weight) -> Twin:
-        """Give a weight memory of its own on the device until the next arrangement, which is due."""
+        """Give a weight memory of its own on the device until the next arrangement, which is due.
+
+        Raises:
+            RuntimeError: Within a transform of `torch.func`, where new memory would belong to the transform.
+        """
+        if in_transform():
+            raise RuntimeError(
+                f"Weight {weight.name!r} is used outside of its module, within a transform of `torch.func`. Name it in "
+                "`resident=`."
+            )
         self._window.finish_optimizer(weight.unit.group)  # it is sent at once
         self._write_back.write([weight])
         self._stats.promotions += 1

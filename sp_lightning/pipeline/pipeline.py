@@ -15,15 +15,14 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import in_backward, is_capturing, outside_of_transforms, without_torch_function
-from sp_lightning.pipeline.activations.transforms import stop_watching_transforms, watch_transforms
+from sp_lightning.pipeline._private import in_backward, in_transform, is_capturing, without_torch_function
 from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck
@@ -32,8 +31,6 @@ from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
-from sp_lightning.pipeline.modules.functions import stop_watching_functions, watch_functions
-from sp_lightning.pipeline.modules.host_inputs import call_on_device
 from sp_lightning.pipeline.modules.moving import move_all_but_parameters, move_unmanaged
 from sp_lightning.pipeline.modules.suspension import (
     forget_ended_steps,
@@ -46,7 +43,7 @@ from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, sto
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.survey import Planner, Survey
-from sp_lightning.pipeline.transfer.backend import Backend, is_out_of_memory
+from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.transfer.devices import full_device, make_backend
 from sp_lightning.pipeline.transfer.trace import Recording
 from sp_lightning.pipeline.weights.quantized import bring_states_home
@@ -79,7 +76,6 @@ class Pipeline:
         replicas: The other processes; None if there are none.
         stats: Counters of what the engine has done.
         optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
-        step_record: What a step has done to weights and gradients, if it may have to run again.
 
     Raises:
         ValueError: If an option does not fit the module or the available memory. Nothing is attached then.
@@ -121,7 +117,6 @@ class Pipeline:
         keep_out_of_graphs()
         finish_before_compiling(self._backend)
         self._depth = 0
-        self._is_prepared = False  # for the step that begins next
         self._lasting = lasting = Lasting(
             module,
             self.device,
@@ -133,10 +128,8 @@ class Pipeline:
             settle=self.settle,
         )
         self.stats, self.optimizers = lasting.stats, lasting.optimizers
-        self.step_record = lasting.step_record
         self._at_work, self._graphs, self._saved = lasting.at_work, lasting.graphs, lasting.saved
         self._activations, self._offloader = lasting.activations, lasting.offloader
-        self._host_meets_device = lasting.host_meets_device
         try:
             self._arranger = Arranger(lasting, planner, progress, keeper=self, in_step=lambda: self._depth > 0)
         except BaseException:
@@ -144,9 +137,6 @@ class Pipeline:
             self._backend.close()
             raise
         listen_to_optimizers(self.optimizers)
-        if not _attached:
-            watch_functions()
-            watch_transforms()
         _attached.add(self)
         atexit.register(self._end_threads, os.getpid())
 
@@ -160,7 +150,7 @@ class Pipeline:
         calls, and around `torch.autograd.grad(..., create_graph=True)`.
         """
         # Guards are resumed because an optimizer may get here through a closure that torch's step hooks do not see.
-        with guards_resumed(), self._host_meets_device.paused(), self._scope(look_for_new_parameters=True):
+        with guards_resumed(), self._scope(look_for_new_parameters=True):
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -217,13 +207,9 @@ class Pipeline:
         if self._depth or self._assembly.backward.running or failed is not None:
             self.reset()
         _attached.remove(self)
-        self._host_meets_device.disable()
         atexit.unregister(self._end_threads)
         self._arranger.stop_planning()
         stop_listening(self.optimizers)
-        if not _attached:
-            stop_watching_functions()
-            stop_watching_transforms()
         self._assembly.uninstall()
         self.arrangement.give_up()
         self.optimizers.let_go()
@@ -263,16 +249,8 @@ class Pipeline:
     @contextmanager
     def step_goes_on(self) -> Iterator[None]:
         """Open a scope for the backward pass of the last step, whatever backward passes there were within that step."""
-        with guards_resumed(), self._host_meets_device.paused(), self._scope(goes_on=True):
+        with guards_resumed(), self._scope(goes_on=True):
             yield
-
-    def bring_operands_together(self) -> None:
-        """Let what this thread runs between steps combine weights and gradients with tensors on the device.
-
-        It was written for plain training, where all of them are there. Results are where the first operand is.
-        """
-        if self.device.type != "cpu":
-            self._host_meets_device.enable()
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors to pass to `backward(inputs=...)`: each master replaced by its leaves in the graph."""
@@ -285,61 +263,6 @@ class Pipeline:
         """Give all processes the first one's buffers; call it between steps. Does nothing in a single process."""
         if self.replicas is not None:
             self.replicas.share_buffers(self.module)
-
-    def with_gradients(self) -> set[int]:
-        """Return the identities of the parameters with a gradient that the next backward pass would add to."""
-        gradients, weights = self._assembly.gradients, self.arrangement.weights
-        with self._at_work:
-            masters = {id(weight.master) for weight in weights if gradients.get(weight) is not None}
-        return masters | {id(p) for p in self._parameters_elsewhere().values() if p.grad is not None}
-
-    def drop_gradients(self, but: Collection[int]) -> None:
-        """Drop the gradients of all parameters but these.
-
-        Args:
-            but: Identities of parameters.
-        """
-        for parameter in self._parameters_elsewhere().values():
-            if id(parameter) not in but:
-                parameter.grad = None
-        with self._at_work:
-            weights = [weight for weight in self.arrangement.weights if id(weight.master) not in but]
-            self._assembly.gradients.drop_all(weights)
-
-    def drop_new_gradients(self) -> bool:
-        """Drop the gradients that a step has made, before it runs again.
-
-        Returns:
-            Whether that was possible. It is not if the step may have added to gradients, and none is dropped then.
-        """
-        with self._at_work:
-            return self.step_record.gradients.drop(
-                self._parameters_elsewhere().values(), self._assembly.gradients, self.arrangement.weights
-            )
-
-    def _parameters_elsewhere(self) -> dict[str, nn.Parameter]:
-        """Return the parameters whose gradients autograd itself accumulates, those of a later arrangement included."""
-        streamed = self.arrangement.weights_by_master
-        return {name: parameter for name, parameter in self.module.named_parameters() if id(parameter) not in streamed}
-
-    def shrink(self) -> str | None:
-        """Use less device memory from the next step on, by giving up something that the user has left open.
-
-        Returns:
-            What was given up, for the log; None if nothing was left to give up.
-        """
-        return self._arranger.shrink()
-
-    @property
-    def may_run_out(self) -> bool:
-        """Whether a step may fail because device memory runs out, or because of what was chosen to save memory."""
-        return self._backend.runs_out or self.survey.budget is not None
-
-    @property
-    def choices(self) -> tuple[int, int]:
-        """What decides about device memory, as counts: of arrangements, and of choices for activations since."""
-        auto = self._activations.auto
-        return self._arranger.arrangements, 0 if auto is None else auto.changes
 
     @property
     def survey(self) -> Survey:
@@ -355,17 +278,21 @@ class Pipeline:
     @contextmanager
     def _scope(self, look_for_new_parameters: bool = False, goes_on: bool = False) -> Iterator[None]:
         if self._depth == 0:
-            with outside_of_transforms():
-                self._open(look_for_new_parameters, goes_on)
+            self._open(look_for_new_parameters, goes_on)
             self._assembly.install_gates()
-        self._depth += 1
         pushed = self._saved.push(ahead=True)
+        self._depth += 1
         try:
             with self._checked():
                 yield
-        except BaseException:
+        except BaseException as error:
             if self._depth == 1 and not in_backward():
                 self.reset()
+            if isinstance(error, RuntimeError) and str(error).startswith("torch.func.") and error.__cause__ is None:
+                raise RuntimeError(
+                    f"{error}\nsuperpipeline has such hooks in a step. Use `torch.autograd.grad`, if need be with "
+                    "`create_graph=True`."
+                ) from error
             raise
         finally:
             if pushed:
@@ -385,30 +312,9 @@ class Pipeline:
             )
         return nullcontext()
 
-    @contextmanager
-    def about_to_step(self) -> Iterator[None]:
-        """Open a scope in which the next step begins, and first lay out units and choose policies for it."""
-        if self._depth == 0 and not in_backward():
-            self._recover()
-            try:
-                self._prepare(look_for_new_parameters=True, goes_on=self._graphs.waiting())
-                self._is_prepared = True
-            except RuntimeError as error:
-                if not is_out_of_memory(error):  # else the step will raise it, too, to whoever can make room
-                    raise
-        try:
-            yield
-        finally:
-            self._is_prepared = False
-
     def _recover(self) -> None:
         if self._assembly.backward.running or any(member.running_calls for member in self.arrangement.members):
             self.reset()  # a backward outside of any scope ended with an exception
-
-    def _prepare(self, look_for_new_parameters: bool, goes_on: bool) -> None:
-        self._arranger.before_step(look_for_new_parameters, goes_on)
-        if not goes_on:
-            self._activations.conclude_step()
 
     def _open(self, look_for_new_parameters: bool, goes_on: bool) -> None:
         if in_backward():
@@ -416,11 +322,9 @@ class Pipeline:
             return
         self._recover()
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
-        if not self._is_prepared:
-            self._prepare(look_for_new_parameters, goes_on)
-        self._is_prepared = False
-        self.step_record.note_elsewhere(self._parameters_elsewhere)
+        self._arranger.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
+            self._activations.conclude_step()
             self.stats.steps += 1
             self._backend.trace.begin_step()
             self._activations.begin_step()
@@ -444,15 +348,15 @@ class Pipeline:
                 "`torch.export`, `torch.onnx.export`, `torch.fx`): the graph would keep the weights of one moment. "
                 "Capture `copy.deepcopy(module).cpu()`, which is plain, or capture before or after the run."
             )
+        if in_transform() and (member.is_streamed or self._depth == 0):
+            raise RuntimeError(
+                f"{member.name or 'the model'!r}, whose weights are streamed, is called within a transform of "
+                "`torch.func`. Name the modules that it calls in `resident=`, within a step. To differentiate, use "
+                "`torch.autograd.grad`."
+            )
         if guards_suspended():
             with guards_resumed():
                 return self.call(member, forward, args, kwargs)
-        if member.unit is not None and self._host_meets_device.is_around():
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return self._call(member, forward, args, kwargs)
-
-            return call_on_device(self.device, call, args, kwargs, self._host_meets_device)
         return self._call(member, forward, args, kwargs)
 
     def _call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,6 @@ from sp_lightning.pipeline.transfer.trace import Recording
 from sp_lightning.pipeline.weights.units import Unit
 
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
-_SHARE_AFTER_FAILURE = 0.85  # the budget shrinks to this share of it each time that it did not suffice
 
 
 class Survey:
@@ -57,10 +56,7 @@ class Survey:
 
     @property
     def budget(self) -> int | None:
-        """Device memory for weights, gradients on their way and activations; None if no limit is known.
-
-        It shrinks each time that memory ran out although the plan fitted: fragmentation took the rest.
-        """
+        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
         budget = self.arrangement.budget
         if budget is None:
             free = self._lasting.backend.free_memory()
@@ -70,7 +66,7 @@ class Survey:
             if torch.is_grad_enabled():  # `free` still includes what the first backward will allocate
                 streaming = min(streaming, self.arrangement.device_bytes() + self._gradient_bytes())
             budget = streaming + int(SHARE_OF_FREE_MEMORY * free)
-        return int(_SHARE_AFTER_FAILURE**self._lasting.learned.fresh_starts * budget)
+        return budget
 
     @property
     def activation_peak(self) -> int:
@@ -145,9 +141,6 @@ class Planner(Protocol):
             survey: The pipeline.
             builds_graph: Whether the step may have a backward.
         """
-
-    def start_over(self) -> None:
-        """Forget all plans, because one of them did not fit."""
 
     def abandon(self) -> None:
         """Discard the measurement under way: a step did not finish, or the pipeline ends."""

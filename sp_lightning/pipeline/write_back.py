@@ -26,7 +26,6 @@ class WriteBack:
     """
 
     def __init__(self, lasting: Lasting, window: Window) -> None:
-        self._journal = lasting.step_record.weights
         self._backend = lasting.backend
         self._stats = lasting.stats
         self._at_work = lasting.at_work
@@ -99,7 +98,6 @@ class WriteBack:
                     f"Weight {weight.name!r} is both cast by autocast and changed in place by a forward. Keep its "
                     "module out of autocast, or change the weight outside of the forward."
                 )
-            self._journal.note(weight)
             weight.overwrite(arrived)
         weight.twin.note_written_back()
         self._stats.write_backs += 1

@@ -78,11 +78,6 @@ class AutoPlanner(Planner):
         return plan
 
     @override
-    def start_over(self) -> None:
-        self.abandon()
-        self._plans.clear()
-
-    @override
     def abandon(self) -> None:
         measuring, self._measuring = self._measuring, None
         if measuring is not None:

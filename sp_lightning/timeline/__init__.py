@@ -1,12 +1,5 @@
 """Draws recorded steps: when units computed, were copied and stepped, and what computing had to wait for.
 
-    breakdown.py   a recording in numbers
-    picture.py     a recording as a drawing
-    drawing.py     a drawing as SVG or PNG
-    page.py        a drawing as a page that can be zoomed
-    chrome.py      a recording as Chrome trace
-    scale.py       round numbers for axes
-
 It depends on recordings only, not on how they are made.
 """
 
@@ -15,33 +8,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from sp_lightning.pipeline import Recording
-from sp_lightning.timeline.breakdown import Breakdown, break_down
+from sp_lightning.timeline.breakdown import LANES, Breakdown, break_down
 from sp_lightning.timeline.chrome import to_chrome_trace
-from sp_lightning.timeline.drawing import require_pillow, save_png
 from sp_lightning.timeline.page import to_page
-from sp_lightning.timeline.picture import draw_timeline, headline
+from sp_lightning.timeline.picture import draw_timeline
 
-__all__ = ["Breakdown", "break_down", "check_timeline_path", "headline", "write_timeline"]
+__all__ = ["LANES", "Breakdown", "break_down", "check_timeline_path", "write_timeline"]
 
-_SUFFIXES = (".html", ".png", ".json")
+_FORMATS = {".html": to_page, ".svg": draw_timeline, ".json": to_chrome_trace}
 
 
 def check_timeline_path(path: str | Path, argument: str = "path") -> Path:
-    """Check a timeline's file name before anything is recorded.
-
-    Args:
-        path: The file.
-        argument: Name of the user's argument, for messages.
-
-    Raises:
-        ImportError: If it is a PNG, and Pillow is not installed.
-        ValueError: If its suffix is not one of the supported formats.
-    """
-    if Path(path).suffix.lower() not in _SUFFIXES:
-        kinds = "`.html` (a page), `.png` (a picture) or `.json` (a Chrome trace, for ui.perfetto.dev)"
+    """Return a timeline's path; raise ValueError, naming the user's argument, if its suffix is not supported."""
+    if Path(path).suffix.lower() not in _FORMATS:
+        kinds = "`.html` (a page), `.svg` (a picture) or `.json` (a Chrome trace, for ui.perfetto.dev)"
         raise ValueError(f"`{argument}={str(path)!r}` must end in {kinds}.")
-    if Path(path).suffix.lower() == ".png":
-        require_pillow(f"`{argument}={str(path)!r}`")
     return Path(path)
 
 
@@ -50,12 +31,11 @@ def write_timeline(recording: Recording, path: str | Path, *, caption: str = "")
 
     Args:
         recording: The recording that `with pipeline.record() as recording:` made, with at least one step.
-        path: A file whose name ends in `.html` (a self-contained page to zoom into), `.png` (needs Pillow) or `.json`
-            (a Chrome trace, for https://ui.perfetto.dev).
+        path: A file whose name ends in `.html` (a self-contained page to zoom into), `.svg` (the same picture without a
+            script) or `.json` (a Chrome trace, for https://ui.perfetto.dev).
         caption: A description of what was recorded, shown in the picture.
 
     Raises:
-        ImportError: If `path` ends in `.png` and Pillow is not installed.
         ValueError: If `path` has another suffix, or if no step was recorded.
 
     Example::
@@ -65,9 +45,6 @@ def write_timeline(recording: Recording, path: str | Path, *, caption: str = "")
         sp_lightning.write_timeline(recording, "timeline.html")
     """
     path = check_timeline_path(path)
+    written = _FORMATS[path.suffix.lower()](recording, caption)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix.lower() == ".png":
-        save_png(draw_timeline(recording, caption), path)
-        return
-    text = to_page(recording, caption) if path.suffix.lower() == ".html" else to_chrome_trace(recording, caption)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(written, encoding="utf-8")

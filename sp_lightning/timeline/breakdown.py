@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
-from sp_lightning.pipeline import Kind, Lane, Recording
+from sp_lightning.pipeline import Kind, Lane, Recording, Span
 
-Interval = tuple[float, float]
+LANES = {
+    Lane.COMPUTE: "compute",
+    Lane.TO_DEVICE: "host to device",
+    Lane.TO_HOST: "device to host",
+    Lane.HOST: "host",
+}
+"""Names of the lanes in pictures and sentences."""
 
 _COMPUTES_ALL_THE_TIME = 0.9  # the share of the time from which on computing itself is the bottleneck
-_SUPPLIERS = {"gradients": (Lane.TO_HOST, Lane.HOST, Lane.TO_DEVICE)}
-_USUAL_SUPPLIERS = (Lane.TO_DEVICE, Lane.HOST, Lane.TO_HOST)
-"""Lanes to blame for a wait, in this order: the first one that is busy at that moment."""
+_SUPPLIERS = (Lane.TO_DEVICE, Lane.HOST, Lane.TO_HOST)  # a wait is blamed on the first that is busy at that moment
+_SUPPLIERS_OF_ROOM = (Lane.TO_HOST, Lane.HOST, Lane.TO_DEVICE)  # the same, where gradients wait for room
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,7 @@ class Breakdown:
         kinds: How long each kind of work took; computing does not include the stalls in it.
         stalls: How long computing waited for "weights", "gradients" or "activations".
         blamed: How long computing waited for each lane's work.
-        hidden: How long copies and work on the host ran while the device computed.
-        beside: How long copies and work on the host ran in total.
+        overlap: The share of copies and work on the host that ran while the device computed; 1 if there was none.
     """
 
     begin: float
@@ -40,8 +46,7 @@ class Breakdown:
     kinds: dict[Kind, float]
     stalls: dict[str, float]
     blamed: dict[Lane, float]
-    hidden: float
-    beside: float
+    overlap: float
 
     @property
     def seconds(self) -> float:
@@ -49,19 +54,9 @@ class Breakdown:
         return self.end - self.begin
 
     @property
-    def stalled(self) -> float:
-        """How long computing waited for copies."""
-        return self.kinds[Kind.STALL]
-
-    @property
     def elsewhere(self) -> float:
         """How long no unit computed or waited for a copy: the loss, the loop, data."""
-        return max(0.0, self.seconds - self.busy[Lane.COMPUTE] - self.stalled)
-
-    @property
-    def overlap(self) -> float:
-        """The share of copies and work on the host that ran while the device computed; 1 if there was none."""
-        return self.hidden / self.beside if self.beside else 1.0
+        return max(0.0, self.seconds - self.busy[Lane.COMPUTE] - self.kinds[Kind.STALL])
 
     def share(self, seconds: float) -> float:
         """Return the share of the total time that some seconds are."""
@@ -79,6 +74,21 @@ class Breakdown:
         lane = max(self.blamed, key=lambda lane: self.blamed[lane])
         return lane if self.blamed[lane] > self.elsewhere else None
 
+    def headline(self) -> str:
+        """Say in a sentence or two where the time went."""
+        device = f"The device computes {self.share(self.busy[Lane.COMPUTE]):.0%} of the time"
+        causes = sorted(self.stalls.items(), key=lambda item: -item[1])
+        waits = [f"{self.share(seconds):.0%} for {cause}" for cause, seconds in causes if self.share(seconds) > 0.01]
+        device += f", and waits {' and '.join(waits)}." if waits else ", and hardly ever waits for a copy."
+        lane = self.bottleneck
+        if lane is None:
+            lost = f"{self.share(self.elsewhere):.0%}"
+            return f"{device} In {lost} of the time no unit computes: loss, data, loop or optimizer."
+        if lane is Lane.COMPUTE:
+            return f"{device} Computing is the bottleneck."
+        name = "work on the host" if lane is Lane.HOST else f"the way from {LANES[lane]}"
+        return f"{device} The bottleneck is {name}, busy {self.share(self.busy[lane]):.0%} of the time."
+
 
 def break_down(recording: Recording) -> Breakdown:
     """Add up the times of a recording's steps. Work outside of them does not count.
@@ -92,77 +102,45 @@ def break_down(recording: Recording) -> Breakdown:
     if not recording.steps:
         raise ValueError("The recording has no step: surround at least one forward with `with pipeline.record()`.")
     begin, end = recording.steps[0][0], recording.steps[-1][1]
-    inside: dict[Kind, list[Interval]] = {kind: [] for kind in Kind}
-    causes: dict[str, list[Interval]] = {}
+    spans = [span for span in recording.spans if max(begin, span.begin) < min(end, span.end)]
     nbytes = dict.fromkeys(Lane, 0)
-    for span in recording.spans:
-        clipped = max(begin, span.begin), min(end, span.end)
-        if clipped[0] >= clipped[1]:
-            continue
-        inside[span.kind].append(clipped)
-        nbytes[span.lane] += round(span.nbytes * (clipped[1] - clipped[0]) / (span.end - span.begin))
-        if span.kind is Kind.STALL:
-            causes.setdefault(span.name, []).append(clipped)
-    stalls = union(inside[Kind.STALL])
-    kinds = {kind: union(intervals) for kind, intervals in inside.items()}
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
-        kinds[kind] = without(kinds[kind], stalls)
-    busy = {lane: union(i for kind in Kind if kind.lane is lane for i in kinds[kind]) for lane in Lane}
-    computing = busy[Lane.COMPUTE] = without(busy[Lane.COMPUTE], stalls)
-    causes = {cause: union(intervals) for cause, intervals in causes.items()}
-    beside = union(interval for lane in Lane if lane is not Lane.COMPUTE for interval in busy[lane])
-    return Breakdown(
-        begin=begin,
-        end=end,
-        steps=len(recording.steps),
-        busy={lane: length(intervals) for lane, intervals in busy.items()},
-        nbytes=nbytes,
-        kinds={kind: length(intervals) for kind, intervals in kinds.items()},
-        stalls={cause: length(intervals) for cause, intervals in causes.items()},
-        blamed=_blame(causes, busy),
-        hidden=length(beside) - length(without(beside, computing)),
-        beside=length(beside),
-    )
+    for span in spans:
+        inside = min(end, span.end) - max(begin, span.begin)
+        nbytes[span.lane] += round(span.nbytes * inside / (span.end - span.begin))
+    busy, kinds, blamed = dict.fromkeys(Lane, 0.0), dict.fromkeys(Kind, 0.0), dict.fromkeys(_SUPPLIERS, 0.0)
+    stalls: dict[str, float] = {}
+    beside, hidden = 0.0, 0.0
+    for seconds, work, causes in _stretches(spans, begin, end):
+        lanes = {kind.lane for kind in work if kind is not Kind.STALL}
+        for kind in work:
+            kinds[kind] += seconds
+        for lane in lanes:
+            busy[lane] += seconds
+        for cause in causes:
+            stalls[cause] = stalls.get(cause, 0.0) + seconds
+            suppliers = _SUPPLIERS_OF_ROOM if cause == "gradients" else _SUPPLIERS
+            culprit = next((lane for lane in suppliers if lane in lanes), None)
+            if culprit is not None:
+                blamed[culprit] += seconds
+        if lanes.intersection(_SUPPLIERS):
+            beside += seconds
+            hidden += seconds if Lane.COMPUTE in lanes else 0.0
+    overlap = hidden / beside if beside else 1.0
+    return Breakdown(begin, end, len(recording.steps), busy, nbytes, kinds, stalls, blamed, overlap)
 
 
-def _blame(causes: dict[str, list[Interval]], busy: dict[Lane, list[Interval]]) -> dict[Lane, float]:
-    blamed = dict.fromkeys(_USUAL_SUPPLIERS, 0.0)
-    for cause, waits in causes.items():
-        for lane in _SUPPLIERS.get(cause, _USUAL_SUPPLIERS):
-            unexplained = without(waits, busy[lane])
-            blamed[lane] += length(waits) - length(unexplained)
-            waits = unexplained
-    return blamed
+def _stretches(spans: list[Span], begin: float, end: float) -> Iterator[tuple[float, set[Kind], set[str]]]:
+    """Yield stretches in which nothing begins or ends: their length, the work at that time, and causes of stalls.
 
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals into ones that neither touch nor overlap, in order."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
-    """Subtract `others` from `intervals`; both must be as `union` returns them."""
-    left, first = [], 0
-    for begin, end in intervals:
-        while first < len(others) and others[first][1] <= begin:
-            first += 1
-        for other_begin, other_end in others[first:]:
-            if other_begin >= end:
-                break
-            if other_begin > begin:
-                left.append((begin, other_begin))
-            begin = max(begin, other_end)
-        if begin < end:
-            left.append((begin, end))
-    return left
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Return the total length of intervals."""
-    return sum(end - begin for begin, end in intervals)
+    While computing waits, it does not compute, although a forward or backward has begun.
+    """
+    changes = [(max(begin, span.begin), 1, span) for span in spans] + [(min(end, span.end), -1, span) for span in spans]
+    changes.sort(key=lambda change: change[0])
+    running: Counter[tuple[Kind, str]] = Counter()
+    for (moment, change, span), (following, *_) in pairwise(changes):
+        running[span.kind, span.name if span.kind is Kind.STALL else ""] += change
+        if moment < following:
+            under_way = [key for key, count in running.items() if count]
+            causes = {cause for kind, cause in under_way if kind is Kind.STALL}
+            work = {kind for kind, _ in under_way if not (causes and kind in (Kind.FORWARD, Kind.BACKWARD))}
+            yield following - moment, work, causes

@@ -8,14 +8,38 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 """The two namespaces, each with its Fabric package."""
+
+_OLDEST = (2, 5, 5)
+_COMPROMISED = ("2.6.2", "2.6.3")  # releases with code that steals credentials
+
+
+def why_unsupported(name: str) -> str | None:
+    """Return why the installed version of a namespace must not be used; None if it may be.
+
+    Args:
+        name: The import path of the namespace, which is not imported for this: two releases do harm when they are.
+    """
+    package = name.partition(".")[0]
+    try:
+        installed = version(package)
+    except PackageNotFoundError:  # a checkout without metadata
+        return None
+    if installed in _COMPROMISED:
+        return (
+            f"{package} {installed} is a compromised release. Uninstall it, replace the credentials that were on this "
+            f"machine, and install another version: `pip install '{package}>=2.6.4'`."
+        )
+    if tuple(map(int, re.findall(r"\d+", installed)[:3])) < _OLDEST:
+        return f"sp_lightning needs {package} 2.5.5 or newer, and {installed} is installed: `pip install -U {package}`."
+    return None
 
 
 class Namespace:
@@ -38,10 +62,7 @@ class Namespace:
         self.precisions = (plugins.HalfPrecision, plugins.DoublePrecision, plugins.MixedPrecision)
         self.precision = plugins.Precision
         self.mixed_precision = plugins.MixedPrecision
-        # If one of these callbacks prints with rich, so do we.
-        self.rich = (callbacks.RichModelSummary, callbacks.RichProgressBar)
         self.summary = callbacks.ModelSummary
-        self.logger = import_module(f"{name}.loggers").Logger
         # Private: their `_device`. They keep a second copy of the model, on the device unless told otherwise.
         # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
         averaging = (getattr(callbacks, each, None) for each in ("StochasticWeightAveraging", "WeightAveraging"))
@@ -65,21 +86,15 @@ class Namespace:
         # Private. The reduction behind `self.log(sync_dist=True)`.
         self.reduce = distributed._sync_ddp_if_available
 
-    @staticmethod
-    def logged(module: Any) -> list[Any]:
-        """Private. Return the collection in which `self.log` keeps values, if a loop is running."""
-        results = None if module._trainer is None else module._trainer._results
-        return [] if results is None else [results]
-
-    @staticmethod
-    @contextmanager
-    def in_hook(module: Any, name: str) -> Iterator[None]:
-        """Private. Run code as if in Lightning's hook of this name, which decides how `self.log` behaves."""
-        before, module._current_fx_name = module._current_fx_name, name
-        try:
-            yield
-        finally:
-            module._current_fx_name = before
+    def turn_off_graphs(self, trainer: Any) -> None:
+        """Private. Have loggers not trace the module, as they do with `log_graph=True`, and warn of it."""
+        for logger in trainer.loggers:
+            if getattr(logger, "_log_graph", False):
+                logger._log_graph = False
+                self.warn(
+                    f"`{type(logger).__name__}(log_graph=True)` is turned off: a model that is streamed cannot be "
+                    "traced. Log its graph before the run, with `logger.experiment.add_graph(module, example)`."
+                )
 
     def check(self, condition: bool, message: str) -> None:
         """Raise `MisconfigurationException` with `message` unless `condition` holds."""

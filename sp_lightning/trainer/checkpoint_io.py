@@ -11,26 +11,28 @@ from __future__ import annotations
 import inspect
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import TorchCheckpointIO as _Base
+    from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.strategies import ParallelStrategy
 else:
-    _Base = object
+    TorchCheckpointIO = ParallelStrategy = object
 
 
 def _on_host(storage: Any, location: str) -> Any:
     return storage
 
 
-class StreamingCheckpointIO(_Base):
+class StreamingCheckpointIO(TorchCheckpointIO):
     """Writes and reads local checkpoints without a copy in memory, and leaves remote ones to Lightning.
 
     A mixin: each namespace's `SuperpipelineCheckpointIO` combines it with that namespace's `TorchCheckpointIO`.
@@ -65,10 +67,7 @@ class StreamingCheckpointIO(_Base):
 
     @override
     def load_checkpoint(
-        self,
-        path: str | Path,
-        map_location: Callable[..., Any] | None = _on_host,
-        weights_only: bool | None = None,
+        self, path: str | Path, map_location: Callable[..., Any] | None = _on_host, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load the checkpoint at `path`. A local file is memory-mapped: its tensors are read when they are used.
 
@@ -76,9 +75,6 @@ class StreamingCheckpointIO(_Base):
             path: A local path or an fsspec address.
             map_location: As in `torch.load`.
             weights_only: As in `torch.load`; `None` means the default of the installed Lightning.
-
-        Returns:
-            The checkpoint.
 
         Raises:
             FileNotFoundError: If there is no such file.
@@ -95,6 +91,49 @@ class StreamingCheckpointIO(_Base):
         return checkpoint
 
 
+class CheckpointsMixin(ParallelStrategy):
+    """The part of the strategy that deals with checkpoints."""
+
+    streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
+    lightning: ClassVar[Any]
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        io: Any = self._checkpoint_io
+        if io is None:
+            io = self._checkpoint_io = self.streaming_checkpoint_io()
+        elif isinstance(io, self.lightning.wrapping_checkpoint_io):
+            # Set the wrapped plugin; the wrapper's setter keeps one that the user chose.
+            io.checkpoint_io = self.streaming_checkpoint_io()
+        return cast("CheckpointIO", io)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # The base class moves optimizer state to the device, but state belongs where its weight is.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+            own_memory(optimizer)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        # A checkpoint must not depend on what currently lives on the device.
+        state = super().optimizer_state(optimizer)
+        return cast("dict[str, Tensor]", tree_map_only(Tensor, Tensor.cpu, state))
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        for name, value in state.items():  # in place, as it has metadata
+            if isinstance(value, Tensor):
+                state[name] = standalone(value)
+        return state
+
+
 def _local(path: str | Path) -> Path | None:
     # Lightning uses fsspec for the rest, which recognizes addresses ("s3://...", "zip::...") like this.
     remote = "://" in str(path) or "::" in str(path)
@@ -102,13 +141,10 @@ def _local(path: str | Path) -> Path | None:
 
 
 def standalone(tensor: Tensor) -> Tensor:
-    """Return `tensor` on the CPU as `torch.save` should see it: the same memory in a storage of exactly its size.
+    """Return a weight or a buffer, detached, as `torch.save` should see it: in a CPU storage of exactly its size.
 
     Weights may share a flat buffer, and `torch.save` writes the whole storage behind a view: one weight picked out of a
     checkpoint would bring its neighbors along.
-
-    Args:
-        tensor: A weight or a buffer, detached.
     """
     if tensor.device.type not in ("cpu", "meta"):
         return tensor.cpu()
@@ -124,13 +160,9 @@ def standalone(tensor: Tensor) -> Tensor:
 
 
 def own_memory(optimizer: Optimizer) -> None:
-    """Copy the state of `optimizer` that `load_state_dict` left in a memory-mapped checkpoint file.
+    """Copy the state of an optimizer that `load_state_dict` left in a memory-mapped checkpoint file.
 
-    `Optimizer.load_state_dict` keeps the tensors that it is given. Memory-mapped ones would be read from disk in the
-    middle of a step.
-
-    Args:
-        optimizer: An optimizer whose state was just loaded.
+    It keeps the tensors that it is given. Memory-mapped ones would be read from disk in the middle of a step.
     """
     for state in optimizer.state.values():
         if isinstance(state, dict):

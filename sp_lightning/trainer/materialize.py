@@ -16,10 +16,6 @@ def materialize(module: nn.Module, lightning: Namespace) -> None:
     Parameter objects are kept (optimizers may already hold them), and so are ties: a weight shared by two modules is
     filled by the first one in `named_modules`.
 
-    Args:
-        module: Any module; without meta tensors nothing happens.
-        lightning: The namespace of the exception.
-
     Raises:
         MisconfigurationException: If a module with meta tensors has no `reset_parameters`.
     """

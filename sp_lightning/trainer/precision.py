@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
+from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -15,49 +15,30 @@ from sp_lightning.trainer._namespace import Namespace
 from sp_lightning.trainer.steps import Steps
 
 
-class Loan:
-    """The objects that a plugin may use while a module is attached. Pickling leaves them out.
-
-    Attributes:
-        pipeline: The engine.
-        steps: Runs backward.
-    """
-
-    def __init__(self, pipeline: Pipeline | None = None, steps: Steps | None = None) -> None:
-        self.pipeline = pipeline
-        self.steps = steps
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"pipeline": None, "steps": None}
-
-
 class HostGradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` whose scale and growth tracker live in host memory.
+    """A `torch.amp.GradScaler` whose scale and growth tracker live in host memory, as gradients do.
 
-    torch puts the scale on the device of the loss. Gradients are on the host here, so `unscale_` would copy the
-    inverse scale and the overflow flag device -> host with `non_blocking=True`, which does not wait: the kernel could
-    read them before they arrive. With the scale on the host there is no copy in that direction, and the step needs no
-    device synchronization. The only copy is host -> device, in `scale`, from pageable memory: it is staged before the
-    call returns, so that a later `update` cannot change what arrives.
+    torch puts them on the device of the loss. `unscale_` would then copy the inverse scale and the overflow flag to the
+    host with `non_blocking=True`, and might read them before they arrive. The copy in `scale`, host -> device, is from
+    pageable memory, and staged before the call returns: a later `update` cannot change what arrives.
 
     Args:
         settings: Those of `torch.amp.GradScaler`, except `device`.
 
     Attributes:
-        loan: Gives access to the engine that has the gradients, while a module is attached.
+        pipeline: The engine that has the gradients, while a module is attached.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__("cpu", **settings)
-        self.loan = Loan()
+        self.pipeline: Pipeline | None = None
 
     @override
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # The engine tells overflow from the norms that came with the gradients, and unscales when they are read.
-        pipeline = self.loan.pipeline
-        overflow = None if pipeline is None else pipeline.optimizers.unscale(optimizer, inv_scale)
+        overflow = None if self.pipeline is None else self.pipeline.optimizers.unscale(optimizer, inv_scale)
         if overflow is None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             # For gradients on the device: `update` would copy the flag to the host without waiting, too.
@@ -70,11 +51,7 @@ class HostGradScaler(torch.amp.GradScaler):
 
 
 def host_scaler(scaler: torch.amp.GradScaler, lightning: Namespace) -> torch.amp.GradScaler:
-    """Return a scaler with the settings and the state of `scaler` that works on host gradients.
-
-    Args:
-        scaler: The scaler of a `MixedPrecision` plugin: torch's own, or a user's subclass.
-        lightning: The namespace of the exception.
+    """Return a scaler with the settings and the state of a `MixedPrecision` plugin's that works on host gradients.
 
     Raises:
         MisconfigurationException: If the scaler is a user's subclass made for another device than the CPU.
@@ -96,64 +73,67 @@ def host_scaler(scaler: torch.amp.GradScaler, lightning: Namespace) -> torch.amp
     return scaler
 
 
-def lend(plugin: Any, pipeline: Pipeline, steps: Steps, lightning: Namespace) -> None:
-    """Have a plugin clip and unscale gradients through the engine, which does both when the optimizer reads them.
+class _Attached:
+    """What stands in for methods of a precision plugin while a module is attached.
 
-    The plugin's `backward` is redirected, too: of all that Lightning calls for backward, it is the innermost method
-    that is not the user's, so that hooks and a strategy's own `backward` stay outside of what may have to run again.
-
-    Args:
-        plugin: A precision plugin. If a user's own class clips by itself, that is left alone.
-        pipeline: The engine.
-        steps: Runs backward.
-        lightning: The namespace that the plugin belongs to.
+    The plugin's `backward` is the innermost method on the way into backward that is not a user's. Hooks, and a
+    strategy's own `backward`, are around it, and so not part of the step.
     """
-    loan = Loan(pipeline, steps)
+
+    def __init__(self, plugin: Any, steps: Steps) -> None:
+        self._plugin = plugin
+        self._steps = steps
+        self._optimizers = steps.pipeline.optimizers
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self._steps.backward(kwargs):
+            type(self._plugin).backward(self._plugin, loss, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._optimizers.clip_grad_norm(self._plugin.main_params(optimizer), clip_val)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._optimizers.clip_grad_value(self._plugin.main_params(optimizer), clip_val)
+
+
+_CLIPS = ("clip_grad_by_norm", "clip_grad_by_value")
+
+
+def attach(plugin: Any, steps: Steps, lightning: Namespace) -> None:
+    """Have a precision plugin run backward, clip and unscale through the engine, until `detach`.
+
+    If a user's own class clips by itself, that is left alone.
+    """
     scaler = getattr(plugin, "scaler", None)
     if isinstance(scaler, HostGradScaler):
-        scaler.loan = loan
-    plugin.backward = partial(_backward, plugin, loan)
-    for name, clip in _CLIPS.items():
+        scaler.pipeline = steps.pipeline
+    attached = _Attached(plugin, steps)
+    plugin.backward = attached.backward
+    for name in _CLIPS:
         if getattr(type(plugin), name) is getattr(lightning.precision, name):
-            setattr(plugin, name, partial(clip, plugin, loan))
+            setattr(plugin, name, getattr(attached, name))
 
 
-def take_back(plugin: Any) -> None:
-    """Undo `lend`: restore the plugin as the user built it."""
+def detach(plugin: Any) -> None:
+    """Undo `attach`: restore the plugin as the user built it."""
     scaler = getattr(plugin, "scaler", None)
     if isinstance(scaler, HostGradScaler):
-        scaler.loan = Loan()
+        scaler.pipeline = None
     for name in ("backward", *_CLIPS):
         vars(plugin).pop(name, None)
 
 
-def _backward(plugin: Any, loan: Loan, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    run = partial(type(plugin).backward, plugin)
-    if loan.steps is None:
-        run(loss, *args, **kwargs)
-    else:
-        loan.steps.backward(run, loss, *args, **kwargs)
-
-
-def _clip_by_norm(plugin: Any, loan: Loan, optimizer: Optimizer, clip_val: float) -> None:
-    clip = nn.utils.clip_grad_norm_ if loan.pipeline is None else loan.pipeline.optimizers.clip_grad_norm
-    clip(plugin.main_params(optimizer), clip_val)
-
-
-def _clip_by_value(plugin: Any, loan: Loan, optimizer: Optimizer, clip_val: float) -> None:
-    clip = nn.utils.clip_grad_value_ if loan.pipeline is None else loan.pipeline.optimizers.clip_grad_value
-    clip(plugin.main_params(optimizer), clip_val)
-
-
-_CLIPS = {"clip_grad_by_norm": _clip_by_norm, "clip_grad_by_value": _clip_by_value}
+def without_engine(plugin: Any) -> Any:
+    """Return a copy of a plugin, attached or not, that can be pickled."""
+    plugin = copy(plugin)
+    if isinstance(getattr(plugin, "scaler", None), HostGradScaler):
+        plugin.scaler = copy(plugin.scaler)
+    detach(plugin)
+    return plugin
 
 
 def host_precision(plugin: Any, lightning: Namespace) -> Any:
-    """Return `plugin`, prepared for weights on the host.
-
-    Args:
-        plugin: A precision plugin.
-        lightning: The namespace that the plugin belongs to.
+    """Return a precision plugin prepared for weights on the host.
 
     Raises:
         MisconfigurationException: If the plugin needs weights that stay on the device.

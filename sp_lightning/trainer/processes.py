@@ -7,8 +7,9 @@ the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline import Pipeline, Replicas
+from sp_lightning.pipeline import Pipeline, Replicas, use_all_cores
 from sp_lightning.trainer._namespace import Namespace
 
 if TYPE_CHECKING:
@@ -33,11 +34,6 @@ class ProcessesMixin(_Base):
 
     Attributes:
         lightning: The namespace of Lightning in use.
-        num_nodes: Number of machines; set by the Trainer.
-        global_rank: Rank of this process among all.
-        local_rank: Rank of this process on its machine.
-        node_rank: Rank of this machine.
-        world_size: Number of processes.
         replicas: The engine's handle to all processes, once the process group exists; None if there is only one.
     """
 
@@ -49,13 +45,14 @@ class ProcessesMixin(_Base):
     node_rank = 0
     world_size = 1
 
-    def __init__(self, *, process_group_backend: str | None, timeout: timedelta | None, **plugins: Any) -> None:
-        super().__init__(**plugins)
+    def __init__(self, *plugins: Any, process_group_backend: str | None, timeout: timedelta | None) -> None:
+        super().__init__(*plugins)
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self.num_nodes = 1
         self.replicas: Replicas | None = None
         self._buffers_due = False
+        self._threads_before: int | None = None
 
     @property
     @override
@@ -89,7 +86,10 @@ class ProcessesMixin(_Base):
         if environment is None:
             return
         environment.set_world_size(count)  # no effect if an external launcher has started the processes
-        launched = self._launched_processes()
+        launched = None  # or unknown
+        if environment.creates_processes_externally:
+            with suppress(KeyError):  # an interactive SLURM shell has no SLURM_NTASKS, and runs one process
+                launched = environment.world_size()
         self.lightning.check(
             launched in (None, count),
             f"{type(environment).__name__} says that {launched} process(es) were launched, but `Trainer(devices="
@@ -103,16 +103,6 @@ class ProcessesMixin(_Base):
         self.global_rank, self.world_size = environment.global_rank(), environment.world_size()
         self.lightning.rank_zero_only.rank = self.global_rank
 
-    def _launched_processes(self) -> int | None:
-        """Return how many processes an external launcher has started; None if the Trainer launches, or unknown."""
-        environment = self.cluster_environment
-        if environment is None or not environment.creates_processes_externally:
-            return None
-        try:
-            return environment.world_size()
-        except KeyError:  # an interactive SLURM shell has no SLURM_NTASKS, and runs one process
-            return None
-
     @override
     def _configure_launcher(self) -> None:
         if self.num_nodes * self.num_processes > 1:
@@ -121,7 +111,16 @@ class ProcessesMixin(_Base):
             )
 
     def setup_processes(self) -> None:
-        """Join the process group, once the device is set up."""
+        """Use this process's part of the cores, and join the process group, once the device is set up."""
+        if self.root_device.type != "cpu" and self._threads_before is None:
+            # Not on the CPU, where the same threads compute the model: with another number of threads, sums would be
+            # taken in another order than in plain training.
+            self._threads_before = use_all_cores(self.num_processes)
+            if self._threads_before is not None:
+                self.lightning.info(
+                    f"The optimizer steps on the host: torch uses up to {torch.get_num_threads()} threads there, "
+                    f"not the {self._threads_before} of OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}."
+                )
         if not self.is_distributed:
             return
         self.lightning.reset_seed()
@@ -134,6 +133,12 @@ class ProcessesMixin(_Base):
             if dist.get_backend() != "gloo":
                 on_host = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=self.timeout))
             self.replicas = Replicas(on_host, self.num_processes)
+
+    def teardown_processes(self) -> None:
+        """Give torch back the number of threads that it had."""
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
 
     @contextmanager
     @override
@@ -149,19 +154,13 @@ class ProcessesMixin(_Base):
             self.replicas.accumulates = False
 
     def begin_run(self, trains: bool) -> None:
-        """Prepare for steps.
-
-        Only in training are buffers shared and gradients averaged: there all processes see equally many batches.
-        """
+        """Prepare for steps. Buffers are shared and gradients averaged where all processes see equally many batches."""
         self._buffers_due = trains
         if self.replicas is not None:
             self.replicas.averages = trains
 
     def begin_step(self, pipeline: Pipeline) -> None:
-        """Give all processes the first one's buffers, as DDP does.
-
-        Done in the first step after one that has changed weights, even if that is an evaluation step.
-        """
+        """Give all processes the first one's buffers, as DDP does, in the first step after one that changed weights."""
         if self.replicas is not None:
             if self._buffers_due:
                 pipeline.share_buffers()
@@ -169,10 +168,7 @@ class ProcessesMixin(_Base):
 
     @contextmanager
     def evaluation(self, pipeline: Pipeline) -> Generator[None, None, None]:
-        """Open a scope for an evaluation step, whose backward passes and optimizer steps are this process's own.
-
-        DDP, too, averages gradients in training steps alone.
-        """
+        """Open a scope for an evaluation step, whose backward and optimizer step are this process's own, as in DDP."""
         replicas = self.replicas
         if replicas is None:
             yield

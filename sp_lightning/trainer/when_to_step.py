@@ -22,24 +22,12 @@ if TYPE_CHECKING:
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _OF_THE_MODULE = (*_SEES_GRADIENTS, "backward", "configure_gradient_clipping", "clip_gradients", "manual_backward")
 _OF_THE_STRATEGY = ("backward", "post_backward", "optimizer_step")
-_OF_THE_PRECISION = (
-    "backward",
-    "clip_grad_by_norm",
-    "clip_grad_by_value",
-    "clip_gradients",
-    "optimizer_step",
-    "post_backward",
-)
+_CLIPS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients")
+_OF_THE_PRECISION = ("backward", *_CLIPS, "optimizer_step", "post_backward")
+_BEFORE_ZERO_GRAD = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "lr_scheduler_step")
 _AFTER_THE_STEP = (
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "on_before_zero_grad",
-    "lr_scheduler_step",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_validation_start",
-)
+    *_BEFORE_ZERO_GRAD, "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_validation_start",
+)  # fmt: skip
 _NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 
 
@@ -62,25 +50,23 @@ class SteppingPlan:
     keeps_gradients: bool
 
 
+@dataclass(frozen=True)
 class WhenToStep:
-    """Plans the steps of the optimizers of a module.
+    """Plans the steps of an attached module's optimizers.
 
-    Args:
+    Attributes:
         pipeline: The engine.
-        module: The user's module, attached to its Trainer.
+        module: The user's module.
         precision: The precision plugin.
         strategy: The class of the strategy, which may be a user's subclass.
-        lightning: The namespace that the module belongs to.
+        lightning: The namespace of Lightning in use.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, module: LightningModule, precision: Any, strategy: type, lightning: Namespace
-    ) -> None:
-        self._pipeline = pipeline
-        self._module = module
-        self._precision = precision
-        self._strategy = strategy
-        self._lightning = lightning
+    pipeline: Pipeline
+    module: LightningModule
+    precision: Any
+    strategy: type
+    lightning: Namespace
 
     def plan(self, optimizer: Optimizer, automatic: bool) -> SteppingPlan:
         """Decide when the next step of an optimizer steps which weights.
@@ -89,15 +75,15 @@ class WhenToStep:
             optimizer: The optimizer about to step.
             automatic: Whether Lightning's own loop steps it.
         """
-        trainer: Any = self._module.trainer
+        trainer: Any = self.module.trainer
         clips = bool(trainer.gradient_clip_val)
         by_value = clips and trainer.gradient_clip_algorithm == "value"
-        scales = getattr(self._precision, "scaler", None) is not None
+        scales = getattr(self.precision, "scaler", None) is not None
         reasons = self._hindrances(automatic)
-        if self._pipeline.options.overlap_optimizer is False:
+        if self.pipeline.options.overlap_optimizer is False:
             why_not: str | None = "`overlap_optimizer=False`"
         else:
-            why_not = self._pipeline.optimizers.why_not_overlapped(optimizer)
+            why_not = self.pipeline.optimizers.why_not_overlapped(optimizer)
         if clips and not by_value:
             reasons.append(f"`gradient_clip_val={trainer.gradient_clip_val}` needs the norm of all gradients")
         if scales:
@@ -105,35 +91,37 @@ class WhenToStep:
         return SteppingPlan(
             why_not,
             reasons[0] if reasons else None,
-            needs_norms=scales or (clips and not by_value) or is_users(self._module, "configure_gradient_clipping"),
+            needs_norms=scales or (clips and not by_value) or _is_users(self.module, "configure_gradient_clipping"),
             clamp=float(trainer.gradient_clip_val) if by_value else None,
-            keeps_gradients=any(overridden([self._module, *trainer.callbacks], _AFTER_THE_STEP)),
+            keeps_gradients=any(_overridden([self.module, *trainer.callbacks], _AFTER_THE_STEP)),
         )
 
     def _hindrances(self, automatic: bool) -> list[str]:
         """List what may read or change gradients between backward and the step."""
-        precision, lightning = self._precision, self._lightning
+        precision, trainer = type(self.precision), self.module.trainer
         hindrances = []
         if not automatic:
             hindrances.append("the step is not one of automatic optimization")
-        elif not isinstance(precision, lightning.precisions) and type(precision) is not lightning.precision:
-            hindrances.append(f"`{type(precision).__name__}` may do anything to gradients")
-        # Look at the classes: on the objects, some of these methods are ours.
-        for cls, hooks in ((type(precision), _OF_THE_PRECISION), (self._strategy, _OF_THE_STRATEGY)):
-            hindrances += [f"`{cls.__name__}.{hook}` is overridden" for hook in hooks if is_users(cls, hook)]
-        hindrances += [f"`{name}` is overridden" for name in overridden([self._module], _OF_THE_MODULE)]
-        callbacks: Any = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        hindrances += [f"`{name}` is overridden" for name in overridden(callbacks, _SEES_GRADIENTS)]
-        return hindrances
+        elif not issubclass(precision, self.lightning.precisions) and precision is not self.lightning.precision:
+            hindrances.append(f"`{precision.__name__}` may do anything to gradients")
+        # Of plugin and strategy the classes: on the objects, some of these methods are ours.
+        return [
+            *hindrances,
+            *_overridden([precision], _OF_THE_PRECISION),
+            *_overridden([self.strategy], _OF_THE_STRATEGY),
+            *_overridden([self.module], _OF_THE_MODULE),
+            *_overridden(trainer.callbacks, _SEES_GRADIENTS),  # type: ignore[attr-defined]
+        ]
 
 
-def overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:
-    """Yield the hooks that users have overridden."""
+def _overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:
+    """Yield, in words, which of these hooks users have overridden in objects or classes."""
     for thing in objects:
-        yield from (f"{type(thing).__name__}.{hook}" for hook in hooks if is_users(thing, hook))
+        name = (thing if isinstance(thing, type) else type(thing)).__name__
+        yield from (f"`{name}.{hook}` is overridden" for hook in hooks if _is_users(thing, hook))
 
 
-def is_users(thing: Any, hook: str) -> bool:
+def _is_users(thing: Any, hook: str) -> bool:
     """Tell whether a hook of an object or class is defined neither by Lightning nor by us."""
     method = getattr(thing, hook, None)
     package = getattr(method, "__module__", "").split(".")[0]

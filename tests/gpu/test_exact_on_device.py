@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 NAMES = [
     "chain", "gpt2-tied", "gpt2-checkpoint-plain", "gpt2-checkpoint-reentrant", "llama-untied", "albert", "vit", "unet",
     "resnet50", "lora", "siamese", "half-frozen", "stochastic-depth", "inplace-residual-on-view",
-    "weight-on-ctx-and-inplace-view", "checkpoint-sequential-plain", "tied-by-use", "two-losses", "jvp",
-    "vjp-of-a-unit", "int8 weights", "packed weights",
+    "weight-on-ctx-and-inplace-view", "checkpoint-sequential-plain", "tied-by-use", "two-losses",
+    "int8 weights", "packed weights",
 ]  # fmt: skip
 NOT_ON_THE_SECOND = {
     "lstm",  # one kernel on CUDA, which the CPU does not have

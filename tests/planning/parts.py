@@ -113,10 +113,6 @@ class Fixed(Planner):
         )
 
     @override
-    def start_over(self) -> None:
-        self._windows = [(2, 1)]
-
-    @override
     def abandon(self) -> None:
         pass
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from transformers import ViTForImageClassification as ViT
 
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
-from sp_lightning.pipeline import Lane, Pipeline
+from sp_lightning.pipeline import Lane
 from sp_lightning.planning import Choice, predict
 from sp_lightning.planning.cost import gradient_bytes, weight_bytes
 from sp_lightning.planning.estimate import STATE, estimate
+from sp_lightning.trainer.steps import Steps
 
 GIB = 2**30
 
@@ -70,9 +72,8 @@ class Wrapped(LightningModule):
 
 def train(module: LightningModule, precision: str) -> None:
     strategy = SuperpipelineStrategy(k=2, k_prime=1, activations="keep")
-    Trainer(accelerator="cpu", strategy=strategy, precision=precision, max_steps=5, barebones=True).fit(
-        module, range(5)
-    )
+    trainer = Trainer(accelerator="cpu", strategy=strategy, precision=precision, max_steps=5, barebones=True)
+    trainer.fit(module, range(5))
 
 
 @pytest.mark.parametrize(
@@ -86,14 +87,16 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     workload, machine = estimate(module, given)
     choice = Choice(2, 1)
     taken = predict(workload, machine, choice)
-    on_host, note = [], Pipeline.weights_changed
+    on_host, step = [], Steps.optimizer_step
 
-    def after_a_step(pipeline: Pipeline) -> None:
-        now = pipeline.summary()
+    @contextmanager
+    def counted_step(steps: Steps, *args: Any) -> Iterator[Any]:
+        with step(steps, *args) as plan:
+            yield plan
+        now = steps.pipeline.summary()
         on_host.append(now.host_bytes + now.host_gradient_bytes + now.optimizer_bytes)
-        note(pipeline)
 
-    monkeypatch.setattr(Pipeline, "weights_changed", after_a_step)
+    monkeypatch.setattr(Steps, "optimizer_step", counted_step)
     train(module, precision)
     counted = module.summary
     assert [unit.name for unit in workload.units] == list(counted.unit_names)
@@ -101,9 +104,8 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     assert weight_bytes(workload, choice) == pytest.approx(counted.device_bytes, rel=0.05)
     assert gradient_bytes(workload) == pytest.approx(counted.gradient_bytes, rel=0.05)
     assert taken.host_bytes == pytest.approx(max(on_host), rel=0.05)
-    assert taken.bytes_to_device == pytest.approx(
-        module.sent[-1] - module.sent[-2], rel=0.2
-    )  # T5 uses its embedding in three places
+    sent = module.sent[-1] - module.sent[-2]
+    assert taken.bytes_to_device == pytest.approx(sent, rel=0.2 if build is t5 else 0.05), "T5 uses its embedding thrice"
     activations = taken.device_bytes - weight_bytes(workload, choice) - gradient_bytes(workload)
     assert 1 <= activations / module.peaks[-1] <= 2, "with their gradients, which the engine does not count"
 

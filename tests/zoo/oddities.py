@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
 from .blocks import WIDTH, Block, Chain, Stashing, StashOnContext, chain, rows
@@ -231,70 +231,6 @@ def maml(model: nn.Module, batch: Batch) -> list[Tensor]:
     outer = functional_call(model, fast, batch).square().mean()
     outer.backward()
     return [inner, outer]
-
-
-class Shifted(Block):
-    """Has a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("shift", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.shift)
-
-
-class AlongATangent(Chain):
-    """The directional derivative of the whole model, as MeanFlow and consistency models need it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, tangent = jvp(super().forward, (x,), (torch.ones_like(x),))
-        return y + tangent
-
-
-class EachRow(Chain):
-    """Units under vmap."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return vmap(super().forward)(x)
-
-
-class Derived(Chain):
-    """The derivative of a function without weights, after the units."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + vmap(jacrev(grad(lambda row: row.sin().sum())))(y[:2]).sum()
-
-
-class DerivingBlock(Block):
-    """Two derivatives in the unit's own forward: of a function without weights, and of itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x) + grad(lambda rows: rows.sin().sum())(x)
-        return y + grad(lambda rows: super(DerivingBlock, self).forward(rows).square().sum())(x)
-
-
-class PulledBack(Chain):
-    """Some units under transforms that run backward, called again outside of them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, pull = vjp(self.blocks[1], self.blocks[0](x))
-        (gradient,) = pull(torch.ones_like(y))
-        with torch.no_grad():
-            slope = grad(lambda rows: self.blocks[2](rows).square().mean())(x)
-        return self.blocks[2](self.blocks[1](self.blocks[3](y + gradient + slope)))
-
-
-def per_row(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """Gradients of weights for each row, then an ordinary step."""
-    with torch.no_grad():
-        weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    of_one = grad(lambda given, row: functional_call(model, given, (row,)).square().mean())
-    rows = vmap(of_one, in_dims=(None, 0))(weights, batch[0])
-    loss = model(*batch).square().mean() * (1 + sum(each.square().mean() for each in rows.values()))
-    loss.backward()
-    return [loss]
 
 
 class Scripted(Chain):
@@ -554,12 +490,6 @@ CASES = [
     Case("sometimes-forward", lambda: SometimesForward(Block() for _ in range(4)), rows, autocast=True),
     Case("functional-call", lambda: Functional(Block() for _ in range(4)), rows),
     Case("maml", lambda: chain(3), rows, backward=maml, streams=False),
-    Case("jvp", lambda: AlongATangent(Shifted() for _ in range(4)), rows, autocast=True, lightning=True),
-    Case("vmap", lambda: EachRow(Shifted() for _ in range(4)), rows, autocast=True),
-    Case("derivative-of-no-weights", lambda: Derived(Block() for _ in range(4)), rows, autocast=True, lightning=True),
-    Case("derivative-in-a-unit", lambda: Chain(DerivingBlock() for _ in range(4)), rows, streams=False),
-    Case("vjp-of-a-unit", lambda: PulledBack(Block() for _ in range(4)), rows),
-    Case("gradients-per-row", lambda: chain(4), rows, backward=per_row, streams=False),
     Case("scripted", Scripted, rows),
     Case("parent-calls-children", ParentCallsChildren, rows),
     Case("nested-lists", NestedLists, rows, autocast=True),

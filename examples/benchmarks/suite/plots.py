@@ -1,8 +1,8 @@
-"""Plots of a result, as SVG and PNG: bars for each workload, memory and time over k. Made only from the JSON file."""
+"""Plots of a result, as SVG: bars for each workload, memory and time over k. Made only from the JSON file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 from plot_k import COLORS, plot
 
 from sp_lightning.pipeline import readable_bytes, readable_seconds
-from sp_lightning.timeline import save_png
-from sp_lightning.timeline.drawing import Box, Drawing, Line, Text, text_width, to_svg
+from sp_lightning.timeline.svg import box, line, picture, text, text_width
 from suite.results import Entry, entries
 
 WIDTH, ROW, TOP = 1120, 30, 108
@@ -60,59 +59,57 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
         folder: Folder to write to; created if it does not exist.
 
     Returns:
-        The SVG files. Next to each is a PNG of the same name.
+        The files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     machine = result["machine"]["gpu"] or "CPU, emulated device"
     written = []
     for name, of_workload in entries(result).items():
-        drawings = {name: bars(name, machine, of_workload)}
+        pictures = {name: bars(name, machine, of_workload)}
         sweep = windows(name, machine, of_workload)
         if sweep is not None:
-            drawings[f"{name}-k"] = sweep
-        for stem, drawing in drawings.items():
+            pictures[f"{name}-k"] = sweep
+        for stem, drawn in pictures.items():
             path = folder / f"{stem}.svg"
-            path.write_text(to_svg(drawing), encoding="utf-8")
-            save_png(drawing, path.with_suffix(".png"))
+            path.write_text(drawn, encoding="utf-8")
             written.append(path)
     return written
 
 
-def bars(name: str, machine: str, of_workload: Sequence[Entry]) -> Drawing:
+def bars(name: str, machine: str, of_workload: Sequence[Entry]) -> str:
     """Draw a row for each system and a panel for each quantity; a failed system shows its error instead of bars."""
-    drawing = Drawing(WIDTH, TOP + ROW * len(of_workload) + 24)
-    drawing.add(Text(28, 40, name, 22, bold=True), Text(28, 64, machine, 13, "muted"))
+    shapes = [text(28, 40, name, 22, bold=True), text(28, 64, machine, 13, "muted")]
     for number, entry in enumerate(of_workload):
         middle = TOP + ROW * number + ROW / 2 + 4
-        drawing.add(Text(28, middle, _fitting(f"{entry.title} (x {entry.samples})", NAMES - 40), 12))
+        shapes.append(text(28, middle, _fitting(f"{entry.title} (x {entry.samples})", NAMES - 40), 12))
         if not entry.ok:
-            drawing.add(Text(NAMES, middle, "; ".join(entry.errors)[:_CUT], 12, "stall"))
+            shapes.append(text(NAMES, middle, "; ".join(entry.errors)[:_CUT], 12, "stall"))
     for sides, quantity in zip(_PANELS, _QUANTITIES, strict=True):
-        _draw_bars(drawing, sides, quantity, of_workload)
-    return drawing
+        shapes += _bars(sides, quantity, of_workload)
+    return picture(WIDTH, TOP + ROW * len(of_workload) + 24, shapes)
 
 
-def _draw_bars(drawing: Drawing, sides: tuple[float, float], quantity: Quantity, of_workload: Sequence[Entry]) -> None:
+def _bars(sides: tuple[float, float], quantity: Quantity, of_workload: Sequence[Entry]) -> Iterator[str]:
     left, right = sides
     values = [quantity.value_of(entry) if entry.ok else None for entry in of_workload]
     highest = max((value for value in values if value), default=0.0)
     if not highest:
         return  # a CPU has no device memory to count
-    drawing.add(Text(left, TOP - 14, quantity.title, 14, bold=True))
+    yield text(left, TOP - 14, quantity.title, 14, bold=True)
     longest = right - left - 80  # the number follows its bar
     for number, (entry, value) in enumerate(zip(of_workload, values, strict=True)):
         if value is None:
             continue
         y, width = TOP + ROW * number + 5, longest * value / highest
-        drawing.add(Box(left, y, max(width, 1), ROW - 10, quantity.color, radius=2))
-        drawing.add(Text(left + width + 6, y + 14, quantity.words(value), 12, "muted"))
+        yield box(left, y, max(width, 1), ROW - 10, quantity.color, radius=2)
+        yield text(left + width + 6, y + 14, quantity.words(value), 12, "muted")
         limit = quantity.limit_of(entry)
         if limit is not None:
             x = left + longest * limit / highest
-            drawing.add(Line([(x, y - 3), (x, y + ROW - 7)], "stall", 2))
+            yield line([(x, y - 3), (x, y + ROW - 7)], "stall", 2)
 
 
-def windows(name: str, machine: str, of_workload: Sequence[Entry]) -> Drawing | None:
+def windows(name: str, machine: str, of_workload: Sequence[Entry]) -> str | None:
     """Plot device memory and step time over k, a line for each system and choice of k_prime; None if there are none."""
     lines: dict[str, list[dict[str, Any]]] = {}
     for entry in of_workload:
@@ -127,7 +124,7 @@ def windows(name: str, machine: str, of_workload: Sequence[Entry]) -> Drawing | 
     return plot(runs[: len(COLORS)]) if runs else None
 
 
-def _fitting(text: str, width: float) -> str:
-    while text_width(text, 12) > width:
-        text = text[:-2].rstrip(".") + "."
-    return text
+def _fitting(words: str, width: float) -> str:
+    while text_width(words, 12) > width:
+        words = words[:-2].rstrip(".") + "."
+    return words

@@ -41,7 +41,6 @@ class AutoPolicy:
         warns: Whether to warn if nothing fits. A planner can still make room, and warns by itself.
 
     Attributes:
-        changes: Times that members were given other policies than before; they recompute before any is chosen.
         turn_bytes: The most bytes that were taken at the turn, after the last unit's forward: by a loss, say.
         outside_bytes: The most bytes that were saved outside of units elsewhere: by a norm between them, say.
         reserve_bytes: Bytes that must stay free besides, for gradients of activations; 0 where the device tells what
@@ -67,7 +66,6 @@ class AutoPolicy:
         self._step = self._pass = 0
         self._units: dict[str, Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
-        self._other_than_recompute: Mapping[str, Policy] = {}  # chosen for those that need not be measured again
         self._in_use: dict[str, Policy] = {}  # in this step
         self._measuring: set[str] = set()  # in this step
         self._saved_at_turn: int | None = None  # in this step
@@ -78,7 +76,6 @@ class AutoPolicy:
         self._warns = warns
         self._choice_is_outdated = False
         self._workspace = Workspace(backend, meter)
-        self.changes = 0
         self.turn_bytes = 0
         self.outside_bytes = 0
         self.reserve_bytes = 0
@@ -108,7 +105,7 @@ class AutoPolicy:
         """
         self._choice_is_outdated = policies is None
         if policies is not None:
-            self._adopt({name: self._followed(name, policies.get(name, "keep")) for name in self._units})
+            self._chosen = {name: self._followed(name, policies.get(name, "keep")) for name in self._units}
 
     def _followed(self, name: str, policy: Policy) -> Policy:
         """Return the policy of a member whose unit has this one."""
@@ -175,7 +172,7 @@ class AutoPolicy:
             unit.add((self._step, self._pass), seen, call)
 
     def measure_again(self) -> None:
-        """Discard what the last step has measured, because it is run again or was not finished."""
+        """Discard what the last step has measured, because it was not finished."""
         for unit in self._units.values():
             unit.forget(self._step)
         self._units = {name: unit for name, unit in self._units.items() if unit.passes}
@@ -243,7 +240,7 @@ class AutoPolicy:
         limit = self._budget()
         apart = self.outside_bytes + self.reserve_bytes
         chosen = choose_ways([*ways.values()], limit - apart, self.turn_bytes)
-        self._adopt({name: way.policy for name, way in zip(ways, chosen, strict=True)})
+        self._chosen = {name: way.policy for name, way in zip(ways, chosen, strict=True)}
         needed = peak(chosen, self.turn_bytes) + apart
         is_measured = all(unit.is_measured for unit in self._units.values())
         if needed > limit and is_measured and self._warns:
@@ -253,12 +250,6 @@ class AutoPolicy:
                 f"room for {readable_bytes(max(0, limit))}. Use smaller batches, or a larger `memory_budget`.",
                 stacklevel=2,
             )
-
-    def _adopt(self, policies: dict[str, Policy]) -> None:
-        self._chosen = policies
-        other = {n: policy for n, policy in policies.items() if policy != "recompute" and self._units[n].is_measured}
-        self.changes += other != self._other_than_recompute
-        self._other_than_recompute = other
 
     def _take_times(self) -> None:
         for unit, step, begin, end in self._second_forwards:

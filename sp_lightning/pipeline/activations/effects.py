@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from io import IOBase
@@ -65,7 +65,6 @@ class SideEffects:
     Args:
         module: The module whose forward it is.
         inputs: The arguments of that forward.
-        outside: Objects that the module leads to and that are not to be looked at.
         largest: Size in bytes of the largest tensor of the module that is copied; if a larger one is changed, that
             cannot be undone.
         units: Identities of modules that are not looked at as parts of another one.
@@ -80,7 +79,6 @@ class SideEffects:
         self,
         module: nn.Module,
         inputs: Iterable[Any] = (),
-        outside: Iterable[object] = (),
         largest: int = 1 << 22,
         units: Set[int] = frozenset(),
         trusts_versions: bool | None = None,
@@ -91,7 +89,7 @@ class SideEffects:
         self._held: dict[int, _Held] = {}
         self._changed: list[Tensor] = []  # in place, by the forward
         self._copies: dict[int, Tensor] = {}  # of the changed tensors, by their identity
-        self._seen = set(map(id, outside))
+        self._seen: set[int] = set()
         self._units = units
         self._changes_contents = False
         self._has_scripted_buffers = False
@@ -199,33 +197,6 @@ class SideEffects:
             for place, content in self._differing(now):
                 place.write(content)
             _set_modes(modes)
-
-    def undo(self) -> None:
-        """Put everything back as it was before the forward, for good; tensors stay the same objects."""
-        for tensor in self._changed:
-            tensor.data.copy_(self._copies[id(tensor)])
-        for place, content in self._differing(self._before):
-            place.write(content)
-        _set_modes(self._modes)
-
-    def redo(self) -> Callable[[], None]:
-        """Return a function that makes the same changes again; call it after `conclude`.
-
-        What has changed by then, but not by this code, is left alone.
-        """
-        tensors = [(tensor, tensor.detach().clone()) for tensor in self._changed]
-        changes = [(place, place.change(before, place.read())) for place, before in self._before]
-        modes = [(module, module.training) for module, before in self._modes if module.training != before]
-
-        def make_changes() -> None:
-            _set_modes(modes)
-            for tensor, values in tensors:
-                tensor.data.copy_(values)
-            for place, change in changes:
-                if change is not None:
-                    place.write(change(place.read()))
-
-        return make_changes
 
     # ------------------------------------------------------------------------------------------------- looking around
 

@@ -66,10 +66,6 @@ class Place(ABC):
         """Return a content with copies, by the identity of the original, in place of objects."""
         return content
 
-    def change(self, before: Any, after: Any) -> Callable[[Any], Any] | None:
-        """Return what turns one content into the other, for use with any content; None if they are the same."""
-        return None if self.is_same(before, after) else lambda content: after
-
 
 # ------------------------------------------------------------------------------------------------------------- numbers
 
@@ -149,12 +145,6 @@ class _Row(Place):
     def with_copies(self, content: list[Any], copies: Mapping[int, Any]) -> list[Any]:
         return [copies.get(id(value), value) for value in content]
 
-    def change(self, before: list[Any], after: list[Any]) -> Callable[[Any], Any] | None:
-        if len(before) < len(after) and all(map(operator.is_, before, after)):
-            tail = after[len(before) :]
-            return lambda content: [*content, *tail]
-        return super().change(before, after)
-
 
 class _Cell(_Row):
     """A variable of a function, in which there may be nothing yet."""
@@ -189,10 +179,6 @@ class _Set(Place):
     def with_copies(self, content: set[Any], copies: Mapping[int, Any]) -> set[Any]:
         return {copies.get(id(value), value) for value in content}
 
-    def change(self, before: set[Any], after: set[Any]) -> Callable[[Any], Any] | None:
-        gone, new = before - after, after - before
-        return (lambda content: (content - gone) | new) if gone or new else None
-
 
 class _Dict(Place):
     holder: dict[Any, Any]
@@ -214,15 +200,6 @@ class _Dict(Place):
 
     def with_copies(self, content: dict[Any, Any], copies: Mapping[int, Any]) -> dict[Any, Any]:
         return {key: copies.get(id(value), value) for key, value in content.items()}
-
-    def change(self, before: dict[Any, Any], after: dict[Any, Any]) -> Callable[[Any], Any] | None:
-        if [key for key in before if key in after] != [key for key in after if key in before]:  # another order
-            return lambda content: after
-        gone = before.keys() - after.keys()
-        new = {key: value for key, value in after.items() if key not in before or before[key] is not value}
-        if not (gone or new):
-            return None
-        return lambda content: {**{key: content[key] for key in content if key not in gone}, **new}
 
 
 class _AttributesOfModule(_Dict):

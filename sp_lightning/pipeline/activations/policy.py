@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sp_lightning.pipeline._private import in_backward, in_transform, unpacks_a_checkpoint
+from sp_lightning.pipeline._private import in_backward, unpacks_a_checkpoint
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
@@ -47,7 +47,6 @@ class Activations:
         auto: Chooses a policy for each unit; None if the user has chosen, or if there is no limit to choose by and
             everything is kept.
         never_again: Names of members that are no longer recomputed, because recomputing them failed under `"auto"`.
-        calls: How many calls of each member, by its name, `run` has made in this step.
         backward_passes: How many backward passes have ended.
         units: Identities of the modules that are members of streamed units.
         on_backward_end: Called at the end of each backward pass.
@@ -64,7 +63,6 @@ class Activations:
         self._stats = stats
         self._checks = checks
         self.never_again: set[str] = set()
-        self.calls: Counter[str] = Counter()
         self.backward_passes = 0
         self.units: Set[int] = frozenset()
         self.on_backward_end: Callable[[], None] = lambda: None
@@ -75,13 +73,6 @@ class Activations:
         self._histories: defaultdict[str, _History] = defaultdict(_History)  # of members, by their names
         self._cast_before = WeakTensorKeyDictionary()  # inputs that autocast's cache may know
 
-    def recompute_from_now_on(self) -> bool:
-        """Stop choosing and recompute, for the least memory; return False if there was no choice to give up."""
-        if not self.chooses:
-            return False
-        self.chooses, self.auto, self._policy = False, None, "recompute_offload"
-        return True
-
     def conclude_step(self) -> None:
         """Draw conclusions from the last step, while no graph waits for its backward."""
         if self.auto is not None:
@@ -89,7 +80,6 @@ class Activations:
 
     def begin_step(self) -> None:
         """Begin a step that builds a new graph; the one before was concluded."""
-        self.calls.clear()
         if self.auto is not None:
             self.auto.begin_step()
 
@@ -104,7 +94,6 @@ class Activations:
             and self._call is None
             and torch.is_grad_enabled()
             and not in_backward()
-            and not in_transform()  # what it gives a unit does not outlive it, so no unit could run again
             and self._saved.are_alone()
             and _has_its_own_weights(member)
         )
@@ -128,7 +117,6 @@ class Activations:
 
     def run(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit under the policy that was chosen for it."""
-        self.calls[member.name] += 1
         try:
             if self.auto is None:
                 size, policy = 0, self._as_far_as_possible(member)
@@ -216,14 +204,13 @@ class Activations:
         begin = None if self.auto is None else self.auto.mark()
         try:
             yield
-        except CannotRunAgain as error:
+        except CannotRunAgain:
             if self.auto is None:
                 raise
-            # calls whose inputs have changed as well: or each of them would fail in a retry of its own
+            # and those whose inputs have changed as well, for whoever catches the error and goes on
             changed = (other.member.name for other in self._dropped if other.has_changed)
             self.never_again.update(changed, [call.member.name])
             self.auto.measure_again()
-            error.is_avoided = True
             raise
         finally:
             self._runs_again = ran_again

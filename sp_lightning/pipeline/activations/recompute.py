@@ -43,12 +43,10 @@ from sp_lightning.pipeline.activations.inputs import Inputs
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.activations.stand_ins import StandIns
 from sp_lightning.pipeline.activations.surroundings import Surroundings
-from sp_lightning.pipeline.modules.functions import watch_functions
 from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.modules.resting import wake
 from sp_lightning.pipeline.modules.tensors import tensors_in
 from sp_lightning.pipeline.transfer.backend import is_out_of_memory
-from sp_lightning.pipeline.weights.glances import Glances
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
@@ -60,16 +58,10 @@ class CannotRunAgain(RuntimeError):
 
     Args:
         reason: What has happened.
-
-    Attributes:
-        reason: What has happened.
-        is_avoided: Whether the unit's next forward will hold what it saves, so that it need not run again.
     """
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
-        self.reason = reason
-        self.is_avoided = False
 
 
 class UnitCall:
@@ -147,10 +139,6 @@ class UnitCall:
         self._kept.append(weakref.ref(kept))
         return kept
 
-    def before_transform(self) -> None:
-        """Prepare for a transform, of which `pack` does not see what it saves: this call will not run again."""
-        self._may_repeat = False
-
     def conclude(self, output: Any) -> str | None:
         """Drop what the forward, which is over, has saved, if that can be recomputed and is worth it.
 
@@ -165,7 +153,6 @@ class UnitCall:
         repeatable = obstacle is None and is_worth_it and is_possible
         self.footprint = self._measure_footprint(tensors, repeatable)
         if repeatable:
-            self._glances = Glances(self.member, self.member.groups)
             self._trained = self._trained_weights()
             if self._checks:
                 self._sums = {index: _checksum(kept.get(), self._saved.twins) for index, kept in self._alive()}
@@ -272,7 +259,7 @@ class UnitCall:
     def has_changed(self) -> bool:
         """Whether something that the forward has read was changed in place since, so that it cannot run again."""
         effects = self._inputs.are_changed or self._effects.cannot_be_undone
-        weights = self._weights_are_changed() or self._trained != self._trained_weights() or self._glances.differ()
+        weights = self._weights_are_changed() or self._trained != self._trained_weights()
         return effects or weights
 
     @contextmanager
@@ -338,7 +325,7 @@ def _checksum(tensor: Tensor, twins: Container[int]) -> int:
 def _is_saved_by_a_checkpoint() -> bool:
     """Tell whether the tensor being packed is an input that `torch.utils.checkpoint`, reentrant or not, saves."""
     frame: FrameType | None = sys._getframe(2)
-    ours = (SavedTensors.__module__, HostParameter.__module__, watch_functions.__module__)
+    ours = (SavedTensors.__module__, HostParameter.__module__)
     between = (*ours, "torch.autograd.function")
     while frame is not None and _module_of(frame) in between:
         frame = frame.f_back

@@ -24,7 +24,6 @@ from sp_lightning.pipeline._private import (
     parts_of,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    saved_tensor_hooks_allowed,
     storage_key,
     top_saved_tensor_hooks,
     without_torch_function,
@@ -134,10 +133,7 @@ class SavedTensors:
 
     Attributes:
         twins: Twins by the identity of their memory.
-        on_transform: Called before the hooks step aside for a transform.
     """
-
-    on_transform: Callable[[], None]
 
     def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
@@ -153,7 +149,7 @@ class SavedTensors:
             ahead: Push them even while grad mode is off. A validation step may switch it on, and then not only calls of
                 units save weights: a double backward does, too.
         """
-        if not (torch.is_grad_enabled() or ahead) or not saved_tensor_hooks_allowed():
+        if not (torch.is_grad_enabled() or ahead):
             return False
         outer = top_saved_tensor_hooks()
         pack: Callable[[Tensor], Any] = self.pack
@@ -177,10 +173,6 @@ class SavedTensors:
             self._pushed -= 1
             pop_saved_tensor_hooks()
 
-    def before_transform(self) -> None:
-        """Prepare for a transform, for which the hooks step aside (see transforms.py)."""
-        self.on_transform()
-
     def abandon(self) -> None:
         """Undo every `push` that an interrupted step has left behind."""
         while self._pushed:
@@ -189,7 +181,7 @@ class SavedTensors:
     def let_go(self) -> None:
         """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see Announcement)."""
         self.twins = {}
-        del self.require, self.on_transform
+        del self.require
 
     def handle(self, tensor: Tensor) -> _Handle | None:
         """Return a handle for a weight or a view of one; None for other tensors."""
@@ -246,9 +238,6 @@ class _Chained:
         self._outer_pack = outer_pack
         self._outer_unpack = outer_unpack
         self._is_checkpoint = getattr(outer_pack, "__module__", "") == "torch.utils.checkpoint"
-
-    def before_transform(self) -> None:
-        self.saved.before_transform()
 
     def pack(self, tensor: Tensor) -> _Handle | _Delegated:
         handle = None if self._is_checkpoint else self.saved.handle(tensor)

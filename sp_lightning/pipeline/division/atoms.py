@@ -106,8 +106,6 @@ class _Descent:
             return False
         if self._largest is not None and nbytes > self._largest:
             return False
-        if id(module) in tree.whole:
-            return True
         if self._only_calls_blocks(module):
             return False
         if is_block:

@@ -35,7 +35,6 @@ def find_units(
     resident: Sequence[str] = (),
     max_unit_bytes: int | None = None,
     split: Sequence[nn.Module] = (),
-    whole: Sequence[nn.Module] = (),
     used_outside: Collection[int] = (),
     on_meta: bool = False,
 ) -> Division:
@@ -47,14 +46,13 @@ def find_units(
         resident: Names of modules and parameters that stay on the device.
         max_unit_bytes: Blocks above this size are descended into.
         split: Modules that turned out not to be called themselves; they are descended into.
-        whole: Modules that turned out to be called several times in a forward; they are not descended into.
         used_outside: Parameters that turned out to be used outside of their unit, by identity; they stay on the device.
         on_meta: Whether parameters may be on the meta device, because nothing will be computed with them.
 
     Raises:
         ValueError: If there is nothing to stream, a name or policy matches nothing, or a parameter is not on the CPU.
     """
-    tree = Tree(root, resident, split, whole, used_outside, on_meta)
+    tree = Tree(root, resident, split, used_outside, on_meta)
     atoms = atoms_by_structure(tree, max_unit_bytes) if policy is None else atoms_by_policy(tree, policy)
     parts, shared = join_sharing(tree, atoms)
     resident_weights = tree.resident_weights | shared

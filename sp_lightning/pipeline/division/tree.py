@@ -32,7 +32,6 @@ class Tree:
         root: The module.
         resident: Names of modules and parameters that stay on the device.
         split: Modules that are not called themselves; only their children are.
-        whole: Modules that are not to be divided.
         used_outside: Parameters that stay on the device, by identity.
         on_meta: Whether parameters may be on the meta device.
 
@@ -43,7 +42,6 @@ class Tree:
         resident_modules: Modules that stay on the device, by identity.
         resident_weights: Weights that stay on the device, by the identity of the parameter.
         total: The bytes of all weights that may stream.
-        whole: Modules that are not to be divided, by identity.
 
     Raises:
         ValueError: If there is nothing to stream, a name is unknown, or a parameter has no values on the CPU.
@@ -54,7 +52,6 @@ class Tree:
         root: nn.Module,
         resident: Sequence[str],
         split: Collection[nn.Module] = (),
-        whole: Collection[nn.Module] = (),
         used_outside: Collection[int] = (),
         on_meta: bool = False,
     ) -> None:
@@ -64,7 +61,6 @@ class Tree:
         self.resident_modules: set[int] = set()
         self.resident_weights: set[int] = set(used_outside)
         self._split = {id(module) for module in split}
-        self.whole = {id(module) for module in whole}
         self._collect_weights(on_meta)
         self._keep_resident(resident)
         self._bytes = {id(module): self._subtree_bytes(module) for module in root.modules()}

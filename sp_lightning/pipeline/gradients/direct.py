@@ -1,8 +1,9 @@
-"""Gradients that autograd brings to masters themselves, on the host.
+"""Gradients that autograd is about to bring to masters themselves, on the host, which is an error.
 
 Between steps, masters are ordinary Parameters, so a graph may be built on them: a penalty on weights that is computed
-before the step that adds it to its loss. Autograd would add such a gradient to `.grad` in the middle of what the engine
-adds. It is taken from autograd instead, and added when backward has ended.
+before the step that adds it to its loss. Within a step, an `autograd.Function` that masters are given to does so, as
+torch does not ask `__torch_function__` there. Autograd would add such a gradient to `.grad` in the middle of what the
+engine adds, or what the function computes with masters would be wrong.
 """
 
 from __future__ import annotations
@@ -19,36 +20,34 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class DirectGradients:
-    """Takes what autograd is about to add to the `.grad` of masters.
+    """Notices what autograd is about to add to the `.grad` of masters.
 
     Args:
-        take: Called with a weight and its gradient.
+        refuse: Called with the weight.
     """
 
-    def __init__(self, take: Callable[[Weight, Tensor], None]) -> None:
-        self._take = take
+    def __init__(self, refuse: Callable[[Weight], None]) -> None:
+        self._refuse = refuse
         self._watched: dict[Weight, tuple[Node, RemovableHandle]] = {}
 
     def watch(self, weight: Weight) -> None:
-        """Take the gradients of a weight's master, which requires one, from now on."""
+        """Watch a weight's master, which requires a gradient, from now on."""
         if weight in self._watched:
             return
-        taker = weakref.WeakMethod(self._hand_over)
+        refuser = weakref.WeakMethod(self._refuse_now)
 
-        def take(gradients: Sequence[Tensor | None]) -> tuple[None] | None:
-            hand_over = taker()
-            if hand_over is None or gradients[0] is None:
-                return None
-            hand_over(weight, gradients[0])
-            return (None,)  # autograd adds nothing
+        def look(gradients: Sequence[Tensor | None]) -> None:
+            refuse = refuser()
+            if refuse is not None and gradients[0] is not None:
+                refuse(weight)
 
         with without_torch_function():
             node = get_gradient_edge(weight.master).node
-        self._watched[weight] = node, node.register_prehook(take)  # the node lives for as long as somebody holds it
+        self._watched[weight] = node, node.register_prehook(look)  # the node lives for as long as somebody holds it
 
-    def _hand_over(self, weight: Weight, gradient: Tensor) -> None:
+    def _refuse_now(self, weight: Weight) -> None:
         with without_torch_function():
-            self._take(weight, gradient)
+            self._refuse(weight)
 
     def close(self) -> None:
         """Leave gradients to autograd again."""

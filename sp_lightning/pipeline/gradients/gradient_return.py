@@ -34,7 +34,6 @@ from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.shipping import Shipping
 from sp_lightning.pipeline.gradients.sums import Sums
 from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
-from sp_lightning.pipeline.modules.one_device import OperandsOnOneDevice
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.device import Group
@@ -81,8 +80,7 @@ class GradientReturn:
         self._arrived: dict[Weight, None] = {}
         self._sparse: dict[Weight, list[Tensor]] = {}
         self._of_one_leaf: dict[tuple[Weight, int], Tensor] = {}
-        self._direct = DirectGradients(self._take_direct)
-        self._taken: dict[Weight, list[Tensor]] = {}
+        self._direct = DirectGradients(self._refuse_direct)
         self._staging_buffers = StagingBuffers(units, backend)
         self._homes = Homes(backend, pin)
         together = max((unit.group.unit_count for unit in units), default=1)
@@ -146,19 +144,14 @@ class GradientReturn:
         else:
             self._gather(weight, gradient)
 
-    def _take_direct(self, weight: Weight, gradient: Tensor) -> None:
-        """Take a gradient of the master itself, which is added when backward has ended."""
-        self._on_arrival()
-        if not weight.master.requires_grad:  # frozen since the forward
-            return
-        if self._averaging_now is not None:
+    def _refuse_direct(self, weight: Weight) -> None:
+        """Raise if the master itself gets a gradient; if it was frozen since the forward, autograd adds none."""
+        if weight.master.requires_grad:
             raise RuntimeError(
-                f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step, which would not "
-                "be averaged over processes. Compute with weights in `with pipeline.step():`, as `training_step` does."
+                f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step, or by an "
+                "`autograd.Function` outside of its module. Compute with weights in `with pipeline.step():`, as "
+                "`training_step` does, and give such a function `weight[:]`."
             )
-        self._check_not_stepped(weight)
-        self._note_arrival(weight, gradient)
-        self._taken.setdefault(weight, []).append(gradient)
 
     def _note_arrival(self, weight: Weight, gradient: Tensor) -> None:
         if gradient.requires_grad:
@@ -247,7 +240,7 @@ class GradientReturn:
         weights = parcel.layout.weights
         complete = len(weights) == self._expected.get(parcel.unit)
         is_final = self._averaging is None or self._averaging.is_final(weights)  # no other process can bring more
-        is_last = complete and is_final and self._taken.keys().isdisjoint(weights)
+        is_last = complete and is_final
         self.shipping.send(parcel, complete, is_last)
 
     def _put_together(self, unit: Unit, gathered: Mapping[Weight, Tensor]) -> Parcel:
@@ -289,9 +282,6 @@ class GradientReturn:
             self._sparse = averaging.average_sparse(self._sparse)
             averaging.average_unmanaged()
         self.shipping.stepper.end_of_backward()
-        for weight in self._taken:
-            self._finish_optimizer(weight.unit.group)
-            self.gradients.apply_pending([weight])
         self._conclude()
         self._forget()
 
@@ -301,16 +291,15 @@ class GradientReturn:
         weights = dict.fromkeys([*self._arrived, *self.shipping.sent, *self._sparse])
         self._arrived.clear()  # hooks may read the gradients now
         has_hooks = any(post_accumulate_hooks(weight.master) for weight in weights)
-        changed = [*self._sums.held_back, *self._sparse, *self._taken, *self._sums.held]
+        changed = [*self._sums.held_back, *self._sparse, *self._sums.held]
         if changed or has_hooks:
             self.gradients.settle()
         self.gradients.forget_norms(changed)  # which were taken before the change
         for weight in weights:
-            self._sums.conclude(weight, self._sparse.get(weight, ()), self._taken.get(weight, ()))
+            self._sums.conclude(weight, self._sparse.get(weight, ()))
             for post_hook in post_accumulate_hooks(weight.master):
                 self.gradients.show(weight)
-                with OperandsOnOneDevice():
-                    post_hook(weight.master)
+                post_hook(weight.master)
 
     def abandon(self) -> None:
         """Forget gradients that have not landed, after an exception."""
@@ -346,7 +335,6 @@ class GradientReturn:
         self._gathered.clear()
         self._arrived.clear()
         self._sparse.clear()
-        self._taken.clear()
         self._of_one_leaf.clear()
         self.shipping.forget_sent()
         self._sums.forget()

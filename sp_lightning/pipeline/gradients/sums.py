@@ -123,23 +123,17 @@ class Sums:
         self._totals[weight] = room
         return _Addition(room, total, arrived, onto=total is not None)
 
-    def conclude(self, weight: Weight, sparse: Sequence[Tensor], direct: Sequence[Tensor]) -> None:
+    def conclude(self, weight: Weight, sparse: Sequence[Tensor]) -> None:
         """Add what was held back until backward has ended, and make the sum the weight's gradient.
 
         Args:
             weight: The weight.
             sparse: Its sparse gradients.
-            direct: Gradients of its master, for which autograd has run users' hooks.
         """
         for gradient in self._held_back.get(weight, ()):
             self._add_now(weight, run_hooks(self._hooks_of(weight), gradient))
         for gradient in sparse:
             self._add_sparse(weight, run_hooks(tensor_hooks(weight.master), gradient))
-        for gradient in direct:
-            if gradient.layout is torch.strided:
-                self._add_now(weight, gradient)
-            else:
-                self._add_sparse(weight, gradient)
         if weight in self._totals and self._totals[weight] is not weight.master.grad:
             self._gradients.keep(weight, self._totals[weight])
 

@@ -92,7 +92,6 @@ class Arrangement:
             options.resident,
             largest,
             split=learned.divided,
-            whole=learned.undivided,
             used_outside=learned.used_outside,
         )
         if learned.order:
@@ -109,7 +108,6 @@ class Arrangement:
             options,
             learned.plan,
             budget=self.budget,
-            short_of_memory=learned.short_of_memory,
             averaged=replicas is not None,
         )
         self.plan = self._layout.plan

@@ -83,7 +83,6 @@ def choose_device_layout(
     plan: WindowPlan | None,
     *,
     budget: int | None,
-    short_of_memory: bool,
     averaged: bool,
 ) -> DeviceLayout:
     """Choose the layout that a planner wants, if it fits; else the usual small one; else the smallest.
@@ -93,7 +92,6 @@ def choose_device_layout(
         options: The user's choices.
         plan: The planner's choice.
         budget: Device memory for all of it; None if no limit is known.
-        short_of_memory: Whether it has to be as small as possible.
         averaged: Whether gradients are averaged with other processes on their way to the host.
 
     Raises:
@@ -103,13 +101,12 @@ def choose_device_layout(
     def fits(layout: DeviceLayout) -> bool:
         return budget is None or layout.needed_bytes() <= budget
 
-    if plan is not None and not short_of_memory:
+    if plan is not None:
         layout = DeviceLayout(division, plan.k, plan.k_prime, plan, averaged=averaged)
         if fits(layout):  # else weights are sent in another dtype than when the plan was made
             return layout
     together = options.k_prime if isinstance(options.k_prime, int) else 1
-    slots = 1 if short_of_memory else _DEFAULT_SLOTS
-    k = options.k if isinstance(options.k, int) else slots * together
+    k = options.k if isinstance(options.k, int) else _DEFAULT_SLOTS * together
     layout = DeviceLayout(division, k, together, averaged=averaged)
     if not fits(layout) and options.k == "auto":
         layout = DeviceLayout(division, together, together, averaged=averaged)

@@ -22,14 +22,11 @@ class Learned:
         order: Names of units in the order in which the first step called them; None before that.
         called: Names of units called so far, in their order, until the first step is over.
         divided: Modules that are not called themselves; only their children are.
-        undivided: Modules that are not divided, because they are called several times in a forward.
         lowered: Masters that autocast lowers, by identity.
         used_as_is: Masters that are used in their own dtype, by identity.
         observed: For each member, by its module and masters, how its forward has been watched (see `Member`).
-        short_of_memory: Whether the window has to be as small as possible.
         plan: The planner's choice for the window.
         touched_outside: Weights that were used outside of their unit since the arrangement was made.
-        fresh_starts: How often memory did not suffice for what had been chosen, so that less was to be chosen anew.
         trained: Parameters that have required a gradient in some step, by identity.
         outdated: Whether something was learned that calls for another arrangement.
     """
@@ -39,14 +36,11 @@ class Learned:
         self.order: list[str] | None = None
         self.called: dict[str, None] = {}
         self.divided: list[nn.Module] = []
-        self.undivided: list[nn.Module] = []
         self.lowered: set[int] = set()
         self.used_as_is: set[int] = set()
         self.observed: dict[tuple[int, ...], set[bool]] = {}
-        self.short_of_memory = False
         self.plan: WindowPlan | None = None
         self.touched_outside: list[Weight] = []
-        self.fresh_starts = 0
         self.trained: set[int] = set()
         self.outdated = False
 

@@ -6,7 +6,7 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sp_lightning.pipeline._private import outside_of_transforms, without_torch_function
+from sp_lightning.pipeline._private import without_torch_function
 
 
 class EngineAtWork:
@@ -17,18 +17,16 @@ class EngineAtWork:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._scopes: list[tuple[AbstractContextManager[Any], ...]] = []
+        self._scopes: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        scopes = (without_torch_function(), outside_of_transforms())
-        for scope in scopes:
-            scope.__enter__()
-        self._scopes.append(scopes)
+        scope = without_torch_function()
+        scope.__enter__()
+        self._scopes.append(scope)
 
     def __exit__(self, *exc_info: Any) -> None:
-        for scope in reversed(self._scopes.pop()):
-            scope.__exit__(*exc_info)
+        self._scopes.pop().__exit__(*exc_info)
         self._lock.release()
 
     def __bool__(self) -> bool:

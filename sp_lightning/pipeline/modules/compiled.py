@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline._private import call_before_compiling, hide_from_dynamo, without_compile
-from sp_lightning.pipeline.modules import lowered, one_device
+from sp_lightning.pipeline.modules import lowered
 from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights import leaf
 
@@ -52,7 +52,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 @functools.cache
 def keep_out_of_graphs() -> None:
     """Have `torch.compile` leave the engine's code alone, except for what lies in graphs of units and of hooks."""
-    in_graphs = (__name__, lowered.__name__, leaf.__name__, one_device.__name__)
+    in_graphs = (__name__, lowered.__name__, leaf.__name__)
     visible = (*in_graphs, __package__, leaf.__package__)  # hiding a package would hide all modules in it
     hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
 

@@ -68,9 +68,6 @@ class Owner(Protocol):
     def serve(self, weight: Weight) -> nn.Parameter:
         """Return the weight on the device, for an operation outside of its unit."""
 
-    def serve_on_host(self, weight: Weight) -> Tensor:
-        """Return a copy on the host, for an operation outside of the weight's unit that needs a gradient."""
-
     def casts_in_new_graph(self, weight: Weight) -> list[range] | None:
         """Return which elements of a weight a graph that is being built in backward casts; None if none is."""
 
@@ -151,10 +148,9 @@ class Guard:
             return self._on_the_host(func, args, kwargs, writes=False).to(self.owner.device)
         if func in DIFFERENTIATING:
             return differentiate(func, HostParameter, lambda master: _weight_of(master).leaves(), args, kwargs)
-        serve = self.owner.serve_on_host if on_host else self.owner.serve
         with without_torch_function():
             new_args, new_kwargs = replace_instances(
-                (args, kwargs), HostParameter, lambda master: serve(_weight_of(master))
+                (args, kwargs), HostParameter, lambda master: self.owner.serve(_weight_of(master))
             )
         result = func(*new_args, **new_kwargs)
         self.owner.note_use([_weight_of(master) for master in _masters_in((args, kwargs))])

@@ -6,11 +6,6 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from sp_lightning.pipeline._private import without_torch_function
-
 _CONTAINERS = (list, tuple, dict)
 
 
@@ -44,43 +39,3 @@ def replace_instances(value: Any, kind: type, substitute: Callable[[Any], Any]) 
             replaced[key] = item
         return replaced
     return value
-
-
-def run_on(
-    device: torch.device,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    stays: Callable[[Tensor], bool] = lambda operand: False,
-) -> Any:
-    """Run an operation with copies of its operands on a device; what it writes to a copy is written back.
-
-    Args:
-        device: The device.
-        func: The operation.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        stays: Tells which operands are not moved.
-    """
-    copies: list[tuple[Tensor, Tensor]] = []
-
-    def bring(operand: Tensor) -> Tensor:
-        with without_torch_function():
-            if operand.device == device or stays(operand):
-                return operand
-        copies.append((operand, _copy(operand, device)))
-        return copies[-1][1]
-
-    args, kwargs = replace_instances((args, kwargs), Tensor, bring)
-    result = func(*args, **kwargs)
-    for operand, copied in copies:
-        if copied._version:  # `out=`, an embedding that bounds its rows
-            with torch.no_grad():
-                operand.copy_(copied)
-    return result
-
-
-def _copy(operand: Tensor, device: torch.device) -> Tensor:
-    builds_graph = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(builds_graph):  # tensors of inference have no version
-        return operand.to(device)

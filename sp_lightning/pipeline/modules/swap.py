@@ -12,17 +12,13 @@ from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
-def swap_in(member: Member, prepare: Callable[[Twin], None]) -> bool:
+def swap_in(member: Member, prepare: Callable[[Twin], None]) -> None:
     """Put twins in place of the masters.
 
     Args:
         member: The member that is about to compute, as a whole or in parts.
         prepare: Called with each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
-
-    Returns:
-        Whether there are other tensors in place of masters, and not on the device: `functional_call` puts them there.
     """
-    has_others = False
     with without_torch_function():
         for entry in member.entries:
             weight = entry.weight
@@ -30,15 +26,11 @@ def swap_in(member: Member, prepare: Callable[[Twin], None]) -> bool:
             wake(twin)
             if twin.parameter.requires_grad != weight.master.requires_grad:
                 prepare(twin)
-            current = entry.current
-            if current is weight.master:
+            if entry.current is weight.master:  # else `functional_call` has put another tensor there
                 entry.current = twin.parameter
-            elif current is not None and current.device != twin.data.device:
-                has_others = True
     for module, weights in member.recurrent:
         present = {id(entry.weight): entry.current for entry in member.entries}
         module._flat_weights = [present[id(weight)] for weight in weights]
-    return has_others
 
 
 def swap_out(member: Member) -> None:

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from sp_lightning.pipeline.modules.one_device import OperandsOnOneDevice
-
 
 def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
     """Run hooks of `Tensor.register_hook`, and return what they make of a gradient, where it was."""
     for hook in hooks:
-        with OperandsOnOneDevice():
-            changed = hook(gradient)
+        changed = hook(gradient)
         gradient = gradient if changed is None else changed.to(gradient.device)
     return gradient

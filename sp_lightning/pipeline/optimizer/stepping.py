@@ -34,7 +34,7 @@ from sp_lightning.pipeline.weights.sections import cuts_in
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)
 """Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything."""
 
-BY_WEIGHT = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+BY_WEIGHT = (torch.optim.Adafactor, torch.optim.Muon)
 """Optimizers that treat each weight by itself, but as a whole."""
 
 HAVE_FUSED_KERNELS = (Adam, AdamW, SGD, Adagrad)

@@ -259,11 +259,6 @@ class AcceleratorBackend(Backend):
         allowed = getattr(self._api, "get_per_process_memory_fraction", lambda device: 1.0)
         return int(allowed(self.device) * self._api.mem_get_info(self.device)[1])
 
-    @property
-    @override
-    def runs_out(self) -> bool:
-        return True
-
     @override
     def free_memory(self) -> int | None:
         allowed = self.total_memory()

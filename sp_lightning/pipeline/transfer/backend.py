@@ -132,11 +132,6 @@ class Backend(Lanes):
         """Return the bytes of device memory, or None if unknown."""
         return None
 
-    @property
-    def runs_out(self) -> bool:
-        """Whether operations can run out of device memory, even where its size is unknown."""
-        return False
-
     def free_memory(self) -> int | None:
         """Return the bytes of device memory that can be allocated now, or None if unknown."""
         return None

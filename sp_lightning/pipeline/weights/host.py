@@ -96,7 +96,6 @@ class GroupHost:
     Attributes:
         rooms: The memory that masters lie in.
         sends_copies: Whether copies of some masters are sent instead of the masters themselves.
-        sends_lowered: Whether some of the copies are in a lower dtype.
         source: The memory that is sent.
         source_offsets: Where each weight begins in it, in bytes.
         sections: The sections of the memory that is sent.
@@ -108,7 +107,6 @@ class GroupHost:
         self.weights = list(weights)
         self._backend = backend
         plans = _Plans(self.weights, MasterMemory() if memory is None else memory)
-        self.sends_lowered = any(weight.lowered for weight in self.weights)
         self.sends_copies = bool(plans.copied)
         buffers = [
             found or HostBuffer(plan.nbytes, backend, pin=False)
@@ -144,19 +142,6 @@ class GroupHost:
         """Return the state of masters that may be being stepped, so that nothing is moved back into our memory."""
         with torch.inference_mode(False):
             return MasterState(self._counts(), tuple(room.sample() for room in self.rooms))
-
-    def glance(self) -> MasterState:
-        """Return the masters' present state with a smaller sample, for every call of a unit."""
-        with torch.inference_mode(False):
-            return MasterState(self._versions(), tuple(room.glance() for room in self.rooms))
-
-    def changed_past_versions(self, since: MasterState) -> set[Weight]:
-        """Return the weights that look different than in an earlier glance, although no change of them was counted."""
-        counted = zip(self.weights, since.versions, self._versions(), strict=True)
-        with torch.inference_mode(False):
-            rooms = zip(self.rooms, since.samples, strict=True)
-            found = {weight for room, glance in rooms for weight in room.changed_since(glance)}
-        return found.difference(weight for weight, before, after in counted if before != after)
 
     def changed_ranges(
         self, since: MasterState, now: MasterState | None, stepped: Collection[Weight]

@@ -14,7 +14,6 @@ from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
-_GLANCE = 256  # words
 _WORD = 4  # bytes compared at once
 _LEAST_SAMPLES = 64  # per weight
 
@@ -42,23 +41,18 @@ class Room:
         with torch.inference_mode(False):
             self._words = memory.bytes[: memory.nbytes // _WORD * _WORD].view(torch.int32)
         self._sample_index = self._sampled_words()
-        self._glance_index = self._sample_index[:: max(1, len(self._sample_index) // _GLANCE)].contiguous()
 
     def sample(self) -> Tensor:
         """Return some of what lies here: words of every row of every master."""
         return self._words.index_select(0, self._sample_index)
 
-    def glance(self) -> Tensor:
-        """Return less of it, for every call of a unit."""
-        return self._words.index_select(0, self._glance_index)
-
-    def changed_since(self, glance: Tensor) -> list[Weight]:
-        """Return the weights that look different than in an earlier glance."""
-        return self._differing(self._glance_index, glance, self.glance())
-
     def differing(self, before: Tensor, after: Tensor) -> list[Weight]:
         """Return the weights that two samples differ in."""
-        return self._differing(self._sample_index, before, after)
+        if torch.equal(before, after):
+            return []
+        places = self._sample_index[before != after] * _WORD
+        numbers = torch.searchsorted(torch.tensor(self.offsets), places, right=True) - 1
+        return [self.weights[number] for number in sorted(set(numbers.tolist()))]
 
     def piece_of(self, weight: Weight, backend: Backend) -> HostBuffer:
         """Return the memory of one of the masters, with the padding after it, as a buffer that is not pinned itself."""
@@ -71,13 +65,6 @@ class Room:
     def release(self) -> None:
         """Let go of the memory, which serves the next arrangement."""
         self._words = torch.empty(0, dtype=torch.int32)
-
-    def _differing(self, index: Tensor, before: Tensor, after: Tensor) -> list[Weight]:
-        if torch.equal(before, after):
-            return []
-        places = index[before != after] * _WORD
-        numbers = torch.searchsorted(torch.tensor(self.offsets), places, right=True) - 1
-        return [self.weights[number] for number in sorted(set(numbers.tolist()))]
 
     def _sampled_words(self) -> Tensor:
         """Choose the words that a sample has, by index: all words of the sampled elements."""

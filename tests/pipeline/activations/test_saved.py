@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import grad
 
 from sp_lightning.pipeline._private import top_saved_tensor_hooks, weak_storage
 from sp_lightning.pipeline.activations.meter import Meter
@@ -213,14 +212,3 @@ def test_a_graph_of_an_earlier_arrangement_raises(scene: Scene) -> None:
     scene.saved.twins = {}
     with pytest.raises(RuntimeError, match=r"weight 'unit.0' of a graph.*rebuild"):
         y.sum().backward()
-
-
-def test_no_hooks_are_pushed_where_a_transform_forbids_them(scene: Scene) -> None:
-    """Its weights stay on the device instead (see calls.py)."""
-
-    def forward(x: Tensor) -> Tensor:
-        assert not scene.saved.push()
-        assert not scene.saved.push(ahead=True)
-        return x.sum()
-
-    assert torch.equal(grad(forward)(torch.ones(2)), torch.ones(2))

@@ -1,102 +1,81 @@
-"""Graphs that are built on masters between steps, whose gradients autograd would add to `.grad` itself."""
+"""Gradients of masters themselves: of graphs that were built between steps, and of functions in steps."""
 
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tests.conftest import collect_until
-from tests.helpers import Run, assert_same_story, attached, note_gradients, note_state, sgd
-from tests.zoo.blocks import WIDTH, Block, chain
+from tests.helpers import Run, assert_same_story, attached, note_gradients
+from tests.zoo.blocks import chain
+
+MESSAGE = r"Weight 'blocks.\d.* got a gradient from a graph that was built outside of a step.*`weight\[:\]`"
 
 
 def penalty(model: nn.Module) -> Tensor:
     return 0.01 * sum((weight.square().sum() for weight in model.parameters()), torch.zeros(()))
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 2)])
-def test_a_penalty_that_is_computed_before_its_step(k: int, k_prime: int, hooked: bool) -> None:
-    """What autograd had added to `.grad` after a unit's gradients had left was overwritten by these."""
+class Scaled(torch.autograd.Function):
+    """Has weights among its inputs, and saves them."""
 
-    def story(run: Run) -> None:
-        optimizer = sgd(run.model)
-        if hooked:
-            for weight in run.model.parameters():
-                weight.register_hook(lambda gradient: gradient * 0.5)
-        for step in range(3):
-            early = penalty(run.model)
-            with run.step():
-                (run.model(run.rows(step)).square().mean() + early).backward()
-            note_gradients(run.trace, str(step), dict(run.model.named_parameters()))
-            optimizer.step()
-            note_state(run.trace, str(step), run.model, [optimizer])
-            optimizer.zero_grad()
+    @staticmethod
+    def forward(ctx, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return x * sum(weight.sum() for weight in weights)
 
-    assert_same_story(story, lambda: chain(4), k=k, k_prime=k_prime)
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        slope = (gradient * x).sum()
+        return gradient * sum(weight.sum() for weight in weights), *(slope.expand_as(weight) for weight in weights)
 
 
-def test_a_penalty_with_a_backward_of_its_own() -> None:
-    """Gradients are added to those that a step has left, and the next step adds to them."""
-
-    def story(run: Run) -> None:
-        optimizer = sgd(run.model)
-        for step in range(3):
-            penalty(run.model).backward()
-            run.normal_step(f"{step} / first", None, seed=step)
-            penalty(run.model).backward()
-            note_gradients(run.trace, str(step), dict(run.model.named_parameters()))
-            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-            penalty(run.model).backward()
-            optimizer.step()
-            note_state(run.trace, str(step), run.model, [optimizer])
-            optimizer.zero_grad()
-
-    assert_same_story(story, lambda: chain(4))
+def alone(model: nn.Module, early: Tensor) -> Tensor:
+    return early
 
 
-def test_units_that_await_such_a_gradient_are_stepped_after_it() -> None:
-    """A penalty that was computed after the forward: its gradients arrive first."""
-
-    def story(run: Run) -> None:
-        optimizer = sgd(run.model)
-        for step in range(4):
-            with run.step():
-                loss = run.model(run.rows(step)).square().mean()
-            loss = loss + penalty(run.model)
-            with nullcontext() if run.pipe is None else run.pipe.optimizers.stepping_in_backward(optimizer):
-                loss.backward()
-            optimizer.step()
-            note_state(run.trace, str(step), run.model, [optimizer])
-            optimizer.zero_grad()
-        if run.pipe is not None:
-            assert run.pipe.stats.steps_in_backward == 0
-
-    assert_same_story(story, lambda: chain(4))
+def with_a_step(model: nn.Module, early: Tensor) -> Tensor:
+    return model(Run.rows(0)).square().mean() + early
 
 
-def test_a_gradient_that_comes_after_its_weight_was_stepped() -> None:
+def by_a_function(model: nn.Module, early: Tensor) -> Tensor:
+    return Scaled.apply(model(Run.rows(0)), *model.parameters()).sum()
+
+
+@pytest.mark.parametrize("loss", [alone, with_a_step, by_a_function])
+def test_they_are_refused(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """And the next step is right."""
     model = chain(4)
-    optimizer = sgd(model)
-    with attached(model) as pipe:
+    with attached(model, debug=False) as pipe:
+        for _ in range(2):
+            early = penalty(model)
+            with pytest.raises(RuntimeError, match=MESSAGE):  # noqa: PT012 - in backward, whatever the scope
+                with pipe.step():
+                    lost = loss(model, early)
+                lost.backward()
+            pipe.reset()
+            model.zero_grad()
+        model(Run.rows(0)).square().mean().backward()
+        found = [weight.grad.clone() for weight in model.parameters()]
+    model.zero_grad()
+    model(Run.rows(0)).square().mean().backward()
+    assert all(torch.equal(weight.grad, each) for weight, each in zip(model.parameters(), found, strict=True))
 
-        def train() -> None:
-            early = sum(weight.sum() for weight in model.parameters())  # torch itself looks after what squares save
-            with pipe.step():
-                loss = model(Run.rows(0)).square().mean() + early
-            with pipe.optimizers.stepping_in_backward(optimizer):
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
-        train()  # makes the optimizer's state
-        with pytest.raises(RuntimeError, match="after it was stepped in this backward pass"):
-            train()
+def test_what_the_message_advises_works() -> None:
+    def story(run: Run) -> None:
+        for step in range(3):
+            with run.step():
+                y = Scaled.apply(run.model(run.rows(step)), *(weight[:] for weight in run.model.parameters()))
+                (y.square().mean() + penalty(run.model)).backward()
+            note_gradients(run.trace, str(step), dict(run.model.named_parameters()))
+
+    assert_same_story(story, lambda: chain(4))
 
 
 def test_a_weight_that_was_frozen_since() -> None:
@@ -104,43 +83,12 @@ def test_a_weight_that_was_frozen_since() -> None:
 
     def story(run: Run) -> None:
         run.normal_step("before", None)
-        early = penalty(run.model)
+        early = next(iter(run.model.parameters())).square().sum()
         next(iter(run.model.parameters())).requires_grad_(False)
         early.backward()
         note_gradients(run.trace, "after", dict(run.model.named_parameters()))
 
     assert_same_story(story, lambda: chain(2))
-
-
-@pytest.mark.parametrize("sparse_in_step", [False, True])
-def test_a_sparse_gradient(sparse_in_step: bool) -> None:
-    """It is added to what the step brings, be that sparse or not."""
-
-    def embedding_and_blocks() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Embedding(7, WIDTH, sparse=sparse_in_step), Block(), Block())
-
-    def story(run: Run) -> None:
-        rows = torch.tensor([1, 5])  # no row twice: those are added up in another order
-        weight = run.model.get_parameter("0.weight")
-        for step in range(2):
-            early = F.embedding(rows, weight, sparse=True).sum()
-            with run.step():
-                (run.model(rows + step).sum() + early).backward()
-            run.note(f"{step} / gradient", weight.grad.to_dense())
-            run.model.zero_grad()
-
-    assert_same_story(story, embedding_and_blocks)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_a_graph_of_the_gradient_is_refused() -> None:
-    model = chain(2)
-    with attached(model) as pipe:
-        with pipe.step():
-            model(Run.rows(0)).sum().backward()
-        with pytest.raises(RuntimeError, match="create_graph=True"):
-            penalty(model).backward(create_graph=True)
 
 
 def test_nothing_is_held_once_the_engine_is_gone() -> None:

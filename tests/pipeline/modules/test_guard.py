@@ -50,10 +50,6 @@ class Owner:
         self.served.append(weight.name)
         return weight.twin.parameter
 
-    def serve_on_host(self, weight: Weight) -> Tensor:
-        self.served.append(f"{weight.name} on the host")
-        return weight.host
-
     def note_use(self, weights: Iterable[Weight]) -> None:
         self.in_use += [weight.name for weight in weights]
 
@@ -215,29 +211,6 @@ def test_a_hand_made_ema_averages_the_masters(scene: Scene) -> None:
     assert average.eq(0.75).all()
     assert moved.eq(1.5).all()
     assert both.mean() == 0.875
-
-
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda w, anchor: w - anchor,
-        lambda w, anchor: anchor - w,
-        lambda w, anchor: torch.dist(input=w, other=anchor),
-        lambda w, _: w.cpu(),
-    ],
-)
-def test_what_needs_a_gradient_gets_copies(scene: Scene, work: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Beside others on the host. If masters were the leaves of a graph, autograd would write to their `.grad`."""
-    scene.owner.device = torch.device("meta")
-    anchor = torch.zeros(3, 3)
-    assert work(scene.w, anchor).eq(work(torch.ones(3, 3), anchor)).all()
-    assert scene.owner.served == ["unit.0 on the host"]
-    assert scene.owner.in_use == ["unit.0"]
-    with torch.no_grad():
-        work(scene.w, anchor)
-    scene.w.requires_grad_(False)
-    work(scene.w, anchor)
-    assert scene.owner.served == ["unit.0 on the host"]
 
 
 def test_an_index_on_the_host_is_one_of_the_weight_on_the_device(scene: Scene) -> None:

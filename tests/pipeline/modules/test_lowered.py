@@ -18,8 +18,6 @@ from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.modules.lowered import note_elements
 
-from ...zoo.blocks import Product
-
 Use = Callable[["Block", Tensor, Tensor], Tensor]
 
 
@@ -100,8 +98,6 @@ AS_IT_IS: dict[str, Use] = {
     "out=": out_of_autocasts_reach,
     "autocast is off": where_autocast_is_off,
     "without a graph": without_a_graph,
-    "a custom function": lambda block, x, y: y + Product.apply(x, block.w),
-    "a custom function of a view": lambda block, x, y: y + Product.apply(x, block.w.t()),
 }
 SEVERAL_GRADIENTS: dict[str, Use] = {  # which add up in fp32
     "the layer twice": lambda block, x, y: block.layer(y),

@@ -1,0 +1,145 @@
+"""Steps that run out of device memory: who gets which error, and that training can go on after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities.memory import is_oom_error
+from torch import Tensor
+
+from sp_lightning import SuperpipelineStrategy, superpipeline
+from sp_lightning.pipeline import WindowPlan
+from sp_lightning.trainer.out_of_memory import out_of_memory_explained
+
+from .lightning_modules import Base, assert_plain, assert_same_training, fit, loader, trainer
+
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+class Exhausted(Base):
+    """Runs out of memory once, in the place that it is told."""
+
+    def __init__(self, where: str, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.where, self.error = where, error or torch.OutOfMemoryError(CUDA)
+
+    def exhaust(self, gradient: Any = None) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.where == "backward" and loss.requires_grad:
+            loss.register_hook(self.exhaust)
+        elif self.where == ("training" if self.training else "evaluation"):
+            self.exhaust()
+        return loss
+
+
+class Manual(Exhausted):
+    """Its backward is inside of its step."""
+
+    def __init__(self) -> None:
+        super().__init__("backward")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Exhausted("training"),
+        lambda: Exhausted("backward"),
+        lambda: Exhausted("evaluation"),
+        lambda: Exhausted("backward", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")),
+        Manual,
+    ],
+    ids=["training", "backward", "evaluation", "library", "manual"],
+)
+def test_the_error_says_what_a_step_takes_and_what_helps(make):
+    module = make()
+    original = module.error
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        fit(trainer(SuperpipelineStrategy(k=2, activations="keep")), module)
+    message = str(raised.value)
+    assert message.startswith(str(original))
+    assert message.count("superpipeline: this step had") == 1
+    assert "for weights (`k=2` of 4 units)" in message
+    assert raised.value.__cause__ is original
+    if module.where == "evaluation":
+        assert "activations" not in message
+        assert message.endswith("Set `k=1`.")
+    else:
+        assert "(`activations='keep'`)" in message
+        assert message.endswith("Set `activations='recompute'`.")
+    assert_plain(module)
+
+
+def test_lightning_knows_the_error():
+    """The tuner of batch sizes goes on after such errors alone."""
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        fit(trainer(SuperpipelineStrategy()), Exhausted("training"))
+    assert is_oom_error(raised.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the user's"), ValueError(CUDA)], ids=["runtime", "value"])
+def test_other_errors_are_left_alone(error):
+    with pytest.raises(type(error)) as raised:
+        fit(trainer(SuperpipelineStrategy()), Exhausted("training", error))
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("where", ["training", "backward"])
+def test_training_goes_on_in_another_fit(where):
+    def drive(trainer: L.Trainer, module: Exhausted) -> None:
+        with pytest.raises(torch.OutOfMemoryError):
+            fit(trainer, module)
+        module.zero_grad()
+        trainer.fit(module, loader())
+
+    assert_same_training(lambda: Exhausted(where), drive)
+
+
+@pytest.mark.parametrize(
+    ("options", "plan", "remedy"),
+    [
+        ({"activations": "keep"}, None, "Set `activations='recompute'`."),
+        ({"activations": "offload", "k": 2}, None, "Set `activations='recompute_offload'`."),
+        ({"activations": "recompute"}, None, "Set `activations='recompute_offload'`."),
+        ({"k": 3}, None, "Set `k=1`."),
+        ({"memory_budget": "100MiB"}, WindowPlan(3, 1), f"Set `memory_budget={int(0.85 * (100 << 20))}`, so that"),
+        ({}, None, "Set `k=1`."),
+        ({"k": 1}, None, "Use smaller batches, or `chunked_cross_entropy`"),
+    ],
+    ids=str,
+)
+def test_one_option_is_named(options, plan, remedy):
+    """The one that gives up the most which the user, or the plan, has taken."""
+    module = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+    pipeline = superpipeline(module, "cpu", **options)
+    pipeline.arrangement.plan = plan
+    with pytest.raises(torch.OutOfMemoryError) as raised, out_of_memory_explained(pipeline, trains=True):
+        raise torch.OutOfMemoryError(CUDA)
+    pipeline.detach()
+    (said,) = str(raised.value).splitlines()[1:]
+    assert remedy in said
+    assert said.count("Set `") + said.count("Use smaller") == 1
+
+
+def test_peaks_are_said_where_the_device_tells_them(monkeypatch):
+    module = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+    pipeline = superpipeline(module, "cpu")
+    monkeypatch.setattr(type(pipeline.survey), "peak_memory", 3 << 30)
+    with (
+        pytest.raises(torch.OutOfMemoryError, match=r"The peak of allocated memory was 3.0 GiB."),
+        out_of_memory_explained(pipeline, trains=False),
+    ):
+        raise torch.OutOfMemoryError(CUDA)
+    pipeline.detach()
