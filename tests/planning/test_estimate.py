@@ -105,7 +105,7 @@ def test_the_estimate_is_what_the_engine_counts(build, precision, monkeypatch):
     assert gradient_bytes(workload) == pytest.approx(counted.gradient_bytes, rel=0.05)
     assert taken.host_bytes == pytest.approx(max(on_host), rel=0.05)
     sent = module.sent[-1] - module.sent[-2]
-    assert taken.bytes_to_device == pytest.approx(sent, rel=0.2 if build is t5 else 0.05), "T5 uses its embedding thrice"
+    assert taken.bytes_to_device == pytest.approx(sent, rel=0.2 if build is t5 else 0.05), "T5 uses an embedding thrice"
     activations = taken.device_bytes - weight_bytes(workload, choice) - gradient_bytes(workload)
     assert 1 <= activations / module.peaks[-1] <= 2, "with their gradients, which the engine does not count"
 
