@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.transfer.lanes import Origin, Ticket
-from sp_lightning.pipeline.transfer.threads import copy_memory
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Origin, Ticket
+from sp_lightning.pipeline.lanes.threads import copy_memory
 
 
 class Lane(enum.Enum):

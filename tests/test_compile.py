@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline._private import COMPILES_UNDER_MODES
+from sp_lightning.pipeline.torch_private import COMPILES_UNDER_MODES
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES
 
 from .helpers import Run, assert_same_story, assert_same_trace, attached, collect_garbage, lightning_run

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.pipeline.modules.guard import Guard
+from sp_lightning.pipeline.weights.guard import Guard
 
 from .helpers import attached
 from .zoo.blocks import WIDTH as NARROW

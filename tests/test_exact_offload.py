@@ -17,11 +17,11 @@ from torch.optim import SGD
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.options import ActivationPolicy
+from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.planning import AutoPlanner
 
 from .helpers import (

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.sizes import readable_bytes
-from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights import buffers
 from sp_lightning.trainer import host_memory
 

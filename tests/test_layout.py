@@ -25,19 +25,8 @@ EXAMPLES = ROOT / "examples"
 ROOMS = ["pipeline", "planning", "timeline", "monitor", "trainer", "entrance"]
 
 # The same within the engine: what all may use, the engine's rooms, and what brings them together.
-ENGINE = [
-    "basics",
-    "transfer",
-    "weights",
-    "division",
-    "modules",
-    "activations",
-    "gradients",
-    "optimizer",
-    "layout",
-    "whole",
-]
-BASICS = {"options", "stats", "sizes", "host_memory", "_private"}
+ENGINE = ["basics", "lanes", "weights", "units", "activations", "gradients", "optimizer", "layout", "whole"]
+BASICS = {"options", "stats", "sizes", "host_memory", "torch_private"}
 
 
 def modules(folder: Path) -> list[Path]:

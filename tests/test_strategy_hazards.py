@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import sp_lightning.strategy
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.transfer.cores import use_all_cores
+from sp_lightning.pipeline.lanes.cores import use_all_cores
 from sp_lightning.trainer.precision import HostGradScaler
 
 from .helpers import assert_same_trace

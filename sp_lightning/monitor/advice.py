@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from sp_lightning.monitor.metrics import device_memory
 from sp_lightning.pipeline import Kind, Lane, Pipeline, readable_bytes, readable_seconds
-from sp_lightning.pipeline.transfer.cores import allowed_cores, user_chose_threads
+from sp_lightning.pipeline.lanes.cores import allowed_cores, user_chose_threads
 from sp_lightning.timeline import Breakdown
 
 _MUCH = 0.3  # the least share of a lane's work that is worth doing something about

@@ -2,6 +2,11 @@
 
 from sp_lightning.pipeline.gradients.replicas import Replicas
 from sp_lightning.pipeline.host_memory import available_host_memory
+from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
+from sp_lightning.pipeline.lanes.cores import use_all_cores
+from sp_lightning.pipeline.lanes.emulated import HostBackend
+from sp_lightning.pipeline.lanes.trace import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.options import ActivationPolicy, PipelineOptions, UnitPolicy
 from sp_lightning.pipeline.pipeline import Pipeline
@@ -9,11 +14,6 @@ from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.summary import Summary, as_table
 from sp_lightning.pipeline.survey import Planner, Survey
-from sp_lightning.pipeline.transfer.accelerator import AcceleratorBackend
-from sp_lightning.pipeline.transfer.backend import Backend, is_out_of_memory
-from sp_lightning.pipeline.transfer.cores import use_all_cores
-from sp_lightning.pipeline.transfer.emulated import HostBackend
-from sp_lightning.pipeline.transfer.trace import Kind, Lane, Recording, Span
 
 __all__ = [
     "AcceleratorBackend",

@@ -13,14 +13,14 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.assembly import Assembly
-from sp_lightning.pipeline.division.shape import Shape
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.modules.gates import Gatekeeper
 from sp_lightning.pipeline.survey import Planner, Survey
+from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.units.shape import Shape
+from sp_lightning.pipeline.weights.gates import Gatekeeper
 from sp_lightning.pipeline.weights.units import Member
 
 

@@ -10,20 +10,12 @@ from collections.abc import Callable
 
 import torch
 
-from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.calls import Calls
-from sp_lightning.pipeline.division.parameters import weights_on_accelerators
 from sp_lightning.pipeline.gradients.averaging import ReplicatedWeights
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.modules.compiled import compiled_call
-from sp_lightning.pipeline.modules.first_call import stop_watching_for_first_call, watch_for_first_call
-from sp_lightning.pipeline.modules.gates import Gatekeeper, install_gate, register_gate, remove_gate
-from sp_lightning.pipeline.modules.moving import move_all_but_parameters, move_unmanaged
-from sp_lightning.pipeline.modules.resting import put_to_rest
-from sp_lightning.pipeline.modules.swap import swap_out
 from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
@@ -31,8 +23,16 @@ from sp_lightning.pipeline.optimizer.host_steps import HostSteps
 from sp_lightning.pipeline.optimizer.optimizers import OptimizerParts
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.outside import OutsideUse
+from sp_lightning.pipeline.torch_private import storage_key
+from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
+from sp_lightning.pipeline.units.parameters import weights_on_accelerators
+from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.first_call import stop_watching_for_first_call, watch_for_first_call
+from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, register_gate, remove_gate
+from sp_lightning.pipeline.weights.resting import put_to_rest
 from sp_lightning.pipeline.weights.schedule import Schedule
+from sp_lightning.pipeline.weights.swap import swap_out
 from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.write_back import WriteBack
 

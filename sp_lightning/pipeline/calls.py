@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY, Bundle
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.modules.compiled import run_uncompiled
-from sp_lightning.pipeline.modules.hooks import before_backward
-from sp_lightning.pipeline.modules.swap import swap_in, swap_out
-from sp_lightning.pipeline.modules.tensors import replace_tensors, tensors_in
 from sp_lightning.pipeline.outside import OutsideUse
-from sp_lightning.pipeline.transfer.trace import Kind
+from sp_lightning.pipeline.torch_private import in_backward, storage_key
 from sp_lightning.pipeline.under_autocast import UnderAutocast, without_autocast_cache
+from sp_lightning.pipeline.units.tensors import replace_tensors, tensors_in
+from sp_lightning.pipeline.weights.compiled import run_uncompiled
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.hooks import before_backward
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
+from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.write_back import WriteBack

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_lightning.pipeline._private import COMPILES_UNDER_MODES, run_as_without_mode, storage_key
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.modules.lowering import is_view, tensors_among
+from sp_lightning.pipeline.torch_private import COMPILES_UNDER_MODES, run_as_without_mode, storage_key
+from sp_lightning.pipeline.weights.lowering import is_view, tensors_among
 
 
 class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]

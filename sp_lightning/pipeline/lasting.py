@@ -13,12 +13,12 @@ from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.modules.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.weights.at_work import EngineAtWork
 from sp_lightning.pipeline.weights.graphs import Graphs
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
 from sp_lightning.pipeline.weights.weight import Twin

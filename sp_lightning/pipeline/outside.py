@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from sp_lightning.pipeline._private import graph_task, in_backward, in_transform, running_node
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.modules.guard import Guard
-from sp_lightning.pipeline.modules.hooks import hold_while_needed
-from sp_lightning.pipeline.modules.lowered import guard_lowered
-from sp_lightning.pipeline.modules.resting import wake
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
+from sp_lightning.pipeline.torch_private import graph_task, in_backward, in_transform, running_node
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.guard import Guard
+from sp_lightning.pipeline.weights.hooks import hold_while_needed
+from sp_lightning.pipeline.weights.lowered import guard_lowered
+from sp_lightning.pipeline.weights.resting import wake
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window

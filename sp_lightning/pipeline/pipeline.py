@@ -22,31 +22,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import in_backward, in_transform, is_capturing, without_torch_function
 from sp_lightning.pipeline.arranger import Arranger
 from sp_lightning.pipeline.assembly import Assembly
 from sp_lightning.pipeline.debug import AccessCheck
-from sp_lightning.pipeline.division.parameters import weights_on_accelerators
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.devices import full_device, make_backend
+from sp_lightning.pipeline.lanes.trace import Recording
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.modules.compiled import finish_before_compiling, keep_out_of_graphs
-from sp_lightning.pipeline.modules.moving import move_all_but_parameters, move_unmanaged
-from sp_lightning.pipeline.modules.suspension import (
-    forget_ended_steps,
-    guards_resumed,
-    guards_suspended,
-    resume_all_guards,
-)
 from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.survey import Planner, Survey
-from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.transfer.devices import full_device, make_backend
-from sp_lightning.pipeline.transfer.trace import Recording
+from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, without_torch_function
+from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
+from sp_lightning.pipeline.units.parameters import weights_on_accelerators
+from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.weights.quantized import bring_states_home
+from sp_lightning.pipeline.weights.suspension import (
+    forget_ended_steps,
+    guards_resumed,
+    guards_suspended,
+    resume_all_guards,
+)
 from sp_lightning.pipeline.weights.units import Member
 
 _HOST = torch.device("cpu")

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 
 from sp_lightning.pipeline.activations.auto import AutoPolicy
+from sp_lightning.pipeline.lanes.trace import Recording
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.optimizer import on_device
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.trace import Recording
 from sp_lightning.pipeline.weights.units import Unit
 
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none

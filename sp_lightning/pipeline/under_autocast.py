@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sp_lightning.pipeline._private import in_backward
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.modules.compiled import run_uncompiled
-from sp_lightning.pipeline.modules.lowered import ALL_ELEMENTS, begin_call
-from sp_lightning.pipeline.modules.lowering import LoweringSpy
 from sp_lightning.pipeline.outside import OutsideUse
+from sp_lightning.pipeline.torch_private import in_backward
+from sp_lightning.pipeline.weights.compiled import run_uncompiled
+from sp_lightning.pipeline.weights.lowered import ALL_ELEMENTS, begin_call
+from sp_lightning.pipeline.weights.lowering import LoweringSpy
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Weight
 

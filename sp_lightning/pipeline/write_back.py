@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.weight import Twin, Weight

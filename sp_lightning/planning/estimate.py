@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.activations.footprint import Footprint
 from sp_lightning.pipeline.activations.link import Link
-from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes
-from sp_lightning.pipeline.modules.lowering import is_lowered_layer
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.sizes import parse_bytes
+from sp_lightning.pipeline.units.finder import find_units
+from sp_lightning.pipeline.weights.lowering import is_lowered_layer
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.planning.measure import bytes_of
 from sp_lightning.planning.workload import Machine, UnitWork, Workload

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adamax
 from torch.utils.data import DataLoader
 
 from sp_lightning import Pipeline, plan, superpipeline
-from sp_lightning.pipeline._private import parts_of
+from sp_lightning.pipeline.torch_private import parts_of
 
 from ..lightning_modules import trainer
 from ..zoo.blocks import WIDTH, LoRALinear, chain

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from ..pipeline.modules.test_moving import Detector
+from ..pipeline.units.test_moving import Detector
 from .parts import on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.transfer.accelerator import _STREAMS_BEHIND_WORK
+from sp_lightning.pipeline.lanes.accelerator import _STREAMS_BEHIND_WORK
 
 
 class FakeStream:

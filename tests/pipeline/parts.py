@@ -14,9 +14,9 @@ from typing_extensions import override
 from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.gradients.buffers import Shipment
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
+from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.lanes.threads import ThreadTicket
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.lanes import Ticket
-from sp_lightning.pipeline.transfer.threads import ThreadTicket
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.host import GroupHost

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline._private import COMPILES_UNDER_MODES, storage_key
 from sp_lightning.pipeline.debug import AccessCheck
+from sp_lightning.pipeline.torch_private import COMPILES_UNDER_MODES, storage_key
 from sp_lightning.pipeline.weights.device import Residency
 
 from .parts import Placed, place

@@ -25,8 +25,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.modules.guard import _guarded
-from sp_lightning.pipeline.modules.suspension import guards_suspended
+from sp_lightning.pipeline.weights.guard import _guarded
+from sp_lightning.pipeline.weights.suspension import guards_suspended
 from sp_lightning.pipeline.weights.window import Window
 
 from ..helpers import collect_garbage

@@ -22,8 +22,8 @@ from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, choose_ways, peak
 from sp_lightning.pipeline.activations.workspace import Workspace
 from sp_lightning.pipeline.host_memory import available_host_memory
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.sizes import readable_bytes
-from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.units import Member
 
 _HOST_ROOM = 2  # offload only if the host has this many times as much memory free as would be offloaded

@@ -36,7 +36,7 @@ from sp_lightning.pipeline.activations.places import (
     is_user_defined,
     places_of,
 )
-from sp_lightning.pipeline.modules.tensors import tensor_bytes
+from sp_lightning.pipeline.units.tensors import tensor_bytes
 
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 MAX_OBJECTS = 20_000  # in attributes; a data set has more, and looking at them would take longer than a step

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.offload import MIN_OFFLOAD_BYTES, negligible
 from sp_lightning.pipeline.activations.ways import Way
+from sp_lightning.pipeline.torch_private import storage_key
 
 
 class Footprint(NamedTuple):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.activations.memory import Offloaded
 from sp_lightning.pipeline.activations.saved import Kept, Packed, SavedTensors
 from sp_lightning.pipeline.activations.stand_ins import StandIns, take_attributes
+from sp_lightning.pipeline.torch_private import storage_key
 
 
 class Inputs:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 
 _HIDDEN_COST = 0.1  # the part of its time that a copy costs even if computing hides it

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import weak_storage
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.pool import Loan
-from sp_lightning.pipeline.transfer.lanes import Ticket
+from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.torch_private import weak_storage
 from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 
 _WASTE = 2  # memory is not worth a copy if less than one part in so many of it was saved

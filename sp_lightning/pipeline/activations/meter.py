@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import storage_key
 
 
 class Meter:

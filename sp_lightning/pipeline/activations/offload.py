@@ -32,13 +32,13 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import in_backward, storage_key
 from sp_lightning.pipeline.activations.memory import Activation, Leftover, Offloaded, Stage, extent
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.pool import HostPool
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.transfer.trace import Kind
+from sp_lightning.pipeline.torch_private import in_backward, storage_key
 from sp_lightning.pipeline.weights.units import Member, Unit
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import storage_key
+from sp_lightning.pipeline.torch_private import storage_key
 
 _ALIGNMENT = 16  # bytes of the largest element
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.quasirandom import SobolEngine
 
-from sp_lightning.pipeline.modules.tensors import slots_of
+from sp_lightning.pipeline.units.tensors import slots_of
 
 _LARGEST_ARRAY = 1 << 22  # bytes, of numpy; a data set is larger
 _OPEN = (types.SimpleNamespace, Namespace, SobolEngine)  # not defined by users, but with content of theirs

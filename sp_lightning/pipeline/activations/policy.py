@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sp_lightning.pipeline._private import in_backward, unpacks_a_checkpoint
 from sp_lightning.pipeline.activations.auto import AutoPolicy
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.recompute import CannotRunAgain, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.activations.ways import OFFLOADING, RECOMPUTING, Policy
-from sp_lightning.pipeline.modules.tensors import tensor_bytes, tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import in_backward, unpacks_a_checkpoint
+from sp_lightning.pipeline.units.tensors import tensor_bytes, tensors_in
 from sp_lightning.pipeline.weights.units import Member
 
 

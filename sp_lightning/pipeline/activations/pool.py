@@ -15,8 +15,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sp_lightning.pipeline.host_memory import available_host_memory
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.sizes import readable_bytes
-from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.buffers import ALIGNMENT, HostBuffer
 
 _LEAST_SLAB = 32 << 20

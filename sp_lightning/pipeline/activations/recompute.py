@@ -36,17 +36,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.pipeline._private import scope_that_ends_before_backward, storage_key, without_torch_function
 from sp_lightning.pipeline.activations.effects import SideEffects
 from sp_lightning.pipeline.activations.footprint import Footprint, bytes_worth_a_copy
 from sp_lightning.pipeline.activations.inputs import Inputs
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.activations.stand_ins import StandIns
 from sp_lightning.pipeline.activations.surroundings import Surroundings
-from sp_lightning.pipeline.modules.guard import HostParameter
-from sp_lightning.pipeline.modules.resting import wake
-from sp_lightning.pipeline.modules.tensors import tensors_in
-from sp_lightning.pipeline.transfer.backend import is_out_of_memory
+from sp_lightning.pipeline.lanes.backend import is_out_of_memory
+from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
+from sp_lightning.pipeline.units.tensors import tensors_in
+from sp_lightning.pipeline.weights.guard import HostParameter
+from sp_lightning.pipeline.weights.resting import wake
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 

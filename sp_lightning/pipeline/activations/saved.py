@@ -19,7 +19,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import (
+from sp_lightning.pipeline.activations.memory import Offloaded
+from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.offload import Offloader
+from sp_lightning.pipeline.torch_private import (
     contains_others,
     parts_of,
     pop_saved_tensor_hooks,
@@ -28,9 +31,6 @@ from sp_lightning.pipeline._private import (
     top_saved_tensor_hooks,
     without_torch_function,
 )
-from sp_lightning.pipeline.activations.memory import Offloaded
-from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from sp_lightning.pipeline.activations.meter import Meter
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.lanes.backend import Backend
 
 
 class Workspace:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
-from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.transfer.lanes import Ticket
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline._private import without_torch_function
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.weight import Weight
 
 

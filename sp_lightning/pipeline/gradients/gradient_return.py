@@ -19,12 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import (
-    brings_gradient,
-    graph_task,
-    post_accumulate_hooks,
-    without_torch_function,
-)
 from sp_lightning.pipeline.gradients.averaging import Averaged, Averaging, ReplicatedWeights
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers, Parcel, StagingBuffers, few_landing_buffers, unit_of
 from sp_lightning.pipeline.gradients.direct import DirectGradients
@@ -34,8 +28,14 @@ from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.shipping import Shipping
 from sp_lightning.pipeline.gradients.sums import Sums
 from sp_lightning.pipeline.gradients.unaveraged import Unaveraged
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.torch_private import (
+    brings_gradient,
+    graph_task,
+    post_accumulate_hooks,
+    without_torch_function,
+)
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.units import Unit

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import users_of_storage, users_of_tensor
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.torch_private import users_of_storage, users_of_tensor
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 

@@ -12,16 +12,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import tensor_hooks
 from sp_lightning.pipeline.gradients.buffers import LandingBuffers, Parcel, Shipment
 from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.route import Route, choose_route
 from sp_lightning.pipeline.gradients.sums import Sums
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.transfer.lanes import Ticket
-from sp_lightning.pipeline.transfer.trace import Kind
+from sp_lightning.pipeline.torch_private import tensor_hooks
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight

@@ -12,16 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline._private import tensor_hooks, without_torch_function
 from sp_lightning.pipeline.gradients.buffers import Shipment
 from sp_lightning.pipeline.gradients.homes import Homes
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.replicas import Replicas
-from sp_lightning.pipeline.modules.weight_hooks import run_hooks
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.transfer.trace import Kind
+from sp_lightning.pipeline.torch_private import tensor_hooks, without_torch_function
 from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.weight_hooks import run_hooks
 
 _CHUNK = 1 << 18  # elements cast and added at once: they stay in the cache in between
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.transfer.lanes import Ticket
-from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight

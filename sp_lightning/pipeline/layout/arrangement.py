@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from sp_lightning.pipeline._private import is_compiled, storage_key, without_torch_function
-from sp_lightning.pipeline.division.finder import find_units
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.layout.device_layout import choose_device_layout, largest_unit_bytes, sent_bytes
 from sp_lightning.pipeline.layout.host_share import HostShare
 from sp_lightning.pipeline.layout.learned import Learned
-from sp_lightning.pipeline.modules.resting import put_to_rest, wake
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import parse_bytes
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
+from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.device import Group, overlaps, place_in_arena
 from sp_lightning.pipeline.weights.host import GroupHost, must_stay_apart
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
+from sp_lightning.pipeline.weights.resting import put_to_rest, wake
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 

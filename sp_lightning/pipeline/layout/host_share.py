@@ -10,8 +10,8 @@ import torch
 from sp_lightning.pipeline.gradients.buffers import gradient_bytes
 from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.sizes import readable_bytes
-from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.units import Unit
 
 _PINNED_SHARE = 0.8  # of the host's memory, so that the rest of the system does not starve

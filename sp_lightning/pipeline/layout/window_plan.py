@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sp_lightning.pipeline.activations.ways import Policy
-from sp_lightning.pipeline.transfer.trace import Lane
+from sp_lightning.pipeline.lanes.trace import Lane
 
 
 @dataclass(frozen=True)

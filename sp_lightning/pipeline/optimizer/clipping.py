@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.host_gradients import HostGradients
 from sp_lightning.pipeline.gradients.scaling import NO_SCALING
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
 from sp_lightning.pipeline.optimizer.stepping import parameters_of
-from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.weight import Weight
 
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline._private import post_accumulate_hooks
 from sp_lightning.pipeline.gradients.buffers import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
 from sp_lightning.pipeline.optimizer.stepping import has_state
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import post_accumulate_hooks
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.gradients.buffers import Shipment
 from sp_lightning.pipeline.gradients.scaling import Scaling
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.optimizer.runs import State, StepInputs
 from sp_lightning.pipeline.optimizer.stepping import UnitStep, has_state, keeps_state
-from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.transfer.lanes import Ticket
-from sp_lightning.pipeline.transfer.trace import Kind
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window

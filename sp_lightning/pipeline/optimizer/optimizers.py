@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline._private import without_torch_function
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
-from sp_lightning.pipeline.modules.at_work import EngineAtWork
-from sp_lightning.pipeline.modules.suspension import guards_resumed, resume_guards, suspend_guards
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.on_device import is_elsewhere, move_state
 from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.optimizer.stepping import parameters_of
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.weights.at_work import EngineAtWork
+from sp_lightning.pipeline.weights.suspension import guards_resumed, resume_guards, suspend_guards
 from sp_lightning.pipeline.weights.window import Window
 
 

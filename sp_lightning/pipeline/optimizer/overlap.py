@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline._private import has_foreign_step_hooks, without_torch_function
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStep, EarlyStepper
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
@@ -38,6 +37,7 @@ from sp_lightning.pipeline.optimizer.stepping import (
     why_not_by_unit,
 )
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, without_torch_function
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.weight import Weight
 

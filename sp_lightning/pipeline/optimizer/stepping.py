@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from sp_lightning.pipeline._private import StepCode, step_is_replaced, without_torch_function
 from sp_lightning.pipeline.gradients.scaling import Scaling
-from sp_lightning.pipeline.modules.guard import HostParameter
 from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE, FlatState
 from sp_lightning.pipeline.optimizer.runs import Candidate, Part, Run, Single, State, StepInputs, group_neighbors
+from sp_lightning.pipeline.torch_private import StepCode, step_is_replaced, without_torch_function
 from sp_lightning.pipeline.weights.buffers import is_dense
+from sp_lightning.pipeline.weights.guard import HostParameter
 from sp_lightning.pipeline.weights.sections import cuts_in
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop)

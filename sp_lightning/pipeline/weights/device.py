@@ -26,7 +26,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from sp_lightning.pipeline.transfer.lanes import Ticket
+from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.weights.host import GroupHost, MasterState
 from sp_lightning.pipeline.weights.weight import Weight
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
 from sp_lightning.pipeline.weights.rooms import Room, padded

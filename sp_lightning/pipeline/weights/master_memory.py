@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.rooms import Room
 from sp_lightning.pipeline.weights.weight import Weight

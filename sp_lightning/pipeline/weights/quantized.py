@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline._private import contains_others, parts_of, users_of_storage
+from sp_lightning.pipeline.torch_private import contains_others, parts_of, users_of_storage
 from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.transfer.backend import Backend
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.weights.buffers import HostBuffer, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 

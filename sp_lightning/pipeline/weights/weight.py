@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline._private import storage_key, users_of_storage, without_torch_function
+from sp_lightning.pipeline.torch_private import storage_key, users_of_storage, without_torch_function
 from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, TwinParameter
 

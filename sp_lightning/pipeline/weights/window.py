@@ -25,10 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
-from sp_lightning.pipeline.transfer.lanes import Ticket
-from sp_lightning.pipeline.transfer.trace import Kind
 from sp_lightning.pipeline.weights.device import Group, Residency
 from sp_lightning.pipeline.weights.lookahead import Lookahead
 from sp_lightning.pipeline.weights.schedule import Schedule

@@ -15,8 +15,8 @@ from sp_lightning.pipeline.activations.footprint import Footprint
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.measured import Measured
 from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
 from sp_lightning.pipeline.weights.units import Member
 
 from ...helpers import is_block

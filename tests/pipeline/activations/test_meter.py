@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sp_lightning.pipeline._private import storage_key
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.saved import Kept
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import storage_key
 
 
 def meter() -> tuple[Meter, Stats]:

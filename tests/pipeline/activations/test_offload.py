@@ -15,12 +15,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import vmap
 
 from sp_lightning.pipeline import Backend, HostBackend, Stats
-from sp_lightning.pipeline._private import storage_key, weak_storage
 from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.memory import Stage
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Bundle, Offloader
 from sp_lightning.pipeline.activations.pool import HostPool
+from sp_lightning.pipeline.torch_private import storage_key, weak_storage
 from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 from sp_lightning.pipeline.weights.units import Member, Unit
 

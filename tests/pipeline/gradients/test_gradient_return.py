@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.gradients.averaging import ReplicatedWeights
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.gradients.replicas import Replicas
+from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.backend import Backend
 
 from ..parts import FakeStepper, Placed, RecordingBackend, gradient_scene, host_backend, place
 

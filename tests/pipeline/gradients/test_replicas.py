@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, SparseAdam
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Replicas
-from sp_lightning.pipeline._private import parts_of
+from sp_lightning.pipeline.torch_private import parts_of
 
 from ...helpers import Trace, assert_same_trace, note_gradients, note_state
 from ...processes import in_processes

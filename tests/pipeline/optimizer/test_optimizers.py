@@ -14,8 +14,8 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from sp_lightning.pipeline.modules.suspension import guards_suspended, resume_all_guards
 from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.weights.suspension import guards_suspended, resume_all_guards
 
 
 class Listener:

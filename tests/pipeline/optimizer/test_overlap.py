@@ -20,11 +20,11 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.pipeline.modules.guard import HostParameter
+from sp_lightning.pipeline.lanes.threads import ThreadTicket
 from sp_lightning.pipeline.optimizer import stepping
 from sp_lightning.pipeline.optimizer.flat import FlatState
 from sp_lightning.pipeline.optimizer.stepping import BY_WEIGHT, UnitStep
-from sp_lightning.pipeline.transfer.threads import ThreadTicket
+from sp_lightning.pipeline.weights.guard import HostParameter
 
 from .parts import WIDTH, Own, X, adam, attached, autocast_step, chain, everything, momentum, plain_step, same
 

@@ -36,7 +36,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_lightning.pipeline._private import users_of_storage, without_torch_function
 from sp_lightning.pipeline.gradients.scaling import Scaling
 from sp_lightning.pipeline.optimizer import stepping
 from sp_lightning.pipeline.optimizer.runs import StepInputs
@@ -47,6 +46,7 @@ from sp_lightning.pipeline.optimizer.stepping import (
     keeps_state,
     why_not_by_unit,
 )
+from sp_lightning.pipeline.torch_private import users_of_storage, without_torch_function
 from sp_lightning.pipeline.weights import sections
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 

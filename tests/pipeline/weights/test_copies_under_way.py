@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.transfer.lanes import Ticket
+from sp_lightning.pipeline.lanes.lanes import Ticket
 
 X = torch.linspace(-1, 1, 16).view(2, 8)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_lightning.pipeline._private import parts_of
-from sp_lightning.pipeline.division.finder import find_units
-from sp_lightning.pipeline.division.tree import Tree
+from sp_lightning.pipeline.torch_private import parts_of
+from sp_lightning.pipeline.units.finder import find_units
+from sp_lightning.pipeline.units.tree import Tree
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight, move_parameter
 
 from ...helpers import attached

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
+from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.transfer.lanes import Ticket
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.sections import Section

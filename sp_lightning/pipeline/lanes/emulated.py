@@ -1,0 +1,97 @@
+"""The CPU as a device, which is also the emulated device of the tests."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.cores import ANYWHERE, HostCores
+from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.lanes.threads import CopyThread, Worker, copy_memory
+
+
+class HostBackend(Backend):
+    """The CPU as the device: "device" memory is other host memory, and copies run on threads.
+
+    Training with `accelerator="cpu"` uses it as it is. With `max_delay` and `poison` it is the emulated device that
+    the tests use as a race detector: copies take a random time, and unused memory is full of NaN.
+
+    Args:
+        device: The CPU.
+        poison: Fill unused memory with NaN.
+        max_delay: Longest random delay before a copy or a job on the host, in seconds.
+        seed: Seed of the delays.
+        cores: The cores on which work on host memory runs.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        poison: bool = False,
+        max_delay: float = 0.0,
+        seed: int = 0,
+        cores: HostCores = ANYWHERE,
+    ) -> None:
+        super().__init__(device or torch.device("cpu"), poison)
+        self._max_delay = max_delay
+        self._random = random.Random(seed)
+        self._up = CopyThread("superpipeline-upload")
+        self._down = CopyThread("superpipeline-download")
+        self._host = Worker("superpipeline-host", cores.occupy)
+
+    @override
+    def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        return self._copy(self._up, target, source, after)
+
+    @override
+    def download(self, target: Tensor, source: Tensor) -> Ticket:
+        return self._copy(self._down, target, source)
+
+    def _copy(self, thread: CopyThread, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        self.invalidate(target)
+        return thread.submit(self._delayed(lambda: copy_memory(target, source)), after)
+
+    @override
+    def work(
+        self,
+        job: Callable[[], None],
+        after: Sequence[Ticket] = (),
+        nbytes: int = 0,
+        cleanup: Callable[[], None] | None = None,
+        rank: int = 0,
+    ) -> Ticket:
+        return self._host.submit(self._delayed(job), after, cleanup, rank)
+
+    def _delayed(self, job: Callable[[], None]) -> Callable[[], None]:
+        if not self._max_delay:
+            return job
+        delay = self._random.uniform(0, self._max_delay)
+
+        def delayed() -> None:
+            time.sleep(delay)
+            job()
+
+        return delayed
+
+    @override
+    def wait(self, ticket: Ticket) -> None:
+        # this thread *is* the device's compute stream, so blocking it keeps the order on the device
+        ticket.join()
+
+    @override
+    def drain(self) -> None:
+        self._down.drain()
+        self._host.drain()
+        self._up.drain()
+
+    @override
+    def close(self) -> None:
+        self._down.close()
+        self._host.close()
+        self._up.close()

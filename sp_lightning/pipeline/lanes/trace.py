@@ -1,0 +1,194 @@
+"""A record of what each lane was busy with, and when; written only on request.
+
+    compute     forward and backward of units, and stalls, in which computing waits for a copy
+    to device   weights, and activations that come back; with several processes, sums of gradients to be averaged
+    to host     gradients, and activations that leave
+    host        optimizer steps of units, and accumulation of gradients
+
+Every backend has a `Trace`. The engine tells it what a copy or a job is for; its ticket is asked after the recording
+when it began and ended. Timeline, planner and callback read the result.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sp_lightning.pipeline.lanes.lanes import Lanes, Origin, Ticket
+
+_LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
+
+
+class Lane(enum.Enum):
+    """One of the resources that work side by side."""
+
+    COMPUTE = "compute"
+    TO_DEVICE = "to device"
+    TO_HOST = "to host"
+    HOST = "host"
+
+    __hash__ = object.__hash__  # members are unique, and enum's own hash is slow: a replay adds to lanes all the time
+
+
+class Kind(enum.Enum):
+    """The purpose that a span of time was spent on."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STALL = "stall"
+    LOAD = "load"
+    FETCH = "fetch"
+    SUMS = "sums"
+    GRADIENTS = "gradients"
+    OFFLOAD = "offload"
+    STEP = "step"
+    ADD = "add"
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that it occupies."""
+        return _LANES[self]
+
+
+_LANES = {
+    Kind.FORWARD: Lane.COMPUTE,
+    Kind.BACKWARD: Lane.COMPUTE,
+    Kind.STALL: Lane.COMPUTE,
+    Kind.LOAD: Lane.TO_DEVICE,
+    Kind.FETCH: Lane.TO_DEVICE,
+    Kind.SUMS: Lane.TO_DEVICE,
+    Kind.GRADIENTS: Lane.TO_HOST,
+    Kind.OFFLOAD: Lane.TO_HOST,
+    Kind.STEP: Lane.HOST,
+    Kind.ADD: Lane.HOST,
+}
+
+
+class Span(NamedTuple):
+    """One piece of work on a lane.
+
+    Attributes:
+        lane: The lane it occupied.
+        kind: Its purpose.
+        name: The unit that it was for; for a stall, what computing waited for.
+        begin: When it began, in seconds since the start of the recording.
+        end: When it ended, in seconds since the start of the recording.
+        nbytes: Bytes that it moved.
+    """
+
+    lane: Lane
+    kind: Kind
+    name: str
+    begin: float
+    end: float
+    nbytes: int = 0
+
+
+@dataclass
+class Recording:
+    """The course of a few steps; complete once the scope of `Pipeline.record` is left.
+
+    Attributes:
+        spans: All pieces of work, sorted by when they began. Stalls lie within forwards and backwards, or between them.
+        steps: When each step began and ended. A step's work may end in the next step: they overlap.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    steps: list[tuple[float, float]] = field(default_factory=list)
+
+
+class _Entry(NamedTuple):
+    kind: Kind
+    name: str
+    nbytes: int
+    ticket: Ticket | None
+    begin: Any = None
+    end: Any = None
+
+
+class Trace:
+    """A log of what a backend is asked to do, and for what. While nothing is recorded, a call costs next to nothing.
+
+    Args:
+        lanes: The backend.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._entries: list[_Entry] | None = None
+        self._steps: list[Any] = []
+        self._recordings = 0
+        self._open: _Entry | None = None
+
+    def moved(self, kind: Kind, name: str, nbytes: int, ticket: Ticket) -> None:
+        """Note a copy, or a job on the host, that has been given to the backend."""
+        if self._entries is not None:
+            self._entries.append(_Entry(kind, name, nbytes, ticket))
+
+    def wait(self, ticket: Ticket, what: str) -> None:
+        """Make computing wait for a ticket, and note how long it does."""
+        if self._entries is None:
+            self._lanes.wait(ticket)
+            return
+        begin = self._lanes.mark()
+        self._lanes.wait(ticket)
+        self._entries.append(_Entry(Kind.STALL, what, 0, None, begin, self._lanes.mark()))
+
+    def begin(self, kind: Kind, name: str) -> None:
+        """Note that a unit begins to compute, and that the one before it is done."""
+        if self._entries is not None:
+            self.end()
+            self._open = _Entry(kind, name, 0, None, self._lanes.mark())
+
+    def end(self) -> None:
+        """Note that the unit that was computing is done."""
+        if self._entries is not None and self._open is not None:
+            self._entries.append(self._open._replace(end=self._lanes.mark()))
+            self._open = None
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+        if self._entries is not None:
+            self._steps.append(self._lanes.mark())
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Record what happens in this scope; at its end the host waits for the device once.
+
+        Recordings may overlap: a planner's and a timeline's do not know of each other.
+        """
+        origin = self._lanes.origin()
+        if self._entries is None:
+            self._entries, self._steps = [], []
+        self._recordings += 1
+        self._lanes.timed = True
+        recording, first, first_step = Recording(), len(self._entries), len(self._steps)
+        try:
+            yield recording
+        finally:
+            self.end()
+            entries, steps = self._entries[first:], [*self._steps[first_step:], self._lanes.mark()]
+            self._recordings -= 1
+            if not self._recordings:
+                self._entries, self._lanes.timed = None, False
+            self._lanes.drain()
+            spans = [span for entry in entries if (span := self._span(entry, origin)) is not None]
+            recording.spans = sorted(spans, key=lambda span: span.begin)
+            moments = [self._lanes.seconds(origin.device, mark) for mark in steps]
+            recording.steps = list(zip(moments[:-1], moments[1:], strict=True))
+
+    def _span(self, entry: _Entry, origin: Origin) -> Span | None:
+        if entry.ticket is not None:
+            interval = entry.ticket.interval(origin)
+            if interval is None:
+                return None
+            begin, end = interval
+        else:
+            begin = self._lanes.seconds(origin.device, entry.begin)
+            end = self._lanes.seconds(origin.device, entry.end)
+            if entry.kind is Kind.STALL and end - begin < _LEAST_STALL:
+                return None
+        return Span(entry.kind.lane, entry.kind, entry.name, begin, end, entry.nbytes)

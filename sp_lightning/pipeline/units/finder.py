@@ -1,0 +1,113 @@
+"""From a module tree to units: which modules stream, and which weights stay on the device.
+
+Units are found in any tree:
+
+1. children of lists (`ModuleList`, `Sequential`, `ModuleDict`) are blocks; a block that is too large is descended into,
+2. outside of lists, small modules stay whole and large ones are descended into, down to leaves (embeddings, heads);
+   a `Sequential` of blocks is always descended into: a stage of a CNN has few weights, but saves many activations,
+3. neighbors are joined while the sum stays below the size of a typical unit, which balances sizes (VGG, ResNet),
+4. what is left (small leaves, parameters that a module with units in it owns itself) is resident.
+
+The search looks through the wrapper that `torch.compile(module)` returns, but it is the wrapper that becomes the
+member, because it is what is called.
+
+Parameters that several modules share are recognized by identity: leaves that share one form a unit, and what blocks
+share is resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from sp_lightning.pipeline.options import UnitPolicy
+from sp_lightning.pipeline.units.atoms import TYPICAL_UNIT_COUNT, atoms_by_policy, atoms_by_structure
+from sp_lightning.pipeline.units.members import add_remaining_members, make_member, note_special_cases
+from sp_lightning.pipeline.units.sharing import join_sharing
+from sp_lightning.pipeline.units.tree import Atom, Tree
+from sp_lightning.pipeline.weights.units import Division, Unit
+
+
+def find_units(
+    root: nn.Module,
+    policy: UnitPolicy | None = None,
+    resident: Sequence[str] = (),
+    max_unit_bytes: int | None = None,
+    split: Sequence[nn.Module] = (),
+    used_outside: Collection[int] = (),
+    on_meta: bool = False,
+) -> Division:
+    """Find the units of a module tree.
+
+    Args:
+        root: The module.
+        policy: The user's definition of a unit; None finds units by the rules at the top of this file.
+        resident: Names of modules and parameters that stay on the device.
+        max_unit_bytes: Blocks above this size are descended into.
+        split: Modules that turned out not to be called themselves; they are descended into.
+        used_outside: Parameters that turned out to be used outside of their unit, by identity; they stay on the device.
+        on_meta: Whether parameters may be on the meta device, because nothing will be computed with them.
+
+    Raises:
+        ValueError: If there is nothing to stream, a name or policy matches nothing, or a parameter is not on the CPU.
+    """
+    tree = Tree(root, resident, split, used_outside, on_meta)
+    atoms = atoms_by_structure(tree, max_unit_bytes) if policy is None else atoms_by_policy(tree, policy)
+    parts, shared = join_sharing(tree, atoms)
+    resident_weights = tree.resident_weights | shared
+    if policy is None:
+        parts = _join_neighbors(tree, parts, max_unit_bytes)
+    made = [_make_unit(tree, part, resident_weights) for part in parts]
+    units = [unit for unit in made if unit.weights]
+    streamed = {id(weight) for unit in units for weight in unit.weights}
+    rest = Unit("resident", resident=True)
+    rest.weights = [weight for weight in tree.weights.values() if id(weight) not in streamed]
+    for member in [member for unit in made if not unit.weights for member in unit.members]:
+        member.unit = rest  # all of its weights are shared and resident, but its calls must be noticed
+        rest.members.append(member)
+    callers = add_remaining_members(tree, units, rest)
+    for unit in [*units, rest]:
+        for weight in unit.weights:
+            weight.unit = unit
+    note_special_cases([member for unit in [*units, rest] for member in unit.members], callers)
+    division = Division(units, rest, callers, tree.unmanaged)
+    division.put_in_order([unit.name for unit in units])
+    return division
+
+
+def _join_neighbors(tree: Tree, parts: Sequence[list[Atom]], largest: int | None) -> list[list[Atom]]:
+    """Join neighbors while the sum stays below the size of a typical unit."""
+    sizes = [max(tree.bytes_of(atom.module) for atom in part) for part in parts]
+    target = min(tree.total // TYPICAL_UNIT_COUNT, _weighted_median(sizes))
+    if largest is not None:
+        target = min(target, largest)
+    joined: list[list[Atom]] = []
+    room = -1
+    for part, size in zip(parts, sizes, strict=True):
+        if size <= room:
+            joined[-1] += part
+            room -= size
+        else:
+            joined.append(list(part))
+            room = target - size
+    return joined
+
+
+def _make_unit(tree: Tree, part: Sequence[Atom], resident_weights: set[int]) -> Unit:
+    unit = Unit(part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}")
+    unit.members = [make_member(tree, atom.name, atom.module, unit) for atom in part]
+    weights = {id(entry.weight): entry.weight for member in unit.members for entry in member.entries}
+    unit.weights = [weight for weight in weights.values() if id(weight.master) not in resident_weights]
+    unit.weights.sort(key=lambda weight: weight.master.requires_grad)  # what is stepped is sent in one copy
+    return unit
+
+
+def _weighted_median(sizes: Sequence[int]) -> int:
+    """Return the size such that half of all bytes belong to smaller pieces and half to larger ones."""
+    half, seen = sum(sizes) / 2, 0
+    for size in sorted(sizes):
+        seen += size
+        if seen >= half:
+            return size
+    return 0

@@ -1,0 +1,73 @@
+"""Moving what a module has besides the weights that stream: it lives on the device.
+
+Buffers do, because BatchNorm saves and changes these very tensors. So does what a `to` or an `_apply` of a user's own
+moves: the anchors of a detector, the states of a metric, a teacher in a list. And so do parameters that cannot stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.torch_private import contains_others
+from sp_lightning.pipeline.weights.quantized import move_parameter
+
+
+def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
+    """Do what `root.to(device)` would do, except that parameters and their gradients do not move."""
+    parameters = list(root.parameters())
+    stay = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
+    staying = set(map(id, stay))
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, or another one might get its identity
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) in staying:
+            return tensor
+        if id(tensor) not in moved:
+            with torch.inference_mode(tensor.is_inference()):  # validation may come first, training later
+                moved[id(tensor)] = tensor, tensor.to(device)
+        return moved[id(tensor)][1]
+
+    def apply(_: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        return type(root)._apply(root, move, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+
+    with _parameters_stay_the_same(root):
+        vars(root)["_apply"] = apply
+        try:
+            root.to(device)
+        finally:
+            del vars(root)["_apply"]
+
+
+def move_unmanaged(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move parameters that cannot stream: trained tensor subclasses, those of scripted modules."""
+    for parameter in parameters:
+        if parameter.device != device:
+            with torch.inference_mode(parameter.is_inference()):
+                move_parameter(parameter, device)
+
+
+@contextmanager
+def _parameters_stay_the_same(root: nn.Module) -> Iterator[None]:
+    """Have `_apply` leave every Parameter object in its place, whatever users have told torch about conversions."""
+    future = torch.__future__
+    overwrite = future.get_overwrite_module_params_on_conversion()
+    swap = future.get_swap_module_params_on_conversion()
+    modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    places = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
+    hidden = [place for place in places if place[2] is not None and contains_others(place[2])]  # would be swapped
+    future.set_overwrite_module_params_on_conversion(False)
+    future.set_swap_module_params_on_conversion(False)
+    for parameters, key, _ in hidden:
+        parameters[key] = None
+    try:
+        yield
+    finally:
+        for parameters, key, parameter in hidden:
+            parameters[key] = parameter
+        future.set_overwrite_module_params_on_conversion(overwrite)
+        future.set_swap_module_params_on_conversion(swap)

@@ -1,0 +1,93 @@
+"""Compiled units: `compile=True`, and code around the engine that users compile.
+
+[Note: what is in a graph]
+`torch.compile` sees the call of a unit's module, including the user's hooks, and nothing of the engine, because the
+gate is around it. Weights are inputs of the graph. So units that are alike share one graph, and neither a weight that
+moves nor a new arrangement costs a compilation.
+
+[Note: one function for each kind of unit]
+torch counts graphs for each code object, and runs a function uncompiled once its count has reached a limit (8). Modules
+compiled with `module.compile()` share a code object when they share a class, so a few stages of different width use up
+the limit. Here each kind of unit has a code object of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.torch_private import call_before_compiling, hide_from_dynamo, without_compile
+from sp_lightning.pipeline.weights import leaf, lowered
+
+_ENGINE = "sp_lightning.pipeline."
+_by_kind: dict[Any, Callable[..., Any]] = {}
+_backends: weakref.WeakSet[Backend] = weakref.WeakSet()
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the module's call, to be compiled when it first runs; None where that is not for us to do, or pointless.
+
+    What the user compiled stays as it is. A lone layer of torch (an embedding, a head, an LSTM) is one operation, with
+    nothing to fuse.
+    """
+    is_lone_layer = type(module).__module__.startswith("torch.nn.") and not any(module.children())
+    if is_lone_layer or without_compile(module) is not module or isinstance(module, torch.jit.ScriptModule):
+        return None
+    kind = _kind(module)
+    if kind not in _by_kind:
+        own_code = types.FunctionType(_call.__code__.replace(co_name=type(module).__name__), globals())
+        _by_kind[kind] = torch.compile(own_code)
+    return types.MethodType(_by_kind[kind], module)
+
+
+@functools.cache
+def keep_out_of_graphs() -> None:
+    """Have `torch.compile` leave the engine's code alone, except for what lies in graphs of units and of hooks."""
+    in_graphs = (__name__, lowered.__name__, leaf.__name__)
+    visible = (*in_graphs, __package__, leaf.__package__)  # hiding a package would hide all modules in it
+    hide_from_dynamo(name for name in list(sys.modules) if name.startswith(_ENGINE) and name not in visible)
+
+
+def finish_before_compiling(backend: Backend) -> None:
+    """Drain the backend from now on whenever torch is about to compile, so that nothing is stepped meanwhile."""
+    _watch_compiling()
+    _backends.add(backend)
+
+
+@functools.cache
+def _watch_compiling() -> None:
+    call_before_compiling(_drain_backends)
+
+
+def _drain_backends() -> None:
+    for backend in list(_backends):
+        backend.drain()
+
+
+def run_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function as if nothing in it, and nothing around it, were compiled."""
+
+    def run() -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return function(*args, **kwargs)
+
+    return torch.compiler.disable(run)()  # type: ignore[no-untyped-call]
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """Return a key that is equal for modules of the same classes with weights of the same shapes and dtypes."""
+    classes = tuple((name, type(inner)) for name, inner in module.named_modules())
+    shapes = tuple((name, weight.shape, weight.dtype) for name, weight in module.named_parameters())
+    return classes, shapes

@@ -1,0 +1,301 @@
+"""What is written down of a step: on virtual clocks, where every time is known, and on every kind of backend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from sp_lightning.pipeline import AcceleratorBackend, HostBackend, Kind, Lane, Pipeline, PipelineOptions, Recording
+from sp_lightning.pipeline.lanes.trace import _LANES
+
+from ...helpers import attached
+from ...simulated import Lane as Clock
+from ...simulated import SimulatedBackend, TimedBlock
+from ...zoo.blocks import Chain, chain, rows
+from ..fake_device import DeviceTensor, FakeDeviceModule
+from ..parts import DoneTicket
+
+UNITS, WIDTH = 6, 8
+UNIT_BYTES = 4 * WIDTH * WIDTH
+
+
+class Scene:
+    """Six units on virtual clocks: 3 s forward, 6 s backward, 2 s to be sent, 1 s for a gradient, 4 s to be stepped."""
+
+    def __init__(self, **options: Any) -> None:
+        self.backend = SimulatedBackend(UNIT_BYTES / 2, UNIT_BYTES, 3 * UNIT_BYTES / 4)
+        self.model = Chain(TimedBlock(WIDTH, self.backend, 3.0, 6.0) for _ in range(UNITS))
+        options = {"k": 2, "units": TimedBlock, **options}
+        self.pipeline = Pipeline(self.model, "cpu", options=PipelineOptions(**options), backend=self.backend)
+        self.optimizer = SGD(self.model.parameters(), 0.1)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(1, WIDTH)).sum().backward()
+        self.optimizer.step()
+
+    def recorded(self, steps: int = 1) -> Recording:
+        self.step()
+        self.step()
+        with self.pipeline.record() as recording:
+            for _ in range(steps):
+                self.step()
+        return recording
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.pipeline.detach()
+
+
+def test_a_recording_that_cannot_begin_does_not_go_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the device surfaces there, where the host waits for it."""
+
+    def fail() -> Any:
+        raise RuntimeError("device error")
+
+    monkeypatch.setattr(scene.backend, "origin", fail)
+    with pytest.raises(RuntimeError, match="device error"), scene.pipeline.record():
+        pass
+    assert not scene.backend.timed
+    scene.step()
+    assert scene.backend.trace._entries is None
+
+
+def of(recording: Recording, kind: Kind) -> list[Any]:
+    return [span for span in recording.spans if span.kind is kind]
+
+
+def test_every_piece_of_work_is_there(scene: Scene) -> None:
+    recording = scene.recorded()
+    counts = Counter(span.kind for span in recording.spans)
+    del counts[Kind.STALL]
+    loads = 2 * UNITS - 2
+    assert counts == {
+        Kind.FORWARD: UNITS,
+        Kind.BACKWARD: UNITS,
+        Kind.LOAD: loads,
+        Kind.GRADIENTS: UNITS,
+        Kind.STEP: UNITS,
+    }
+    assert scene.pipeline.stats.loads % loads == 0
+
+
+def test_names_are_those_of_units(scene: Scene) -> None:
+    recording = scene.recorded()
+    names = list(scene.pipeline.summary().unit_names)
+    assert [span.name for span in of(recording, Kind.FORWARD)] == names
+    assert [span.name for span in of(recording, Kind.BACKWARD)] == names[::-1]
+    assert [span.name for span in of(recording, Kind.GRADIENTS)] == names[::-1]
+    assert {span.name for span in of(recording, Kind.LOAD)} == set(names)
+    assert {span.name for span in of(recording, Kind.STALL)} <= {"weights", "gradients"}
+
+
+def test_times_and_bytes_are_those_of_the_machine(scene: Scene) -> None:
+    recording = scene.recorded()
+    stalls = of(recording, Kind.STALL)
+
+    def working(span: Any) -> float:
+        inside = [stall for stall in stalls if span.begin <= stall.begin and stall.end <= span.end]
+        return float(span.end - span.begin - sum(stall.end - stall.begin for stall in inside))
+
+    assert [working(span) for span in of(recording, Kind.FORWARD)] == pytest.approx([3.0] * UNITS)
+    assert [working(span) for span in of(recording, Kind.BACKWARD)] == pytest.approx([6.0] * UNITS)
+    expected = {
+        Kind.LOAD: (2.0, UNIT_BYTES),
+        Kind.GRADIENTS: (1.0, UNIT_BYTES),
+        Kind.STEP: (4.0, 3 * UNIT_BYTES),
+    }
+    for kind, numbers in expected.items():
+        assert {(round(span.end - span.begin, 6), span.nbytes) for span in of(recording, kind)} == {numbers}
+
+
+def test_lanes_do_one_thing_at_a_time(scene: Scene) -> None:
+    recording = scene.recorded(steps=2)
+    for lane in (Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST):
+        spans = sorted((span.begin, span.end) for span in recording.spans if span.lane is lane)
+        assert all(left[1] <= right[0] + 1e-9 for left, right in zip(spans, spans[1:], strict=False)), lane
+
+
+def test_steps_follow_each_other(scene: Scene) -> None:
+    first, second = scene.recorded(steps=2).steps
+    assert first[1] == second[0]
+    assert first[1] - first[0] >= UNITS * 9.0
+
+
+def test_a_slow_link_shows_as_stalls() -> None:
+    scene = Scene()
+    scene.backend._rates[Clock.UP] = UNIT_BYTES / 20
+    recording = scene.recorded()
+    stalled = sum(span.end - span.begin for span in of(recording, Kind.STALL) if span.name == "weights")
+    begin, end = recording.steps[0]
+    assert stalled == pytest.approx(end - begin - UNITS * 9.0, rel=0.1)
+    scene.pipeline.detach()
+
+
+@pytest.mark.parametrize(("activations", "kinds"), [("offload", {Kind.OFFLOAD, Kind.FETCH}), ("recompute", set())])
+def test_policies_for_activations(activations: Any, kinds: set[Kind]) -> None:
+    model = chain()
+    found: set[Kind] = set()
+    with attached(model, activations=activations) as pipeline, pipeline.record() as recording:
+        for _ in range(2):
+            model(*rows(256)).square().mean().backward()
+    found = {span.kind for span in recording.spans}
+    assert found & {Kind.OFFLOAD, Kind.FETCH} == kinds
+    assert {Kind.FORWARD, Kind.BACKWARD, Kind.LOAD, Kind.GRADIENTS} <= found
+    assert all(span.nbytes > 0 for span in recording.spans if span.kind in (Kind.OFFLOAD, Kind.FETCH))
+
+
+def test_accumulation_is_work_on_the_host() -> None:
+    model = chain()
+    with attached(model) as pipeline, pipeline.record() as recording:
+        for _ in range(2):
+            model(*rows()).square().mean().backward()
+    assert len(of(recording, Kind.ADD)) == pipeline.summary().units
+    assert len(recording.steps) == 2
+
+
+def test_times_on_real_threads() -> None:
+    model = chain()
+    with attached(model) as pipeline, pipeline.record() as recording:
+        model(*rows()).square().mean().backward()
+    (begin, end), *_ = recording.steps
+    assert 0 <= begin < end < 10
+    assert all(0 <= span.begin <= span.end < 10 for span in recording.spans)
+    assert [span.begin for span in recording.spans] == sorted(span.begin for span in recording.spans)
+
+
+def test_without_a_recording_nothing_is_kept(scene: Scene) -> None:
+    scene.step()
+    assert scene.backend.trace._entries is None
+    assert scene.backend.trace._steps == []
+
+
+def test_recordings_do_not_know_of_each_other(scene: Scene) -> None:
+    with scene.pipeline.record() as outer:
+        scene.step()
+        with scene.pipeline.record() as inner:
+            scene.step()
+        scene.step()
+    assert scene.backend.trace._entries is None
+    assert len(inner.steps) == 1
+    assert len(outer.steps) == 3
+    assert len(of(inner, Kind.FORWARD)) == UNITS
+    assert len(of(outer, Kind.FORWARD)) == 3 * UNITS
+    begin = outer.steps[1][0]
+    assert [span.begin + begin for span in of(inner, Kind.FORWARD)] == pytest.approx(
+        [span.begin for span in of(outer, Kind.FORWARD)[UNITS : 2 * UNITS]]
+    )
+
+
+def test_an_exception_ends_the_recording(scene: Scene) -> None:
+    def fail() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError), scene.pipeline.record() as recording:  # noqa: PT012
+        scene.step()
+        fail()
+    assert len(recording.steps) == 1
+    assert of(recording, Kind.FORWARD)
+
+
+def test_recording_changes_no_number() -> None:
+    def train(recorded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = chain()
+        with attached(model) as pipeline:
+            optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+            for step in range(4):
+                if recorded and step in (1, 3):
+                    with pipeline.record():
+                        train_step(model, optimizer)
+                else:
+                    train_step(model, optimizer)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(*rows()).square().mean().backward()
+        optimizer.step()
+
+    assert all(map(torch.equal, train(False), train(True)))
+
+
+# ------------------------------------------------------------------------------------------------------ real devices
+
+
+def accelerator(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> tuple[FakeDeviceModule, AcceleratorBackend]:
+    api = FakeDeviceModule()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: api)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: pinned)
+    return api, AcceleratorBackend(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_are_timed_by_events_on_their_stream(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
+    """The fake device takes a millisecond for every piece of work."""
+    api, backend = accelerator(monkeypatch, pinned)
+    slot = DeviceTensor.on(api, torch.zeros(4, dtype=torch.uint8))
+    with backend.trace.record() as recording:
+        api.compute(lambda: None)
+        ticket = backend.upload(slot, torch.ones(4, dtype=torch.uint8))
+        backend.trace.moved(Kind.LOAD, "unit", 4, ticket)
+        backend.trace.wait(ticket, "weights")
+        api.compute(lambda: None)
+        api.finish_computing()
+    (load,) = of(recording, Kind.LOAD)
+    assert (load.name, load.nbytes, load.lane) == ("unit", 4, Lane.TO_DEVICE)
+    assert load.end - load.begin == pytest.approx(0.001)
+    (stall,) = of(recording, Kind.STALL)
+    assert stall.end > stall.begin
+    backend.close()
+
+
+def test_without_a_recording_events_take_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    api, backend = accelerator(monkeypatch, pinned=True)
+    slot = DeviceTensor.on(api, torch.zeros(4, dtype=torch.uint8))
+    ticket = backend.upload(slot, torch.ones(4, dtype=torch.uint8))
+    assert ticket.interval(backend.origin()) is None
+    assert [what for what, stream in api.log if stream == "up"] == ["wait for compute", "copy", "record"]
+    backend.close()
+
+
+def test_work_on_the_host_is_timed_by_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, backend = accelerator(monkeypatch, pinned=True)
+    with backend.trace.record() as recording:
+        backend.trace.moved(Kind.STEP, "unit", 1, backend.work(lambda: None))
+    (step,) = of(recording, Kind.STEP)
+    assert 0 <= step.begin <= step.end < 10
+    backend.close()
+
+
+def test_a_moment_on_a_device_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for it when it asks for the time, and not before."""
+    api, backend = accelerator(monkeypatch, pinned=True)
+    begin = backend.mark()
+    api.compute(lambda: None)
+    end = backend.mark()
+    assert not end.query()
+    assert backend.seconds(begin, end) == 0.001
+    backend.close()
+
+
+def test_every_kind_has_a_lane() -> None:
+    assert set(_LANES) == set(Kind)
+    assert {kind.lane for kind in Kind} == set(Lane)
+
+
+def test_a_copy_without_times_is_left_out() -> None:
+    backend = HostBackend()
+    with backend.trace.record() as recording:
+        backend.trace.moved(Kind.LOAD, "unit", 1, DoneTicket())
+    assert recording.spans == []
+    backend.close()

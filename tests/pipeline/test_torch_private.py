@@ -1,0 +1,735 @@
+"""The private torch APIs that the engine stands on: each of these tests fails when torch changes one of them."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import grad, vmap
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from sp_lightning.pipeline import torch_private
+from sp_lightning.pipeline.torch_private import (
+    COMPILES_UNDER_MODES,
+    StepCode,
+    brings_gradient,
+    call_before_compiling,
+    contains_others,
+    decompose_under_mode,
+    explain_graph_break,
+    graph_task,
+    has_foreign_step_hooks,
+    hide_from_dynamo,
+    in_backward,
+    in_transform,
+    is_capturing,
+    is_compiled,
+    is_dynamo_at_work,
+    is_undecomposed,
+    parts_of,
+    pop_saved_tensor_hooks,
+    post_accumulate_hooks,
+    push_saved_tensor_hooks,
+    run_as_without_mode,
+    running_node,
+    scope_that_ends_before_backward,
+    sees_torch_functions,
+    step_is_replaced,
+    storage_key,
+    tensor_hooks,
+    top_saved_tensor_hooks,
+    unpacks_a_checkpoint,
+    use_expandable_segments,
+    users_of_storage,
+    users_of_tensor,
+    weak_storage,
+    when_backward_ends,
+    without_compile,
+    without_torch_function,
+    without_values,
+    zero_grad_is_calling,
+)
+
+from ..helpers import CAPTURES
+
+
+def keep(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def test_the_top_pair_of_hooks_is_seen() -> None:
+    assert top_saved_tensor_hooks() is None
+    with saved_tensors_hooks(keep, keep):
+        assert top_saved_tensor_hooks() == (keep, keep)
+        with saved_tensors_hooks(abs, keep):
+            assert top_saved_tensor_hooks() == (abs, keep)
+        assert top_saved_tensor_hooks() == (keep, keep)
+    assert top_saved_tensor_hooks() is None
+
+
+def test_a_checkpoint_that_runs_again_is_told_from_one_that_runs_the_first_time() -> None:
+    runs: list[bool] = []
+
+    def forward(x: Tensor) -> Tensor:
+        runs.append(unpacks_a_checkpoint())
+        return x.exp().sin()
+
+    def around(x: Tensor) -> Tensor:
+        return checkpoint(forward, x, use_reentrant=False).exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(around, x, use_reentrant=False).sum().backward()
+    assert runs == [False, True, True], "once in a checkpoint around it that runs again, and once by itself"
+    runs.clear()
+    checkpoint(around, x, use_reentrant=True).sum().backward()
+    assert runs == [False, False, True]
+
+
+def test_a_pair_is_pushed_and_popped() -> None:
+    """A pushed pair is called as one of the context manager is, and only the innermost one."""
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    with saved_tensors_hooks(pytest.fail, pytest.fail):
+        push_saved_tensor_hooks((pack, keep))
+        assert top_saved_tensor_hooks() == (pack, keep)
+        y = x.exp()
+        pop_saved_tensor_hooks()
+    assert len(packed) == 1
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert top_saved_tensor_hooks() is None
+
+
+def test_transforms_are_seen_and_those_that_differentiate_forbid_hooks() -> None:
+    """The latter in words that the engine adds its advice to."""
+    seen: list[bool] = []
+    for transform in (vmap, grad):
+        transform(lambda x: (seen.append(in_transform()), x.sum())[1])(torch.ones(2))
+    assert seen == [True, True]
+    assert not in_transform()
+    with saved_tensors_hooks(keep, keep), pytest.raises(RuntimeError, match=r"^torch\.func\."):
+        grad(torch.sum)(torch.ones(2))
+
+
+def test_in_backward_is_false_in_forward() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(in_backward()))
+    y = x.exp().sum()
+    assert not in_backward()
+    y.backward()
+    assert seen == [True]
+    assert not in_backward()
+
+
+def test_backward_passes_are_told_apart() -> None:
+    """One number for all nodes of a pass; the reentrant backward of a checkpoint inside of it has another."""
+    seen: list[tuple[str, int]] = []
+
+    def note(name: str, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: seen.append((name, graph_task())))
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y = note("below", x.exp())
+        y = checkpoint(lambda y: note("inside", y.sin()).cos(), y, use_reentrant=True)
+        note("above", y.exp()).sum().backward()
+    names, numbers = zip(*seen, strict=True)
+    assert names == ("above", "inside", "below") * 2
+    assert numbers[0] == numbers[2] != numbers[1]
+    assert len(set(numbers)) == 4, "the second pass has numbers of its own"
+    assert -1 not in numbers
+    assert graph_task() == -1
+
+
+def test_a_backward_pass_tells_which_leaves_it_brings_gradients() -> None:
+    """Also those that have got theirs, but not what another pass does, be it nested in this one or around it."""
+    first, last, nested = (torch.ones(2, requires_grad=True) for _ in range(3))
+    seen = []
+    for leaf in (first, last, nested):
+        leaf.register_post_accumulate_grad_hook(lambda _: seen.append([*map(brings_gradient, (first, last, nested))]))
+    x = torch.ones(2, requires_grad=True) * first
+    (checkpoint(lambda x: x * nested, x, use_reentrant=True) * last).sum().backward()
+    assert seen == [[True, True, False], [False, False, True], [True, True, False]]
+
+
+def test_the_node_that_runs_again_what_a_checkpoint_has_run() -> None:
+    """It is the node of a reentrant checkpoint, of which each call has its own, with metadata of its own."""
+    seen: list[Any] = []
+
+    def run(x: Tensor) -> Tensor:
+        node = running_node()
+        seen.append(None if node is None else node.metadata.setdefault("test", []))
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        x = checkpoint(lambda x: run(run(x)), x, use_reentrant=True)
+    x.sum().backward()
+    assert seen[:4] == [None] * 4
+    assert seen[4] is seen[5] is not seen[6] is seen[7]
+
+
+def test_the_callback_runs_after_the_last_node() -> None:
+    """Once, after all gradients, before `backward` returns."""
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: order.append("accumulated"))
+    y = x.exp()
+    y.register_hook(lambda _: (when_backward_ends(lambda: order.append("end")), order.append("first node"), None)[2])
+    y.sum().backward()
+    assert order == ["first node", "accumulated", "end"]
+
+
+def test_the_callback_does_not_run_after_an_exception() -> None:
+    """The engine's `abandon` stands on it."""
+    order: list[str] = []
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(fail)
+    y = x.exp()
+    y.register_hook(lambda _: (when_backward_ends(lambda: order.append("end")), None)[1])
+    with pytest.raises(ValueError, match="on purpose"):
+        y.sum().backward()
+    assert order == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_callback_lives_as_long_as_the_pass(fails: bool) -> None:
+    """By that the engine tells that a pass is over which ended with an exception."""
+    alive: list[weakref.ref[Any]] = []
+    seen: list[bool] = []
+
+    def begin(_: Tensor) -> None:
+        callback = partial(seen.append, True)
+        alive.append(weakref.ref(callback))
+        when_backward_ends(callback)
+
+    def go_on(_: Tensor) -> None:
+        seen.append(alive[0]() is not None)
+        if fails:
+            raise ValueError("on purpose")
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(go_on)
+    y = x.exp()
+    y.register_hook(begin)
+    with pytest.raises(ValueError, match="on purpose") if fails else nullcontext():
+        y.sum().backward()
+    assert seen == ([True] if fails else [True, True])
+    assert alive[0]() is None
+
+
+def test_a_callback_outside_of_backward_is_refused() -> None:
+    with pytest.raises(RuntimeError):
+        when_backward_ends(lambda: None)
+
+
+class Loud(nn.Parameter):
+    """A parameter that does not want to be touched."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+def test_torch_function_is_switched_off() -> None:
+    """Within the scope, and within it only."""
+    loud = torch.ones(2).as_subclass(Loud)
+    with without_torch_function():
+        assert (loud + 1).tolist() == [2, 2]
+    with pytest.raises(AssertionError):
+        loud + 1
+
+
+def test_parameters_that_have_a_tensor_as_gradient_are_counted() -> None:
+    tensor = torch.ones(3)
+    names = [tensor, tensor]
+    assert users_of_tensor(names[0]) == 1
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = tensor
+    assert users_of_tensor(tensor) == 3
+
+
+def test_whether_torch_functions_are_seen() -> None:
+    """What is done inside of `without_torch_function` is the engine's own doing."""
+    assert sees_torch_functions()
+    with without_torch_function():
+        assert not sees_torch_functions()
+        with without_torch_function():
+            assert not sees_torch_functions()
+        assert not sees_torch_functions()
+    assert sees_torch_functions()
+
+
+class Watched(nn.Parameter):
+    """A parameter that writes down who reads its `.grad`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        caller = zero_grad_is_calling()
+        callers.append(None if caller is None else caller.get("set_to_none"))
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+callers: list[bool | None] = []
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "module"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_is_told_from_other_readers(zero: str, set_to_none: bool) -> None:
+    """It reads each gradient only to throw it away."""
+    module = nn.Module()
+    module.weight = Watched(torch.ones(2))
+    optimizer = SGD([module.weight], lr=0.1)
+    callers.clear()
+    module.weight.grad = torch.ones(2)
+    assert module.weight.grad is not None
+    assert set(callers) == {None}
+    callers.clear()
+    (optimizer if zero == "optimizer" else module).zero_grad(set_to_none=set_to_none)
+    assert set(callers) == {set_to_none}
+    callers.clear()
+    optimizer.step()
+    assert set(callers) <= {None}
+
+
+def test_zero_grad_is_looked_for_near_by() -> None:
+    """A user's code that `zero_grad` happens to run inside of is not it."""
+
+    class Own(SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            assert zero_grad_is_calling() is None
+
+    Own([nn.Parameter(torch.ones(1))], lr=0.1).zero_grad()
+
+
+@pytest.mark.parametrize(
+    "view", [lambda w: w.t(), lambda w: w[0], lambda w: w.data, lambda w: w.detach(), lambda w: w.view(-1)]
+)
+def test_views_share_the_key_of_their_memory(view: Any) -> None:
+    """As Parameter, view, `.data`: what autograd saves is any of these."""
+    weight = nn.Parameter(torch.ones(2, 3))
+    assert storage_key(view(weight)) == storage_key(weight) != storage_key(weight.clone())
+
+
+def test_functorchs_wrappers_have_no_key() -> None:
+    keys: list[int] = []
+    vmap(lambda x: (keys.append(storage_key(x)), x)[1])(torch.ones(2, 2))
+    assert keys == [0]
+
+
+def test_a_key_survives_the_tensor_but_not_its_memory() -> None:
+    """`p.data = other` moves a Parameter to other memory, and so to another key."""
+    weight = nn.Parameter(torch.ones(2))
+    before = storage_key(weight)
+    weight.data = torch.ones(2)
+    assert storage_key(weight) != before
+
+
+def test_users_of_memory_are_counted() -> None:
+    """One for the tensor itself; one more for each view, alias or storage object that someone keeps."""
+    tensor = torch.ones(4)
+    assert users_of_storage(tensor) == 1
+    view = tensor[1:]
+    assert users_of_storage(tensor) == 2
+    alias = tensor.detach()
+    assert users_of_storage(tensor) == 3
+    del view, alias
+    assert users_of_storage(tensor) == 1
+
+
+def test_an_identity_is_not_used_again_while_it_is_kept() -> None:
+    """Without the memory: the next tensor of the same size may well get the same address, but not the same identity."""
+    kept, keys = [], []
+    for _ in range(50):
+        tensor = torch.ones(4)
+        kept.append(weak_storage(tensor))
+        keys.append(storage_key(tensor))
+        assert not kept[-1].expired()
+        del tensor
+        assert kept[-1].expired()
+    assert len(set(keys)) == len(keys)
+
+
+def test_hooks_of_a_parameter_are_found() -> None:
+    """In the order of their registration; none where none were registered, and none after removal."""
+    parameter = nn.Parameter(torch.ones(2))
+    assert tensor_hooks(parameter) == post_accumulate_hooks(parameter) == []
+    handles = [parameter.register_hook(keep), parameter.register_hook(abs)]
+    late = parameter.register_post_accumulate_grad_hook(print)
+    assert tensor_hooks(parameter) == [keep, abs]
+    assert post_accumulate_hooks(parameter) == [print]
+    for handle in [*handles, late]:
+        handle.remove()
+    assert tensor_hooks(parameter) == post_accumulate_hooks(parameter) == []
+
+
+def test_tensors_that_contain_others() -> None:
+    """Torch has jagged ones, which it flattens by the same protocol."""
+    values = torch.randn(5, 2)
+    jagged = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 5]))
+    assert contains_others(jagged)
+    assert not contains_others(nn.Parameter(values))
+    assert parts_of(values)[0] is values
+    assert storage_key(parts_of(jagged)[0]) == storage_key(values) == storage_key(jagged)
+
+
+def test_every_function_has_a_test() -> None:
+    """A new private API comes with a guard in this file."""
+    own = {
+        name
+        for name, value in vars(torch_private).items()
+        if getattr(value, "__module__", "") == torch_private.__name__
+    }
+    functions = {name for name in own if not name.startswith("_")}
+    assert functions <= set(globals()), functions - set(globals())
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
+def test_graph_capture_is_noticed(capture: Callable[[nn.Module, Tensor], Any]) -> None:
+    seen = []
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(is_capturing())
+            return x + 1
+
+    capture(Module(), torch.ones(1))
+    assert seen
+    assert all(seen)
+    assert not is_capturing()
+
+
+def test_is_dynamo_at_work() -> None:
+    """While it traces, and not in code that runs, compiled or not."""
+    seen: list[bool] = []
+
+    class Asked(type):
+        def __eq__(cls, other: object) -> bool:
+            seen.append(is_dynamo_at_work())
+            return cls is other
+
+        __hash__ = type.__hash__
+
+    class Base(torch.nn.Linear, metaclass=Asked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    layer = type("Derived", (Base,), {})(2, 2)
+    torch.compile(layer, backend="eager")(torch.ones(1, 2))
+    assert seen, "dynamo finds what `super()` means by comparing classes"
+    assert all(seen)
+    assert not is_dynamo_at_work()
+
+
+def test_scopes_that_end_before_backward() -> None:
+    layer = parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    assert scope_that_ends_before_backward() is None
+    with parametrize.cached():
+        assert scope_that_ends_before_backward() == "`parametrize.cached()`"
+        layer(torch.ones(1, 2))
+    with forward_ad.dual_level():
+        assert scope_that_ends_before_backward() == "forward-mode differentiation"
+    assert scope_that_ends_before_backward() is None
+
+
+def test_has_foreign_step_hooks() -> None:
+    """Hooks of torch's optimizers are in these four places, in the order in which torch runs them."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not has_foreign_step_hooks(optimizer)
+    register_for_all = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        handle = register(lambda *_: None)
+        assert has_foreign_step_hooks(optimizer)
+        handle.remove()
+    for register in register_for_all:
+        handle = register(lambda *_: None)
+        assert has_foreign_step_hooks(optimizer, own=0)
+        assert not has_foreign_step_hooks(optimizer, own=1)
+        handle.remove()
+
+
+def test_an_optimizer_that_was_not_initialized_has_no_hooks() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            pass
+
+    assert not has_foreign_step_hooks(Wrapper())
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_the_code_of_an_optimizer_steps_given_tensors(cls: type[torch.optim.Optimizer]) -> None:
+    """With the hyperparameters that it is given; the optimizer, its hooks and its parameters do not notice."""
+    own, other = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    own.grad, other.grad = torch.ones(2, 2), torch.ones(2, 2)
+    optimizer = cls([own], lr=0.5)
+    group = {**optimizer.param_groups[0], "lr": 0.25}
+    handles = [
+        optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook of the user's ran")),
+        register_optimizer_step_pre_hook(lambda *_: pytest.fail("a hook for all optimizers ran")),
+    ]
+    state: dict[str, Any] = {}
+    with torch.no_grad():
+        StepCode(optimizer, group).run({other: state})
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(own, torch.ones(2, 2))
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    reference = nn.Parameter(torch.ones(2, 2))
+    reference.grad = torch.ones(2, 2)
+    plain = cls([reference], lr=0.25)
+    plain.step()
+    assert torch.equal(other, reference)
+    assert state.keys() == plain.state.get(reference, {}).keys()
+
+
+def test_the_code_of_an_optimizer_does_not_ask_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's check whether a graph is being captured looks for the driver's library every time."""
+    weight = torch.ones(2)
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for devices"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: pytest.fail("asked for devices"))
+    with torch.no_grad():
+        StepCode(optimizer, optimizer.param_groups[0]).run({weight: {}})
+
+
+def test_a_step_that_is_not_torchs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not step_is_replaced(optimizer)
+    LambdaLR(optimizer, lambda step: 1.0)
+    LambdaLR(optimizer, lambda step: 1.0)
+    assert not step_is_replaced(optimizer)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    other.step = lambda closure=None: None  # type: ignore[method-assign]
+    assert step_is_replaced(other)
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
+    assert step_is_replaced(optimizer)
+
+
+@pytest.mark.parametrize("step", [Mock(), partial(print)], ids=["mock", "partial"])
+def test_a_step_without_code_is_a_replaced_one(step: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own tests put mocks there."""
+    monkeypatch.setattr(SGD, "step", step)
+    assert step_is_replaced(SGD([nn.Parameter(torch.ones(1))]))
+
+
+def test_functions_compile_once_under_dispatch_modes() -> None:
+    class Mode(TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    compiled = torch.compile(lambda x: torch.sin(x) + 1, backend=graphs)
+    for _ in range(3):
+        with Mode():
+            compiled(torch.ones(2))
+    assert (graphs.frame_count == 1) == COMPILES_UNDER_MODES
+    torch._dynamo.reset()
+
+
+def test_dynamo_leaves_hidden_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in no graph, and what it calls is compiled."""
+    (tmp_path / "engine.py").write_text("def call(function, x):\n    return function(x + 1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = importlib.import_module("engine")
+    for hidden, graphs in [(False, ["add_sin_mul"]), (True, ["sin", "mul"])]:
+        if hidden:
+            hide_from_dynamo(["engine"])
+        torch._dynamo.reset()
+        seen: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any, seen: list[str] = seen) -> Any:
+            seen.append("_".join(node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"))
+            return graph.forward
+
+        compiled = torch.compile(lambda x: engine.call(lambda y: torch.sin(y), x) * 2, backend=backend)
+        assert torch.equal(compiled(torch.zeros(1)), torch.ones(1).sin() * 2)
+        assert seen == graphs
+    torch._dynamo.reset()
+
+
+def test_something_is_done_before_torch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When nobody can notice yet that it does, as somebody can in the middle of it."""
+    session = getattr(torch.compiler, "_compile_session_context", None)
+    monkeypatch.setattr(torch.compiler, "_compile_session_context", session, raising=False)  # undone at the end
+    seen: list[bool] = []
+    call_before_compiling(lambda: seen.append(torch.compiler.is_compiling()))
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(torch.compiler.is_compiling())
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.zeros(1))
+    torch._dynamo.reset()
+    assert seen == ([False] if session is None else [False, True])
+
+
+def test_a_graph_break_is_explained() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x + 1
+
+    explain_graph_break(function, "because the moon is full")
+    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+        torch.compile(lambda x: function(x) * 2, backend="eager", fullgraph=True)(torch.ones(1))
+    assert "the moon is full" in str(raised.value)
+    torch._dynamo.reset()
+
+
+def test_compiled_modules_are_looked_through() -> None:
+    module = nn.Linear(2, 2)
+    assert without_compile(torch.compile(module)) is without_compile(module) is module
+
+
+def test_compiled_modules_are_known() -> None:
+    """However the user has had them compiled."""
+    plain, in_place, forward = (nn.Linear(2, 2) for _ in range(3))
+    in_place.compile()
+    forward.forward = torch.compile(forward.forward)
+    modules = (plain, torch.compile(plain), in_place, forward)
+    assert [is_compiled(module) for module in modules] == [False, True, True, True]
+
+
+def test_tensors_without_values():
+    """They take no memory, know their storage, and are computed with as if they were on the CPU, autocast included."""
+    with without_values(), torch.autocast("cpu", torch.bfloat16):
+        weight = nn.Parameter(torch.empty(1 << 30, 1 << 10))  # four TiB
+        product = torch.empty(2, 1 << 10) @ weight.T
+    assert (product.dtype, product.device.type) == (torch.bfloat16, "cpu")
+    assert product.grad_fn is not None
+    assert weight.untyped_storage().nbytes() == 1 << 42
+    assert storage_key(weight) == storage_key(weight.T) != storage_key(product)
+
+
+class Parts(TorchDispatchMode):
+    """Takes apart what arrives whole, and writes down what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        if is_undecomposed(func, "cpu"):
+            return decompose_under_mode(func, args, kwargs or {}, self)
+        return func(*args, **(kwargs or {}))
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "einsum": lambda x: torch.einsum("ab,bc->ac", x, x),
+    "tensordot": lambda x: torch.tensordot(x, x, 1),
+    "gru_cell": nn.GRUCell(8, 8),
+    "linear": nn.Linear(8, 8),
+    "cdist": lambda x: torch.cdist(x, x),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None, :, :4], attn_mask=x),
+    "interpolate": lambda x: nn.functional.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
+    "autocast off": lambda x: torch.autocast("cpu", enabled=False)(torch.einsum)("ab,bc->ac", x, x),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_operations_are_taken_apart_as_without_a_mode(name: str, enabled: bool) -> None:
+    x = torch.randn(8, 8)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        expected = OPERATIONS[name](x)
+        with Parts() as parts:
+            actual = OPERATIONS[name](x)
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual, expected)
+    if name == "einsum":
+        assert parts.seen[0] == "aten.einsum.default"
+        assert ("aten._to_copy.default" in parts.seen) == enabled
+        assert "aten.bmm.default" in parts.seen
+
+
+class Whole(TorchDispatchMode):
+    """Leaves operations whole."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run_as_without_mode(func, args, kwargs or {}, "cpu")
+
+
+WHOLE = {
+    **OPERATIONS,
+    "encoder layer": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(),
+    "distances": lambda x: torch.cdist(x.repeat(4, 1), x.repeat(4, 1) + 1),  # so many that they are multiplied
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_autocast_sees_the_parts_of_composite_operations(name: str, enabled: bool, mode: Callable[[], Any]) -> None:
+    x = torch.randn(8, 8)
+    with mode(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        expected = WHOLE[name](x)
+        with Whole(), Whole():
+            actual = WHOLE[name](x)
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual, expected)
+
+
+def test_attributes_that_torch_relies_on_across_its_packages() -> None:
+    recurrent, base = nn.LSTM(2, 2), torch.ones(2)
+    assert [*map(id, recurrent._flat_weights)] == [*map(id, recurrent.parameters())]
+    assert recurrent._call_impl(base[None])[0].shape == (1, 2)
+    assert recurrent._compiled_call_impl is None
+    for hooks, register in (
+        (recurrent._forward_pre_hooks, recurrent.register_forward_pre_hook),
+        (recurrent._forward_hooks, recurrent.register_forward_hook),
+    ):
+        register(hook := lambda *_: None)
+        assert [*hooks.values()] == [hook]
+    assert base[0]._base is base
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA, and has no allocator for it")
+def test_the_allocators_settings_can_be_asked_and_told() -> None:
+    """Those of the user stay; what becomes of others, tests of the second device show."""
+    before = torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
+    try:
+        torch_private._configure_allocator("max_split_size_mb:512")
+        use_expandable_segments(Mock())
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    finally:
+        torch_private._configure_allocator(before)
+    assert settings["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512"
+    assert settings["max_split_size"] == 512 << 20

@@ -1,0 +1,584 @@
+"""What the finder makes of module trees: real architectures in their real shapes, and each rule on its own."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchvision.models as vision
+import transformers as hf
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.layout.device_layout import largest_unit_bytes
+from sp_lightning.pipeline.torch_private import without_compile
+from sp_lightning.pipeline.units.finder import find_units
+from sp_lightning.pipeline.weights.units import Division
+
+from ...zoo.blocks import Block, Chain, chain
+from ...zoo.language import gpt2, t5
+from ...zoo.vision import UNet
+
+
+def in_full_size(build: Callable[[], nn.Module]) -> nn.Module:
+    """A model with memory that is never touched: the finder looks at shapes only, so this costs nothing."""
+    with torch.device("meta"):
+        model = build()
+    model.to_empty(device="cpu")
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    return model
+
+
+def llama() -> nn.Module:
+    size = {"num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32000, **size))
+
+
+def mixtral() -> nn.Module:
+    size = {"num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(vocab_size=8000, num_key_value_heads=2, **size))
+
+
+# name -> (how it is built, how many units)
+REAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "gpt2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config()), 1 + 12),
+    "llama": (llama, 1 + 8 + 1),
+    "t5": (lambda: hf.T5ForConditionalGeneration(hf.T5Config()), 1 + 6 + 6),
+    "albert": (lambda: hf.AlbertForMaskedLM(hf.AlbertConfig()), 8),
+    "mixtral": (mixtral, 1 + 6 + 1),
+    "vit": (vision.vit_b_16, 12 + 1),
+    "swin": (vision.swin_t, 11),
+    "resnet50": (vision.resnet50, 11),
+    "vgg16": (vision.vgg16, 5),
+    "efficientnet": (vision.efficientnet_b0, 9),
+    "convnext": (vision.convnext_tiny, 16),
+    "unet": (lambda: UNet((64, 128, 256, 512)), 13),
+}
+
+
+@functools.cache
+def real(name: str) -> tuple[nn.Module, Division]:
+    model = in_full_size(REAL[name][0])
+    return model, find_units(model)
+
+
+def size(division: Division) -> list[int]:
+    """Bytes of each unit."""
+    return [sum(weight.master.nbytes for weight in unit.weights) for unit in division.units]
+
+
+def names(division: Division) -> list[str]:
+    return [unit.name for unit in division.units]
+
+
+def unit_of(division: Division, parameter: nn.Parameter) -> str:
+    """The one unit that has a weight."""
+    (name,) = [unit.name for unit in division.all_units() for weight in unit.weights if weight.master is parameter]
+    return name
+
+
+def check_division(model: nn.Module, division: Division) -> None:
+    """What must hold for every tree."""
+    held = [id(weight.master) for unit in division.all_units() for weight in unit.weights]
+    held += [id(parameter) for parameter in division.unmanaged.values()]
+    assert Counter(held) == Counter(id(p) for p in model.parameters()), "every weight is in exactly one place"
+    assert all(weight.unit is unit for unit in division.all_units() for weight in unit.weights)
+    assert all(unit.weights for unit in division.units)
+
+    members = [member for unit in division.units for member in unit.members]
+    assert [member.index for member in members] == list(range(len(members)))
+    inside = [id(inner) for member in members for inner in member.module.modules()]
+    assert len(inside) == len(set(inside)), "a module is entered through one member"
+    order = {id(module): number for number, module in enumerate(model.modules())}
+    first = [order[id(unit.members[0].module)] for unit in division.units]
+    assert first == sorted(first), "units are expected in the order of the tree"
+
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for member in [*members, *division.resident.members, *division.callers]:
+        assert modules[member.name] is member.module
+        assert all(entry.parameters[entry.key] is entry.weight.master for entry in member.entries)
+    reached = {id(entry.weight) for member in [*members, *division.resident.members] for entry in member.entries}
+    streamed = {id(weight) for unit in division.units for weight in unit.weights}
+    assert streamed <= reached, "a streamed weight that no call brings"
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_models(name: str) -> None:
+    """The number of units, that no weight is lost, and that nearly everything streams in pieces of like size."""
+    model, division = real(name)
+    check_division(model, division)
+    assert len(division.units) == REAL[name][1], names(division)
+    assert not division.unmanaged
+    total = sum(p.nbytes for p in model.parameters())
+    resident = sum(weight.master.nbytes for weight in division.resident.weights)
+    assert resident < 0.025 * total
+    largest_layer = max(sum(p.nbytes for p in m.parameters()) for m in model.modules() if not any(m.children()))
+    assert max(size(division)) <= max(0.26 * total, largest_layer)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vgg16", "unet"])
+def test_models_on_the_meta_device(name: str) -> None:
+    """The same units, for whoever asks before there are values."""
+    _, division = real(name)
+    with torch.device("meta"):
+        model = REAL[name][0]()
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    with pytest.raises(ValueError, match="is on the meta device"):
+        find_units(model)
+    on_meta = find_units(model, on_meta=True)
+    check_division(model, on_meta)
+    assert (names(on_meta), size(on_meta)) == (names(division), size(division))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral", "vit"])
+def test_blocks_of_transformers_stay_whole(name: str) -> None:
+    """One unit per block, all blocks of a stack of the same size."""
+    _, division = real(name)
+    numbered = zip(division.units, size(division), strict=True)
+    blocks = [nbytes for unit, nbytes in numbered if unit.name.split("_")[-1][-1].isdigit()]
+    assert len(blocks) == {"gpt2": 12, "llama": 8, "t5": 12, "mixtral": 6, "vit": 12}[name]
+    sizes = {round(nbytes / 2**20) for nbytes in blocks}
+    assert len(sizes) == (2 if name == "t5" else 1)  # T5's decoder blocks attend twice
+
+
+@pytest.mark.parametrize("name", ["vgg16", "resnet50", "efficientnet", "unet", "convnext"])
+def test_small_convolutions_are_joined(name: str) -> None:
+    """Neighbors below the size of a typical unit travel together, and never above it."""
+    _, division = real(name)
+    joined = [(unit, nbytes) for unit, nbytes in zip(division.units, size(division), strict=True) if ".." in unit.name]
+    assert joined
+    single = [nbytes for unit, nbytes in zip(division.units, size(division), strict=True) if ".." not in unit.name]
+    assert all(len(unit.members) > 1 and nbytes <= max(single) for unit, nbytes in joined)
+    assert len(division.units) < sum(len(unit.members) for unit in division.units)
+
+
+def test_small_stages_are_divided_into_blocks() -> None:
+    """A stage has few weights, and saves many activations: each of its blocks can recompute on its own."""
+    _, division = real("resnet50")
+    first = [member.name for member in division.units[0].members]
+    assert first == [f"layer1.{block}" for block in range(3)] + [f"layer2.{block}" for block in range(4)]
+
+
+def small_stage(*layers: nn.Module) -> nn.Module:
+    """A model of large blocks behind a stage that is small."""
+    return nn.Sequential(nn.Sequential(*layers), *(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        [nn.Linear(8, 8), nn.Linear(8, 64)],
+        [Block(8), nn.ReLU(), Block(8)],
+        [Block(8)],
+    ],
+    ids=["leaves", "something between", "one block"],
+)
+def test_other_lists_that_are_small_stay_whole(stage: list[nn.Module]) -> None:
+    """What a layer between blocks saves would stay, and leaves would gain little."""
+    assert find_units(small_stage(*stage)).units[0].members[0].name == "0"
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile()
+    return module
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, compiled_in_place], ids=["wrapped", "in place"])
+def test_a_small_stage_that_is_compiled_stays_whole(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    """It is one graph."""
+    model = nn.Sequential(compiled(nn.Sequential(Block(8), Block(8))), *(nn.Linear(64, 64) for _ in range(8)))
+    assert find_units(model).units[0].members[0].module is model[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("gpt2", "transformer.wte.weight", "lm_head.weight"),
+        ("t5", "shared.weight", "lm_head.weight"),
+        ("t5", "shared.weight", "encoder.embed_tokens.weight"),
+    ],
+)
+def test_tied_weights_are_in_one_place(name: str, first: str, second: str) -> None:
+    """Embedding and head share one unit, and both of their calls enter it."""
+    model, division = real(name)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    assert weights[first] is weights[second]
+    unit = next(unit for unit in division.units if unit.name == unit_of(division, weights[first]))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    members = [member.module for member in unit.members]
+    assert modules[first.removesuffix(".weight")] in members
+    assert modules[second.removesuffix(".weight")] in members
+
+
+def test_a_weight_shared_by_a_block_and_a_leaf_is_resident() -> None:
+    """Blocks are not merged with something far away: that would be one unit of nearly everything."""
+    model = chain(8)
+    model.head = nn.Linear(12, 24)
+    model.head.weight = model.blocks[0].up.weight
+    division = find_units(model)
+    check_division(model, division)
+    assert unit_of(division, model.head.weight) == "resident"
+
+
+def test_a_weight_that_a_parent_owns_too_is_resident() -> None:
+    """The parent may read it outside of every unit."""
+    model = chain(8)
+    model.register_parameter("alias", model.blocks[3].down.weight)
+    division = find_units(model)
+    assert unit_of(division, model.alias) == "resident"
+    check_division(model, division)
+
+
+def test_one_block_called_many_times_is_one_unit() -> None:
+    """ALBERT's way: the same module object several times in a list."""
+    block = Block()
+    model = Chain([block, Block(), block, Block(), Block(), Block()])
+    division = find_units(model, Block)
+    check_division(model, division)
+    assert len(division.units) == 5
+
+
+def test_attention_stays_whole() -> None:
+    """nn.MultiheadAttention reads `out_proj.weight` without calling `out_proj`."""
+    model = nn.Sequential(*[nn.MultiheadAttention(32, 2) for _ in range(3)])
+    for limit in (None, 1):
+        division = find_units(model, max_unit_bytes=limit)
+        check_division(model, division)
+        assert names(division) == ["0", "1", "2"]
+
+
+def test_containers_without_a_forward_are_descended() -> None:
+    """A ModuleList is never called, so it cannot be a unit, and neither can a bare nn.Module that holds others."""
+    holder = nn.Module()
+    holder.inner = nn.Module()
+    holder.inner.layer = nn.Linear(16, 16)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]), holder])
+            self.by_name = nn.ModuleDict({"a": nn.Linear(16, 16)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model = Model()
+    division = find_units(model)
+    check_division(model, division)
+    assert names(division) == ["parts.0.0", "parts.0.1", "parts.1.inner.layer", "by_name.a"]
+
+
+def test_parameter_lists_are_resident() -> None:
+    """They have no call that could bring them."""
+
+    class Model(Chain):
+        def __init__(self) -> None:
+            super().__init__([Block(), Block(), Block()])
+            self.scales = nn.ParameterList([nn.Parameter(torch.ones(12)) for _ in range(2)])
+
+    model = Model()
+    division = find_units(model)
+    check_division(model, division)
+    assert {unit_of(division, scale) for scale in model.scales} == {"resident"}
+
+
+def test_parameters_at_the_root_are_resident() -> None:
+    """Class tokens and position embeddings are used between the units."""
+    model, division = real("vit")
+    assert unit_of(division, model.class_token) == "resident"
+    assert unit_of(division, model.encoder.pos_embedding) == "resident"
+
+
+def test_a_block_that_is_too_large_is_descended() -> None:
+    """As in a mixture of experts: the experts become units of their own."""
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(8, 4)
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model = nn.Sequential(*[Mixture() for _ in range(8)])
+    assert len(find_units(model).units) == 8
+    block = sum(p.nbytes for p in model[0].parameters())
+    division = find_units(model, max_unit_bytes=block // 2)
+    check_division(model, division)
+    assert [name for name in names(division) if name.startswith("0.experts")] == [f"0.experts.{i}" for i in range(4)]
+    assert max(size(division)) <= block // 2
+
+
+def test_modules_that_are_never_called_are_split() -> None:
+    """Learned while running: a parent that calls the children of a child."""
+    model = chain(4)
+    division = find_units(model, split=[model.blocks[1]])
+    check_division(model, division)
+    assert "blocks.1" not in names(division)
+    assert {"blocks.0", "blocks.2", "blocks.3"} <= set(names(division))
+
+
+def test_a_flat_model_of_many_small_layers_streams() -> None:
+    """Layers that are small one by one add up."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for index in range(100):
+                setattr(self, f"layer{index}", nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    division = find_units(Model())
+    assert not division.resident.weights
+    assert len(division.units) > 8
+
+
+# ------------------------------------------------------------------------------------------------------------- policies
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Block,
+        "Block",
+        f"{Block.__module__}.Block",
+        [Block],
+        ["NoSuchClass", "Block"],
+        lambda name, module: name.startswith("blocks.") and name.count(".") == 1,
+    ],
+    ids=["class", "name", "full-name", "list", "one-of-two", "callable"],
+)
+def test_policies(policy: Any) -> None:
+    """Exactly the modules that match, whatever their size; the rest is resident."""
+    model = Chain([Block(12, 200), Block(12, 24), Block(12, 3)])
+    model.head = nn.Linear(12, 500)
+    division = find_units(model, policy)
+    check_division(model, division)
+    assert names(division) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert unit_of(division, model.head.weight) == "resident"
+
+
+def test_a_policy_matches_subclasses_too() -> None:
+    class Special(Block):
+        pass
+
+    model = Chain([Special(), Block()])
+    assert len(find_units(model, "Block").units) == len(find_units(model, Block).units) == 2
+    assert len(find_units(model, "Special").units) == 1
+
+
+def test_the_outermost_match_counts() -> None:
+    model = chain(3)
+    assert names(find_units(model, [Block, nn.Linear])) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+@pytest.mark.parametrize("policy", ["Blok", nn.Conv2d, ["Blok", nn.Conv2d], lambda name, module: False])
+def test_a_policy_that_matches_nothing(policy: Any) -> None:
+    """The message has the policy, and the names that it may have meant."""
+    with pytest.raises(ValueError, match=r"`units=.*matches no module of `Chain`.*Linear.*Block"):
+        find_units(chain(5), policy)
+
+
+@pytest.mark.parametrize("policy", [nn.ModuleList, nn.Tanh, "Dropout"])
+def test_a_policy_that_matches_nothing_that_could_stream(policy: Any) -> None:
+    """Modules without weights, or without a call: all would be resident, and nobody would know."""
+    model = chain(3)
+    model.activation = nn.Tanh()
+    with pytest.raises(ValueError, match="`units="):
+        find_units(model, policy)
+
+
+def test_a_policy_whose_matches_have_become_resident() -> None:
+    """A penalty uses all weights outside of their units: that is learned in a step, and no mistake of the policy."""
+    model = chain(3)
+    model.head = nn.Linear(4, 4)
+    used_outside = [name for name, _ in model.named_parameters() if name.startswith("blocks")]
+    division = find_units(model, Block, used_outside)
+    assert division.units == []
+    with pytest.raises(ValueError, match="`units="):
+        find_units(model, Block, ["blocks"])
+
+
+# ------------------------------------------------------------------------------------------------------------- resident
+
+
+@pytest.mark.parametrize(
+    ("resident", "expected"),
+    [
+        (["blocks.1"], ["blocks.1.norm.weight", "blocks.1.up.weight"]),
+        (["blocks.1.up"], ["blocks.1.up.weight", "blocks.1.up.bias"]),
+        (["blocks.2.up.weight"], ["blocks.2.up.weight"]),
+        (["blocks.1", "blocks.2.up.weight"], ["blocks.1.norm.weight", "blocks.2.up.weight"]),
+    ],
+)
+@pytest.mark.parametrize("policy", [None, Block])
+def test_resident_names(policy: Any, resident: list[str], expected: list[str]) -> None:
+    """Modules and parameters, alone and together; the others go on streaming."""
+    model = chain(4)
+    division = find_units(model, policy, resident)
+    check_division(model, division)
+    held = {weight.name for weight in division.resident.weights}
+    assert set(expected) <= held
+    assert all(name.startswith(tuple(resident)) for name in held)
+    assert unit_of(division, model.blocks[0].up.weight) == "blocks.0"
+
+
+def test_a_tied_weight_is_resident_under_either_name() -> None:
+    for name in ("lm_head.weight", "transformer.wte"):
+        model = gpt2()
+        assert unit_of(find_units(model, None, [name]), model.lm_head.weight) == "resident"
+
+
+def test_an_unknown_resident_name() -> None:
+    """The message has the name, and what there is at the top."""
+    with pytest.raises(ValueError, match=r"`resident` names 'blocks.9'.*Top-level modules: blocks"):
+        find_units(chain(3), None, ["blocks.9"])
+
+
+def test_everything_resident() -> None:
+    """Then nothing streams, and that is what was asked for."""
+    model = chain(2)
+    division = find_units(model, None, ["blocks"])
+    check_division(model, division)
+    assert division.units == []
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be streamed
+
+
+class Quantised(nn.Parameter):
+    """A tensor subclass, as quantized weights are."""
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda block: setattr(block.up, "weight", Quantised(torch.randn(24, 12))),
+        lambda block: setattr(block.up, "weight", nn.Parameter(torch.randn(1, 12).expand(24, 12))),
+        lambda block: setattr(block, "up", torch.jit.script(nn.Linear(12, 24))),
+    ],
+    ids=["subclass", "expanded", "scripted"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_weight_that_cannot_be_repointed_is_unmanaged(replace: Callable[[Block], None]) -> None:
+    """It lives on the device; the rest of its block streams."""
+    model = chain(3)
+    replace(model.blocks[1])
+    division = find_units(model, Block)
+    check_division(model, division)
+    assert "blocks.1.up.weight" in division.unmanaged
+    assert set(division.unmanaged) <= {"blocks.1.up.weight", "blocks.1.up.bias"}
+    assert unit_of(division, model.blocks[1].down.weight) == "blocks.1"
+
+
+# -------------------------------------------------------------------------------------------------------------- members
+
+
+def test_recurrent_modules_keep_a_second_list() -> None:
+    """cuDNN's flat list, in nn.LSTM's own order."""
+    model = nn.Sequential(nn.LSTM(4, 4, num_layers=2, bidirectional=True), nn.GRU(8, 4))
+    division = find_units(model, nn.RNNBase)
+    for unit, module in zip(division.units, model, strict=True):
+        ((found, weights),) = unit.members[0].recurrent
+        assert found is module
+        assert all(weight.master is flat for weight, flat in zip(weights, module._flat_weights, strict=True))
+
+
+def test_the_root_is_always_a_gate() -> None:
+    """Its call opens a step, so that masters are guarded in all of a forward."""
+    for model in (chain(3), gpt2(), t5(), nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))):
+        division = find_units(model)
+        check_division(model, division)
+        gates = [member.module for member in [*division.callers, *division.resident.members]]
+        assert model in gates or model in [member.module for unit in division.units for member in unit.members]
+
+
+def test_an_encoder_looks_into_its_first_layer() -> None:
+    """nn.TransformerEncoder chooses its fast path by that layer's weights."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+    division = find_units(model, nn.TransformerEncoderLayer)
+    (encoder,) = [member for member in division.callers if isinstance(member.module, nn.TransformerEncoder)]
+    assert encoder.looks_into is division.units[0].members[0]
+
+
+@pytest.mark.parametrize("policy", [None, "Block", Block, lambda name, module: isinstance(module, Block)])
+def test_compiled_blocks_are_units(policy: Any) -> None:
+    """What `torch.compile(block)` returned is the member: it is what is called."""
+    model = chain(12)
+    model.blocks = nn.ModuleList(torch.compile(block) for block in model.blocks)
+    division = find_units(model, policy)
+    check_division(model, division)
+    assert [member.module for unit in division.units for member in unit.members] == list(model.blocks)
+    assert names(division) == [f"blocks.{index}" for index in range(12)]
+
+
+@pytest.mark.parametrize("around", [lambda model: model, lambda model: nn.Sequential(model)])
+def test_compiled_models_are_looked_through(around: Callable[[nn.Module], nn.Module]) -> None:
+    """To their blocks, also where those are compiled as well; what the model owns itself is its wrapper's."""
+    inner = chain(12)
+    inner.blocks[3] = torch.compile(inner.blocks[3])
+    inner.scale = nn.Parameter(torch.ones(1))
+    model = around(torch.compile(inner))
+    division = find_units(model)
+    check_division(model, division)
+    assert [member.module for unit in division.units for member in unit.members] == list(inner.blocks)
+    owners = [member.module for member in division.resident.members]
+    assert owners == [module for module in model.modules() if without_compile(module) is inner]
+
+
+def test_a_compiled_list_is_divided() -> None:
+    model = nn.Sequential(torch.compile(nn.Sequential(*[nn.Linear(16, 16) for _ in range(12)])), nn.Linear(16, 16))
+    division = find_units(model)
+    check_division(model, division)
+    assert names(division) == [*(f"0._orig_mod.{index}" for index in range(12)), "1"]
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_block_and_its_compiled_self_are_one_unit(compiled_first: bool) -> None:
+    """Each way to call it enters the unit."""
+    plain = chain(4)
+    parts = {"compiled": nn.ModuleList(torch.compile(block) for block in plain.blocks), "plain": plain}
+    model = nn.ModuleDict(parts if compiled_first else dict(reversed(parts.items())))
+    for policy in (None, Block):
+        division = find_units(model, policy)
+        members = [{id(member.module) for member in unit.members} for unit in division.units]
+        assert members == [{id(a), id(b)} for a, b in zip(*(parts["compiled"], plain.blocks), strict=True)]
+        assert not division.resident.weights
+
+
+def test_a_module_around_parts_of_units_does_not_place_them() -> None:
+    """A second module around parts of units would need all of these units at once; it only opens a step."""
+
+    class Again(nn.Module):
+        def __init__(self, parts: list[nn.Module]) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(parts)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model = chain(12)
+    model.again = Again([block.up for block in model.blocks])
+    division = find_units(model)
+    assert [member.name for member in division.callers] == ["", "again"]
+    assert all(len({entry.weight.unit.name for entry in member.entries}) <= 1 for member in division.resident.members)
+
+
+def test_a_very_large_model_keeps_its_blocks_and_no_large_leaf() -> None:
+    """70 billion parameters: a fiftieth of that is an embedding that would fill a small device."""
+    size = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=128256, num_hidden_layers=80, **size))
+    division = find_units(model, max_unit_bytes=largest_unit_bytes(24 << 30), on_meta=True)
+    blocks = [f"model.layers.{number}" for number in range(80)]
+    assert names(division) == ["model.embed_tokens", *blocks, "lm_head"]
+    assert [weight.name for weight in division.resident.weights] == ["model.norm.weight"]

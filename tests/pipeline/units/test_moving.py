@@ -1,0 +1,120 @@
+"""What a module has besides its parameters moves as in `module.to(device)`; the parameters stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from sp_lightning.pipeline.units.moving import move_all_but_parameters
+
+from ...zoo.quantized import Int8Linear
+
+META = torch.device("meta")
+
+
+class Detector(nn.Module):
+    """Has anchors that are no buffer, and moves them itself, as detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.anchors = torch.ones(4)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> nn.Module:  # type: ignore[override]
+        super()._apply(fn, *args)
+        self.anchors = fn(self.anchors)
+        return self
+
+
+def moved(*modules: nn.Module) -> nn.Module:
+    root = nn.Sequential(*modules)
+    move_all_but_parameters(root, META)
+    return root
+
+
+def test_buffers() -> None:
+    module = moved(nn.BatchNorm1d(4))
+    assert {buffer.device.type for buffer in module.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+
+
+def test_a_buffer_that_two_modules_share() -> None:
+    first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    second.running_mean = first.running_mean
+    moved(first, second)
+    assert first.running_mean is second.running_mean
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_buffers_of_scripted_modules() -> None:
+    module = moved(torch.jit.script(nn.BatchNorm1d(4)))
+    assert {buffer.device.type for buffer in module.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+
+
+def test_what_a_module_moves_itself() -> None:
+    detector = Detector()
+    moved(detector)
+    assert detector.anchors.is_meta
+    assert not detector.layer.weight.is_meta
+
+
+def test_what_the_root_moves_in_a_to_of_its_own() -> None:
+    """A teacher that is no submodule, say, so that its weights are not trained, nor saved."""
+
+    class Distilled(nn.Sequential):
+        teacher = (nn.Linear(4, 4),)
+
+        def to(self, *args: Any, **kwargs: Any) -> Distilled:
+            self.teacher[0].to(*args, **kwargs)
+            return super().to(*args, **kwargs)
+
+    root = Distilled(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    move_all_but_parameters(root, META)
+    assert root.teacher[0].weight.is_meta
+    assert {buffer.device.type for buffer in root.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in root.parameters()} == {"cpu"}
+    assert "_apply" not in vars(root)
+
+
+def test_states_of_a_metric() -> None:
+    metric = MulticlassAccuracy(num_classes=3)
+    moved(metric)
+    assert metric.tp.is_meta
+
+
+@pytest.fixture(params=["in place", "overwritten", "swapped"])
+def conversions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What users may have told torch about `Module.to`."""
+    future = torch.__future__
+    future.set_overwrite_module_params_on_conversion(request.param == "overwritten")
+    future.set_swap_module_params_on_conversion(request.param == "swapped")
+    yield
+    assert future.get_overwrite_module_params_on_conversion() == (request.param == "overwritten")
+    assert future.get_swap_module_params_on_conversion() == (request.param == "swapped")
+    future.set_overwrite_module_params_on_conversion(False)
+    future.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("conversions")
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.Linear(4, 3), lambda: nn.LSTM(4, 3), lambda: Int8Linear(nn.Linear(4, 3))],
+    ids=["linear", "lstm", "int8"],
+)
+def test_parameters_and_gradients_stay_the_same(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    before = [(p, p._version, p.grad, p.grad is not None and p.grad.data_ptr()) for p in module.parameters()]
+    flat = getattr(module, "_flat_weights", None)
+    moved(module)
+    after = [(p, p._version, p.grad, p.grad is not None and p.grad.data_ptr()) for p in module.parameters()]
+    assert all(all(x is y or x == y for x, y in zip(*pair, strict=True)) for pair in zip(before, after, strict=True))
+    assert getattr(module, "_flat_weights", None) == flat

@@ -1,0 +1,459 @@
+"""Gates: a module that is one looks, copies and pickles like a plain one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from abc import ABCMeta
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from sp_lightning.pipeline.weights.gates import install_gate, register_gate, remove_gate
+from sp_lightning.pipeline.weights.units import Member
+
+
+class Keeper:
+    """A pipeline that writes down whose calls it saw."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.calls.append(member.name)
+        return forward(*args, **kwargs)
+
+
+class Gated:
+    """A module that is a gate until the test ends."""
+
+    def __init__(self) -> None:
+        self.keeper = Keeper()
+        self.members: list[Member] = []
+
+    def __call__(self, module: nn.Module, name: str = "unit") -> nn.Module:
+        self.members.append(Member(name, module, None))
+        register_gate(self.members[-1], self.keeper)
+        install_gate(self.members[-1])
+        return module
+
+    def remove(self) -> None:
+        for member in self.members:
+            remove_gate(member)
+
+
+@pytest.fixture
+def gated() -> Iterator[Gated]:
+    made = Gated()
+    yield made
+    made.remove()
+
+
+def test_a_gate_looks_like_the_plain_class(gated: Gated) -> None:
+    plain = nn.Linear(2, 3)
+    gate = gated(nn.Linear(2, 3))
+    assert isinstance(gate, nn.Linear)
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(type(gate), attribute) == getattr(type(plain), attribute)
+    assert repr(gate) == repr(plain)
+    assert gate.__class__ is nn.Linear
+    assert type(gate) is not nn.Linear
+    assert type(gated(nn.Linear(3, 3))) is type(gate), "one class for each plain class"
+    gated.remove()
+    assert type(gate) is nn.Linear
+    gated.remove()
+    assert type(gate) is nn.Linear
+
+
+def test_a_gate_is_of_the_plain_class_to_those_who_compare_or_look_up(gated: Gated) -> None:
+    """As `type(m) == nn.Linear` in a user's weight initialization does, and tables of handlers by class."""
+
+    class Derived(nn.Linear):
+        pass
+
+    class WithMetaclass(nn.Linear, metaclass=ABCMeta):
+        pass
+
+    for plain in (nn.Linear, Derived, WithMetaclass):
+        gate = gated(plain(2, 2))
+        assert type(gate) == plain  # noqa: E721 - as users do
+        assert plain == type(gate)  # noqa: E721
+        assert not type(gate) != plain  # noqa: E721, SIM202
+        assert type(gate) in (nn.Conv2d, plain)
+        assert type(gate) in {plain}
+        assert {plain: "handler"}[type(gate)] == "handler"
+        assert {type(gate): "handler"}[plain] == "handler"
+        others = {nn.Linear, Derived, WithMetaclass, nn.Conv2d, type(gated(nn.Conv2d(1, 1, 1)))} - {plain}
+        assert len(others) == 3
+        assert type(gate) not in others
+        derived_from_gate = type("More", (type(gate),), {})
+        assert derived_from_gate not in {plain, type(gate), "More"}
+        assert isinstance(gate, plain)
+        gated.remove()
+        assert type(gate) is plain
+
+
+def test_calls_go_through_the_keeper(gated: Gated) -> None:
+    """Positional and keyword arguments, and hooks of the user's around them."""
+    model = gated(nn.Sequential(nn.Linear(2, 2)), "outer")
+    gated(model[0], "inner")
+    seen: list[str] = []
+    model[0].register_forward_hook(lambda *_: seen.append("hook"))
+    model(torch.ones(1, 2))
+    model(input=torch.ones(1, 2))
+    assert gated.keeper.calls == ["outer", "inner"] * 2
+    assert seen == ["hook"] * 2
+    gated.remove()
+    model(torch.ones(1, 2))
+    assert len(gated.keeper.calls) == 4
+
+
+def test_no_hook_is_registered(gated: Gated) -> None:
+    """Hooks would switch off torch's fast paths."""
+    gate = gated(nn.TransformerEncoderLayer(4, 2))
+    assert not gate._forward_hooks
+    assert not gate._forward_pre_hooks
+    assert not gate._backward_hooks
+
+
+def test_a_module_has_one_gate(gated: Gated) -> None:
+    gate = gated(nn.Linear(2, 2), "first")
+    with pytest.raises(ValueError, match=r"'second' \(Linear\) already belongs"):
+        register_gate(Member("second", gate, None), Keeper())
+    gate(torch.ones(1, 2))
+    assert gated.keeper.calls == ["first"]
+
+
+def test_a_class_with_its_own_call(gated: Gated) -> None:
+    """It is surrounded, and still runs."""
+
+    class Doubling(nn.Linear):
+        def __call__(self, x: Tensor) -> Tensor:
+            return 2 * super().__call__(x)
+
+    module = Doubling(2, 2)
+    expected = module(torch.ones(1, 2))
+    assert torch.equal(gated(module)(torch.ones(1, 2)), expected)
+    assert gated.keeper.calls == ["unit"]
+
+
+def test_super_and_isinstance_inside_of_a_class(gated: Gated) -> None:
+    class Base(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    class Derived(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            assert sum(cls is Derived for cls in type(self).__mro__) == 1
+            return 2 * super().forward(x)
+
+    assert gated(Derived())(torch.ones(1)).tolist() == [4]
+
+
+def test_super_of_the_class_of_self(gated: Gated) -> None:
+    """Instead of `super()`, which works as long as nobody derives from the class."""
+
+    class Derived(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super(self.__class__, self).forward(x)
+
+    module = Derived(2, 2)
+    expected = module(torch.ones(1, 2))
+    assert torch.equal(gated(module)(torch.ones(1, 2)), expected)
+
+
+@pytest.mark.parametrize("metaclass", [type, ABCMeta])
+def test_attributes_of_the_class_are_those_of_the_plain_class(gated: Gated, metaclass: type) -> None:
+    class Counting(nn.Linear, metaclass=metaclass):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            return super().forward(x)
+
+    gate, other = gated(Counting(2, 2)), Counting(2, 2)
+    gate(torch.ones(1, 2))
+    other(torch.ones(1, 2))
+    assert Counting.calls == type(gate).calls == 2
+    type(gate).forward = lambda self, x: 3 * x  # type: ignore[method-assign]
+    assert torch.equal(gate(torch.ones(1, 2)), 3 * torch.ones(1, 2))
+    gated.remove()
+    assert torch.equal(gated(other)(torch.ones(1, 2)), 3 * torch.ones(1, 2))
+    assert gated.keeper.calls == ["unit"] * 3
+    del type(other).calls
+    assert not hasattr(Counting, "calls")
+
+
+def test_a_class_that_is_assigned_becomes_that_of_a_gate(gated: Gated) -> None:
+    class Doubling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    gate = gated(nn.Linear(2, 2))
+    expected = 2 * gate(torch.ones(1, 2))
+    gate.__class__ = Doubling
+    assert gate.__class__ is Doubling
+    assert torch.equal(gate(torch.ones(1, 2)), expected)
+    assert gated.keeper.calls == ["unit"] * 2
+    gated.remove()
+    assert type(gate) is Doubling
+
+
+# ------------------------------------------------------------------------------------------------------ copies, pickles
+
+
+class WithDeepcopy(nn.Linear):
+    """As torch.fx's and some quantized modules have it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithDeepcopy:
+        made = WithDeepcopy(self.in_features, self.out_features)
+        made.load_state_dict(self.state_dict())
+        made.copied_as = type(self)
+        return made
+
+
+class WithReduce(nn.Linear):
+    """Says itself how it is made again."""
+
+    def __reduce__(self) -> Any:
+        return remake, (self.in_features, self.out_features, dict(self.state_dict()))
+
+
+def remake(inputs: int, outputs: int, state: dict[str, Tensor]) -> WithReduce:
+    made = WithReduce(inputs, outputs)
+    made.load_state_dict(state)
+    return made
+
+
+class WithState(nn.Linear):
+    """Leaves something out of its pickle, as loggers and locks must be."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "left_out": True}
+
+
+class WithNewArguments(nn.Linear):
+    """Needs an argument to be made at all."""
+
+    def __new__(cls, *args: Any, tag: str) -> WithNewArguments:
+        made = super().__new__(cls)
+        made.made_with = tag  # type: ignore[assignment]
+        return made
+
+    def __init__(self, inputs: int, outputs: int, tag: str = "") -> None:
+        super().__init__(inputs, outputs)
+        self.tag = tag
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, str]]:
+        return (), {"tag": self.tag}
+
+
+class WithNew(nn.Linear):
+    """Makes its instances itself."""
+
+    def __new__(cls, *args: Any) -> WithNew:
+        return super().__new__(cls)
+
+
+MAKE: list[Callable[[], nn.Module]] = [
+    lambda: nn.Linear(2, 2),
+    lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+    lambda: nn.LSTM(2, 2),
+    lambda: WithDeepcopy(2, 2),
+    lambda: WithReduce(2, 2),
+    lambda: WithState(2, 2),
+    lambda: WithNew(2, 2),
+    lambda: WithNewArguments(2, 2, tag="here"),
+]
+
+
+def through_torch(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    assert b"sp_lightning" not in file.getvalue()
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def through_pickle(protocol: int) -> Callable[[nn.Module], nn.Module]:
+    def duplicate(module: nn.Module) -> nn.Module:
+        data = pickle.dumps(module, protocol)
+        assert b"sp_lightning" not in data
+        return pickle.loads(data)
+
+    return duplicate
+
+
+DUPLICATE = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "torch.save": through_torch,
+    **{f"pickle {protocol}": through_pickle(protocol) for protocol in (2, 4, 5)},
+}
+
+
+@pytest.mark.parametrize("way", DUPLICATE)
+@pytest.mark.parametrize("make", MAKE, ids=lambda make: type(make()).__name__)
+def test_copies_and_pickles_are_of_the_plain_class(gated: Gated, make: Callable[[], nn.Module], way: str) -> None:
+    """Whatever a class does about its copies; what is written can be read without this package."""
+    module = make()
+    plain = type(module)
+    gate = gated(module)
+    for child in module.children():
+        gated(child)
+    gate_class = type(gate)
+    duplicate = DUPLICATE[way](module)
+    assert type(duplicate) is plain
+    if way != "copy":
+        assert all(type(child) is nn.Linear or type(child) is nn.BatchNorm1d for child in duplicate.children())
+    assert type(module) is gate_class, "the original is a gate as before"
+    assert all(map(torch.equal, duplicate.state_dict().values(), module.state_dict().values()))
+    assert getattr(duplicate, "left_out", True) is True
+    assert getattr(duplicate, "copied_as", plain) is plain
+    assert getattr(duplicate, "tag", "here") == "here"
+    duplicate(torch.ones(2, 2))
+    if way != "copy":  # which has the same children
+        assert gated.keeper.calls == []
+
+
+def test_the_class_of_a_gate_is_pickled_as_the_plain_class(gated: Gated) -> None:
+    """By name, as classes are; in a checkpoint that says what a part of the model is."""
+    gate = gated(WithState(2, 2))
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(type(gate), protocol)) is WithState
+    parametrize.register_parametrization(gate, "weight", Doubled())
+    with pytest.raises(pickle.PicklingError, match="ParametrizedWithState"):
+        pickle.dumps(type(gate))
+
+
+def test_a_copy_that_fails_leaves_the_gate(gated: Gated) -> None:
+    class Uncopyable(nn.Linear):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            raise TypeError("not this one")
+
+    gate = gated(Uncopyable(2, 2))
+    with pytest.raises(TypeError, match="not this one"):
+        copy.deepcopy(gate)
+    gate(torch.ones(1, 2))
+    assert gated.keeper.calls == ["unit"]
+
+
+# ---------------------------------------------------------------------------------------- classes that change meanwhile
+
+
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "while-attached"])
+def test_a_parametrization_survives_detach(gated: Gated, before: bool) -> None:
+    """torch puts a subclass of its own on the module: ours is taken out from under it, its stays."""
+    module = nn.Linear(2, 2, bias=False)
+    weight = module.weight.detach().clone()
+    if before:
+        parametrize.register_parametrization(module, "weight", Doubled())
+    gated(module)
+    if not before:
+        parametrize.register_parametrization(module, "weight", Doubled())
+    for _ in range(2):
+        assert torch.equal(module.weight, 2 * weight)
+        assert torch.equal(module(torch.eye(2)), 2 * weight.t())
+        assert parametrize.is_parametrized(module, "weight")
+        gated.remove()
+    assert not [cls for cls in type(module).__mro__ if "_superpipeline_plain" in vars(cls)]
+    parametrize.remove_parametrizations(module, "weight")
+    assert torch.equal(module.weight, 2 * weight)
+
+
+@pytest.mark.parametrize("remove_while_attached", [True, False])
+def test_parametrizations_are_removed_one_by_one(gated: Gated, remove_while_attached: bool) -> None:
+    """torch deletes their properties from the module's class, and at the end goes back to the class below it."""
+    module = nn.Linear(2, 2)
+    expected = nn.functional.linear(torch.eye(2), 2 * module.weight, 2 * module.bias).detach()
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(module, name, Doubled())
+    for _ in range(3):
+        gated.remove()
+        gated(module)
+    copied = copy.deepcopy(module)
+    assert not hasattr(type(copied), "_superpipeline_plain")
+    assert not hasattr(type(copy.deepcopy(copied)), "_superpipeline_plain")
+    if not remove_while_attached:
+        gated.remove()
+    for name in ("weight", "bias"):
+        parametrize.remove_parametrizations(module, name)
+        assert torch.equal(module(torch.eye(2)), expected)
+        assert torch.equal(copied(torch.eye(2)), expected)
+    assert len(gated.keeper.calls) == 2 * remove_while_attached
+    gated.remove()
+    assert type(module) is nn.Linear
+
+
+def test_a_registry_of_subclasses_does_not_see_gates(gated: Gated) -> None:
+    """`__init_subclass__` that wants arguments, or refuses a name that it has."""
+    registry: dict[str, type] = {}
+
+    class Registered(nn.Linear):
+        def __init_subclass__(cls, *, kind: str) -> None:
+            assert kind not in registry
+            registry[kind] = cls
+
+    class First(Registered, kind="first"):
+        pass
+
+    gate = gated(First(2, 2))
+    assert registry == {"first": First}
+    gate(torch.ones(1, 2))
+    assert gated.keeper.calls == ["unit"]
+
+
+def test_a_metaclass_does_not_see_gates(gated: Gated) -> None:
+    """A registry that wants arguments, and refuses a second class of the same kind."""
+    registry: dict[str, type] = {}
+
+    class Registering(type):
+        @classmethod
+        def __prepare__(cls, name: str, bases: tuple[type, ...], **kwargs: Any) -> dict[str, Any]:
+            return {"prepared": True}
+
+        def __new__(cls, name: str, bases: tuple[type, ...], contents: dict[str, Any], kind: str) -> Any:
+            return super().__new__(cls, name, bases, contents)
+
+        def __init__(cls, name: str, bases: tuple[type, ...], contents: dict[str, Any], kind: str) -> None:
+            assert kind not in registry
+            registry[kind] = cls
+
+    class Registered(nn.Linear, metaclass=Registering, kind="one"):
+        pass
+
+    gate = gated(Registered(2, 2))
+    assert registry == {"one": Registered}
+    assert type(gate).prepared
+    gate(torch.ones(1, 2))
+    assert gated.keeper.calls == ["unit"]
+    gated.remove()
+    assert type(gate) is Registered
+
+
+def test_a_graph_module_may_be_recompiled(gated: Gated) -> None:
+    """It writes `__call__` into its class, as torchvision's feature extractors do whenever they change their mode."""
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    gate = gated(traced)
+    for node in gate.graph.nodes:
+        if node.op == "output":
+            node.args = (node.args[0].args[0],)  # without the ReLU
+    gate.recompile()
+    x = torch.ones(1, 2)
+    assert torch.equal(gate(x), gate.get_submodule("0")(x))
+    assert gated.keeper.calls == ["unit"]
+    gated.remove()
+    assert torch.equal(gate(x), gate.get_submodule("0")(x))
+    assert gated.keeper.calls == ["unit"]

@@ -1,0 +1,158 @@
+"""Backward announces itself before it runs, and graphs are held for as long as weights are needed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.weights.hooks import (
+    before_backward,
+    hold_while_needed,
+)
+
+
+def test_backward_announces_itself_before_it_runs() -> None:
+    """Before the node that made the output, after those that come later in the graph."""
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: order.append("input"))
+    y = x.exp()
+    before_backward([y], lambda: order.append("announced"), since=1, now=1)
+    z = y.square()
+    z.register_hook(lambda _: order.append("later"))
+    z.sum().backward()
+    assert order == ["later", "announced", "input"]
+
+
+def add_in_place(y: Tensor) -> Tensor:
+    y += 1
+    return y
+
+
+def write_a_row(y: Tensor) -> Tensor:
+    y[0] = 0
+    return y
+
+
+@pytest.mark.parametrize("view", [lambda y: y, lambda y: y.view(-1), lambda y: y[:1], lambda y: y.transpose(0, 1)[:1]])
+@pytest.mark.parametrize("change", [lambda y: y, add_in_place, torch.Tensor.relu_, write_a_row])
+def test_a_view_changed_in_place_still_announces(
+    view: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tensor]
+) -> None:
+    """Hooks on tensors are lost then, silently (pytorch#181832); prehooks of the base's node are not."""
+    order: list[str] = []
+    x = torch.ones(2, 2, requires_grad=True)
+    x.register_hook(lambda _: order.append("input"))
+    output = view(x * 3)
+    before_backward([output], lambda: order.append("announced"), since=1, now=1)
+    change(output).square().sum().backward()
+    assert order == ["announced", "input"]
+
+
+class Fused(torch.autograd.Function):
+    """As a fused kernel: its result is a view of what it has computed, or of its input."""
+
+    order: ClassVar[list[str]]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, of_input: bool) -> Tensor:
+        return (x if of_input else x * 1).view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        Fused.order.append("function")
+        return gradient.view(2, 2), None
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+def test_a_view_that_a_custom_function_returns_announces_before_the_function_runs(of_input: bool) -> None:
+    Fused.order = order = []
+    x = torch.ones(2, 2, requires_grad=True)
+    output = Fused.apply(x * 3, of_input)
+    before_backward([output], lambda: order.append("announced"), since=1, now=1)
+    output.square().sum().backward()
+    assert order == ["announced", "function"]
+
+
+def test_a_view_of_a_view_that_a_custom_function_returns() -> None:
+    Fused.order = order = []
+    output = Fused.apply(torch.ones(2, 2, requires_grad=True), False)[:2]
+    before_backward([output], lambda: order.append("announced"), since=1, now=1)
+    output.square().sum().backward()
+    assert order == ["announced", "function"]
+
+
+def test_leaves_and_constants_announce_nothing() -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    before_backward([torch.ones(1), leaf], lambda: pytest.fail("announced"), since=1, now=1)
+    (2 * leaf).backward()
+    assert leaf.grad == 2
+
+
+def test_outputs_of_one_node_announce_once() -> None:
+    """`chunk` makes several views of one result."""
+    count: list[int] = []
+    x = torch.ones(4, requires_grad=True)
+    parts = (2 * x).chunk(2)
+    before_backward(list(parts), lambda: count.append(1), since=1, now=1)
+    (parts[0].sum() + parts[1].sum()).backward()
+    assert count == [1]
+
+
+def test_a_node_belongs_to_the_call_that_made_it() -> None:
+    """A call around that one announces itself, too; one that hands its input through does not."""
+    order: list[str] = []
+    y = torch.ones(2, requires_grad=True).exp()
+    before_backward([y], lambda: order.append("inner"), since=2, now=2)
+    before_backward([y], lambda: order.append("around"), since=1, now=2)
+    before_backward([y], lambda: order.append("hands through"), since=3, now=3)
+    y.sum().backward()
+    assert order == ["inner", "around"]
+
+
+class Held:
+    """What a graph is to `hold_while_needed`."""
+
+    done = False
+
+
+def test_a_graph_is_held_for_as_long_as_the_leaf_is_needed() -> None:
+    leaf, held, reached = nn.Parameter(torch.ones(2)), Held(), []
+    gone = weakref.ref(held)
+    result = leaf + 1
+    hold_while_needed(leaf, held, reached.append)
+    del held
+    assert gone() is not None
+    result.sum().backward()
+    assert reached == [gone()]
+    del result
+    reached.clear()
+    assert gone() is None
+
+
+def test_a_leaf_in_no_graph_holds_nothing() -> None:
+    leaf, held = nn.Parameter(torch.ones(2)), Held()
+    gone = weakref.ref(held)
+    hold_while_needed(leaf, held, lambda graph: None)
+    del held
+    assert gone() is None
+
+
+def test_a_leaf_in_several_graphs_holds_those_that_wait() -> None:
+    """Someone who keeps all losses keeps the node, step by step: it must not gather what is done."""
+    leaf, first, second, reached = nn.Parameter(torch.ones(2)), Held(), Held(), []
+    gone = weakref.ref(first)
+    results = [leaf + 1]
+    hold_while_needed(leaf, first, reached.append)
+    first.done = True
+    results.append(leaf + 2)
+    hold_while_needed(leaf, second, reached.append)
+    del first
+    assert gone() is None
+    results[1].sum().backward()
+    assert reached == [second]

@@ -1,0 +1,330 @@
+"""Lowered weights that are used in a new way: in that step and from then on, numbers are those of plain autocast."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.activations.ways import Policy
+from sp_lightning.pipeline.weights.lowered import note_elements
+
+Use = Callable[["Block", Tensor, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """Calls its layer, and at some point begins to use the layer's weight in another way, too."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.layer, self.use, self.also = nn.Linear(8, 8), use, False
+
+    @property
+    def w(self) -> Tensor:
+        return self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.layer.bias is None else self.layer(x)
+        return self.use(self, x, y).tanh() if self.also else y * 0.9
+
+
+def where_autocast_is_off(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return block.layer(y.float())
+
+
+def without_a_graph(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = block.w.norm()
+    return y / scale
+
+
+def changed_in_place(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        block.w.clamp_(-0.1, 0.1)
+    return block.layer(x)
+
+
+def a_copy_of_its_own(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.enable_grad():
+        copied = block.w.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(copied.square().sum(), copied)
+    return y * gradient.norm()
+
+
+def a_view_without_a_graph(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        view = block.w.t()
+    return y * view.norm()
+
+
+def out_of_autocasts_reach(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        product = torch.mm(x.float(), block.w, out=torch.empty(4, 8))
+    return y + product
+
+
+AS_IT_IS: dict[str, Use] = {
+    "norm": lambda block, x, y: y / block.w.norm(dim=1),
+    "several": lambda block, x, y: y * block.w.float().norm(dim=1) * block.w.mean() * block.w[3:].t().std(),
+    "a view of a view": lambda block, x, y: y * block.w.t()[2:].detach().norm() * block.w.t()[2:].abs().sum(),
+    "a copy of some rows": lambda block, x, y: y * block.w[torch.tensor([1, 3])].sum(),
+    "its bits": lambda block, x, y: y + (block.w.view(torch.int32)[0] & 1),
+    "its size": lambda block, x, y: y / block.w.element_size(),
+    "rows": lambda block, x, y: y * sum(row.sum() for row in block.w),
+    "repeated": lambda block, x, y: y + x @ block.w[:1].expand(8, 8),
+    "a number": lambda block, x, y: y * block.w.abs().max().item(),
+    "data": lambda block, x, y: y * block.w.data.norm(),
+    "in a list": lambda block, x, y: y * torch.stack([block.w, block.w]).sum(),
+    "a tensor like it": lambda block, x, y: y + torch.full_like(block.w[0], 1.001),
+    "in double": lambda block, x, y: y * block.w.double().sum().float(),
+    "a Python function of torch": lambda block, x, y: y * F.normalize(block.w)[0],
+    "einsum that sums": lambda block, x, y: y * torch.einsum("bi,oi->o", x, block.w),
+    "einsum that multiplies": lambda block, x, y: y * torch.einsum("bo,oi->bo", x, block.w),
+    "and twice": lambda block, x, y: y + F.linear(F.linear(x / block.w.norm(), block.w), block.w),
+    "its bias's dtype": lambda block, x, y: y * block.w.to(block.layer.bias).norm(),
+    "a distribution": lambda block, x, y: y + torch.distributions.Normal(block.w[0], 0.1).scale,
+    "a copy of its own": a_copy_of_its_own,
+    "a view without a graph": a_view_without_a_graph,
+    "out=": out_of_autocasts_reach,
+    "autocast is off": where_autocast_is_off,
+    "without a graph": without_a_graph,
+}
+SEVERAL_GRADIENTS: dict[str, Use] = {  # which add up in fp32
+    "the layer twice": lambda block, x, y: block.layer(y),
+    "with itself": lambda block, x, y: y + F.linear(x @ (block.w @ block.w.t()), block.w),
+    "a part twice": lambda block, x, y: y + F.linear(x, block.w[:4], block.layer.bias[:4]).repeat(1, 2),
+    "a cast besides": lambda block, x, y: y + F.linear(x.bfloat16(), block.w.bfloat16()),
+}
+STILL_LOWERED: dict[str, Use] = {
+    "its dtype": lambda block, x, y: torch.sin(x.to(block.w.dtype)) + y,
+    "its dtype and device": lambda block, x, y: torch.sin(x.bfloat16().to(block.w)) + y,
+    "the name of its type": lambda block, x, y: torch.sin(x.bfloat16().type(block.w.type())) + y,
+    "its shape": lambda block, x, y: y.view(-1, block.w.T.shape[0]) * len(block.w) / block.w.numel(),
+}
+
+
+@pytest.mark.parametrize(("policy", "cache"), [("keep", True), ("keep", False), ("recompute", False)])
+@pytest.mark.parametrize("when", ["later", "in evaluation"])
+@pytest.mark.parametrize("name", [*AS_IT_IS, *SEVERAL_GRADIENTS, *STILL_LOWERED])
+def test_a_new_use(name: str, policy: Policy, when: str, cache: bool) -> None:
+    """What autocast would not have cast gets the weight as it is, at once; it was rounded to bf16."""
+    use = {**AS_IT_IS, **SEVERAL_GRADIENTS, **STILL_LOWERED}[name]
+    lowered = assert_equal_to_plain(use, when, cache, policy)
+    has_one_gradient = when == "in evaluation" or (name == "the layer twice" and cache)
+    assert (lowered == 6) is (name in STILL_LOWERED or (name in SEVERAL_GRADIENTS and has_one_gradient))
+
+
+def test_a_change_in_place() -> None:
+    """Of a weight that is lowered until then."""
+    assert_equal_to_plain(changed_in_place, "later", cache=False)
+
+
+def test_a_change_in_place_in_a_compiled_model() -> None:
+    """Nothing is served there: the host would get a rounded weight."""
+    model = nn.Sequential(*[Block(changed_in_place) for _ in range(2)])
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=Block, compile=True))
+    try:
+        with (
+            torch.compiler.set_stance("default", force_backend="eager"),
+            pytest.raises(RuntimeError, match="both cast by autocast and changed in place"),
+        ):
+            story(model, "later", cache=False)
+    finally:
+        pipeline.detach()
+
+
+MATRIX_PRODUCTS: dict[str, Use] = {
+    "einsum": lambda block, x, y: torch.einsum("bi,oi->bo", x, block.w),
+    "einsum with an ellipsis": lambda block, x, y: torch.einsum("...i,oi->...o", x, block.w),
+    "matmul": lambda block, x, y: x @ block.w.mT,
+    "views": lambda block, x, y: torch.cat([F.linear(x, part) for part in block.w.chunk(2)], 1),
+    "converted": lambda block, x, y: F.linear(x, block.w.to(x.dtype).float()),
+    "cast": lambda block, x, y: F.linear(x.bfloat16(), block.w.bfloat16()),
+    "among tensors of another class": lambda block, x, y: F.linear(x.as_subclass(Picture), block.w).as_subclass(Tensor),
+}
+
+
+class Picture(Tensor):
+    """As torchvision's: it leaves operations to others that have classes it does not know."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("name", MATRIX_PRODUCTS)
+def test_other_matrix_products(name: str, cache: bool) -> None:
+    """They stay lowered, from the first step on."""
+    assert assert_equal_to_plain(MATRIX_PRODUCTS[name], "always", cache) == 3
+
+
+def test_a_second_use_around_a_backward_that_is_nested() -> None:
+    """The gradients of both uses are added up before they are added to that of a reentrant checkpoint between them."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+    model = copy.deepcopy(plain)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=nn.Sequential, debug=True))
+    for step in range(4):
+        x = torch.randn(4, 8)
+        for runner in (plain, model):
+            with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                y = runner[1](runner[0](x))
+                y = checkpoint(runner[1], y, use_reentrant=True)
+                y = runner[1](y) if step == 3 else y
+                loss = runner[2](y).float().square().mean() * (1e-4 if step == 3 else 1)  # or no sum would be rounded
+            loss.backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    assert pipeline.stats.promotions == 2  # it had been lowered until then
+    pipeline.detach()
+
+
+def test_a_dispatch_mode_around_everything() -> None:
+    """In backward it hands on operations with the leaf, which is not a new use of it."""
+    with FlopCounterMode(display=False):
+        assert assert_equal_to_plain(lambda block, x, y: y, "later", cache=False) == 6
+
+
+def assert_equal_to_plain(use: Use, when: str, cache: bool, policy: Policy = "keep") -> int:
+    """Tell a story plain and streamed; return how many weights are lowered in the end."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block(use) for _ in range(3)])
+    if when == "always":
+        for block in plain:
+            block.layer.bias = None
+    model = copy.deepcopy(plain)
+    expected = story(plain, when, cache)
+    options = PipelineOptions(k=1, k_prime=1, units=Block, activations=policy)
+    pipeline = Pipeline(model, "cpu", options=options)
+    try:
+        actual = story(model, when, cache)
+        assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
+        assert [index for index, pair in enumerate(zip(actual, expected, strict=True)) if not torch.equal(*pair)] == []
+        return pipeline.summary().lowered
+    finally:
+        pipeline.detach()
+
+
+def story(model: nn.Sequential, when: str, cache: bool) -> list[Tensor]:
+    """Train and evaluate in turns; from the second one on, blocks use their weight in another way."""
+    optimizer, found = SGD(model.parameters(), 0.01), []
+    for turn in range(3):
+        for training in (True, False):
+            for block in model:
+                block.also = when == "always" or (turn > 0 and training is (when == "later"))
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache), torch.set_grad_enabled(training):
+                output = model(torch.linspace(-1, 1, 32).view(4, 8))
+            found.append(output.detach())
+            if training:
+                output.float().square().mean().backward()
+                found += [parameter.grad.clone() for parameter in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_gradients_that_are_asked_for(cache: bool) -> None:
+    """By `torch.autograd.grad`, as VQGAN does for its last layer, and by `backward(inputs=)`: in fp32, and all."""
+
+    def ask(model: nn.Sequential, pipeline: Pipeline | None) -> list[Tensor]:
+        found = []
+        for step in range(4):
+            for block in model:
+                block.also = step > 1
+            with nullcontext() if pipeline is None else pipeline.step():
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                    loss = model(torch.linspace(-1, 1, 32).view(4, 8)).float().square().mean()
+                asked = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+                found += torch.autograd.grad(loss, asked, retain_graph=True)
+                loss.backward(inputs=asked if pipeline is None else pipeline.backward_inputs(asked))
+            found += [parameter.grad.clone() for parameter in asked]
+            model.zero_grad()
+        return found
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block(AS_IT_IS["norm"]) for _ in range(3)])
+    model = copy.deepcopy(plain)
+    expected = ask(plain, None)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=Block))
+    try:
+        actual = ask(model, pipeline)
+    finally:
+        pipeline.detach()
+    assert [gradient.dtype for gradient in actual] == [torch.float32] * len(expected)
+    assert all(map(torch.equal, actual, expected))
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.to(memory_format=torch.channels_last).layer(x)
+
+
+class OfAnyLength(nn.Module):
+    """A sequence whose length grows from one call to the next."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.length = kind(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length += 1
+        with torch.autocast("cpu", enabled=self.length != 3):  # which casts each step's weights on a CPU
+            return self.layer(x.float().expand(self.length, 4, 8))[0][-1]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(
+    ("build", "x"),
+    [
+        (ChannelsLast, torch.linspace(-1, 1, 64).view(2, 2, 4, 4)),
+        (lambda: OfAnyLength(nn.GRU), torch.linspace(-1, 1, 32).view(4, 8)),
+        (lambda: OfAnyLength(nn.LSTM), torch.linspace(-1, 1, 32).view(4, 8)),
+    ],
+    ids=["channels last", "GRU", "LSTM"],
+)
+def test_other_layers(build: Callable[[], nn.Module], x: Tensor, cache: bool) -> None:
+    """Whose weights have an order in memory, or are cast again and again."""
+
+    def train(model: nn.Module) -> list[Tensor]:
+        found = []
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                found.append(model(x))
+            found[-1].float().square().mean().backward()
+        return [*found, *(parameter.grad for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[build() for _ in range(3)])
+    model = copy.deepcopy(plain)
+    expected = train(plain)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=type(model[0])))
+    try:
+        assert all(map(torch.equal, train(model), expected))
+    finally:
+        pipeline.detach()
+
+
+def test_ranges_of_elements() -> None:
+    """Each may be cast once."""
+    weight, earlier = torch.ones(4, 4), []
+    assert note_elements(weight[:2], earlier)
+    assert note_elements(weight[2:].t(), earlier)
+    assert not note_elements(weight[1:3], earlier)
+    assert not note_elements(torch.ones(2, 1).expand(2, 2), [])

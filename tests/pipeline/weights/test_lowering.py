@@ -1,0 +1,613 @@
+"""Which weights are sent in autocast's dtype: layers that are known, uses that are watched, and what stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.utils import parametrize
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.activations.ways import Policy
+from sp_lightning.pipeline.torch_private import storage_key
+from sp_lightning.pipeline.weights.compiled import run_uncompiled
+from sp_lightning.pipeline.weights.lowering import (
+    LoweringSpy,
+    is_lowered_layer,
+    is_view,
+    tensors_among,
+)
+
+from ...zoo.blocks import Product
+from ..parts import place
+
+
+class Scaled(nn.Linear):
+    """A linear layer that also uses its weight as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.mean()
+
+
+class Raw(nn.Module):
+    """A layer that torch does not know."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.w)
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "lowered"),
+    [
+        (nn.Linear(2, 2), True),
+        (nn.Conv1d(2, 2, 1), True),
+        (nn.Conv2d(2, 2, 1), True),
+        (nn.Conv3d(2, 2, 1), True),
+        (nn.ConvTranspose2d(2, 2, 1), True),
+        (type("Sub", (nn.Linear,), {})(2, 2), True),
+        (Scaled(2, 2), False),
+        (patched(), False),
+        (nn.MultiheadAttention(2, 1).out_proj, False),
+        (nn.LayerNorm(2), False),
+        (nn.Embedding(2, 2), False),
+        (nn.Bilinear(2, 2, 2), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_known_layers(layer: nn.Module, lowered: bool) -> None:
+    """Only layers whose forward is the very operation; nn.MultiheadAttention reads `out_proj`, never calls it."""
+    assert is_lowered_layer(layer) is lowered
+
+
+CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "linear": (lambda x, w: F.linear(x, w), True),
+    "matmul": (lambda x, w: x @ w, True),
+    "transposed": (lambda x, w: x @ w.t(), True),
+    "twice": (lambda x, w: F.linear(F.linear(x, w), w), True),
+    "transposed-twice": (lambda x, w: x @ w.t() @ w.t(), False),
+    "in-parts": (lambda x, w: torch.cat([F.linear(x, w[:3]), F.linear(x, w[3:])], 1), True),
+    "in-parts-that-overlap": (lambda x, w: torch.cat([F.linear(x, w[:5]), F.linear(x, w[3:6])], 1), False),
+    "broadcast": (lambda x, w: x @ w[:1].expand(8, 8), False),
+    "broadcast-to-a-single-row": (lambda x, w: x * F.linear(x, w[:1].expand(1, 8)), False),
+    "windows": (lambda x, w: x + (x @ w.unfold(0, 3, 1)).sum((0, 2))[:, None], False),
+    "multiplied": (lambda x, w: x * w.sum(), False),
+    "both": (lambda x, w: F.linear(x, w) * w.mean(), False),
+    "norm": (lambda x, w: F.layer_norm(x, (8,), w[0]), False),
+    "embedding": (lambda x, w: x + F.embedding(torch.tensor([0]), w), False),
+    "custom-function": (Product.apply, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_uses_are_watched(name: str) -> None:
+    """In a first forward under autocast: what is only ever cast is lowered, what is used as it is stays."""
+    use, lowered = CASES[name]
+    made = place([torch.randn(8, 8)])
+    spy_on = {"twins": made.by_memory, "device_type": "cpu"}
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with cast, LoweringSpy(**spy_on, on_use_as_is=pytest.fail) as spy:
+        use(torch.randn(2, 8), made.twins[0].parameter)
+    assert (set(made.weights) == spy.lowered - spy.used_as_is) is lowered
+    assert bool(spy.used_as_is) is not lowered
+
+
+def test_a_layer_where_autocast_is_off_is_announced() -> None:
+    """Before it computes, so that it can be served with its own dtype."""
+    layer = nn.Linear(4, 4)
+    told: list[nn.Module] = []
+    with torch.autocast("cpu", dtype=torch.bfloat16), LoweringSpy({}, "cpu", told.append):
+        layer(torch.ones(1, 4))
+        with torch.autocast("cpu", enabled=False):
+            layer(torch.ones(1, 4))
+    assert told == [layer]
+    layer(torch.ones(1, 4))
+    assert told == [layer], "a hook was left behind"
+
+
+@pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, "supports_higher_order_operators"), reason="this torch lets them pass no mode"
+)
+def test_operations_of_higher_order_use_weights_as_they_are() -> None:
+    """What goes on inside of `flex_attention` is not seen."""
+    made = place([torch.randn(1, 1, 2, 4)])
+    twin = made.twins[0].parameter.detach()  # there is no backward on a CPU
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with cast, LoweringSpy(made.by_memory, "cpu", pytest.fail) as spy:
+        run_uncompiled(flex_attention, twin, twin, twin)  # it compiles itself, which it cannot under this mode
+    assert spy.used_as_is == set(made.weights)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
+    """From the second step on, and outputs are those of plain autocast in every step."""
+    use, lowered = CASES[name]
+    model = nn.Sequential(*[Raw(use) for _ in range(3)])
+    plain = nn.Sequential(*[Raw(use) for _ in range(3)])
+    plain.load_state_dict(model.state_dict())
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=Raw, debug=True))
+    try:
+        for step in range(3):
+            results = []
+            for runner in (plain, model):
+                torch.manual_seed(step)
+                with pipeline.step(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+                    loss = runner(torch.randn(2, 8)).float().square().mean()
+                loss.backward()
+                results += [loss.detach(), *(p.grad.clone() for p in runner.parameters())]
+            half = len(results) // 2
+            assert all(map(torch.equal, results[:half], results[half:]))
+        # without the cache each use has a cast of its own, whose gradients add up in fp32
+        assert pipeline.summary().lowered == (3 if lowered and (cache or name != "twice") else 0)
+    finally:
+        pipeline.detach()
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("regions", [1, 2])
+def test_units_called_twice_in_one_region_of_autocast_or_in_two(regions: int, policy: Policy) -> None:
+    """Each region casts weights anew, and gradients of two casts add up in fp32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)])
+    plain = copy.deepcopy(model)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, activations=policy, debug=True))
+    x = torch.randn(4, 16)
+    try:
+        for _ in range(3):
+            for runner in (plain, model):
+                with pipeline.step():
+                    with torch.autocast("cpu", torch.bfloat16):
+                        with torch.autocast("cpu", torch.bfloat16):  # its end is not one of a region
+                            first = runner(x)
+                        second = runner(first) if regions == 1 else None
+                    if second is None:
+                        with torch.autocast("cpu", torch.bfloat16):
+                            second = runner(first)
+                (first.float() - second.float()).square().mean().backward()
+            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        assert pipeline.summary().lowered == (12 if regions == 1 else 0)
+    finally:
+        pipeline.detach()
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_a_fast_path_that_wants_weights_as_they_are(cache: bool, first: str) -> None:
+    """In evaluation under a CPU's autocast, `nn.TransformerEncoderLayer` is one operation."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)])
+    model = copy.deepcopy(plain)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=nn.TransformerEncoderLayer, debug=True))
+    x = torch.randn(2, 3, 8)
+    try:
+        for step in range(4):
+            training = (step % 2 == 0) is (first == "training")
+            results = []
+            for runner in (plain, model):
+                runner.train(training).zero_grad()
+                cast = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache)
+                with nullcontext() if runner is plain else pipeline.step(), cast, torch.set_grad_enabled(training):
+                    loss = runner(x).float().square().mean()
+                if training:
+                    loss.backward()
+                results.append([loss.detach(), *(p.grad for p in runner.parameters() if p.grad is not None)])
+            assert all(map(torch.equal, *results))
+    finally:
+        pipeline.detach()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_encoder_is_evaluated_before_anything_else(mode: Callable[[], Any], debug: bool) -> None:
+    """`nn.TransformerEncoder` looks at its first layer's weights; then that layer's call arranges all for autocast."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3).eval()
+    x = torch.randn(2, 3, 8)
+    with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        expected = model(x)
+        pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, debug=debug))
+        try:
+            for _ in range(2):
+                with pipeline.step():
+                    actual = model(x)
+                assert actual.dtype is expected.dtype
+                assert torch.equal(actual, expected)
+        finally:
+            pipeline.detach()
+
+
+class AsksForTheDtype(nn.Linear):
+    """As adapters do, and T5: what comes between the cast and the layer depends on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype) * 1.001)
+
+
+class Checkpoints(AsksForTheDtype):
+    """A checkpoint compares what is saved the first time with what is saved the second time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("layer", [AsksForTheDtype, Checkpoints])
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_lowered_weight_says_the_dtype_of_its_master(cache: bool, layer: type[nn.Linear]) -> None:
+    def story(model: nn.Module) -> list[Tensor]:
+        result = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                output = model(x)
+            output.float().square().sum().backward()
+            result.append(output.detach())
+        return [*result, *(parameter.grad for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[layer(8, 8) for _ in range(3)]), torch.randn(4, 8)
+    expected = story(copy.deepcopy(model))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=layer))
+    actual = story(model)
+    assert [weight.lowered for weight in pipeline.arrangement.weights] == [True] * 6
+    pipeline.detach()
+    assert all(map(torch.equal, expected, actual))
+
+
+class Converts(nn.Module):
+    """As routers of mixtures of experts do, for checkpoints in a lower dtype: in fp32 it changes nothing."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.router, self.layer, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.calls):
+            self.router = self.router.to(torch.float32)
+            x = self.layer(x) * self.router(x).softmax(-1)
+        return x
+
+
+class Normalizes(nn.Module):
+    """Normalizes the weight of its last layer before it computes, and calls its layers several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.last.weight.div_(self.last.weight.norm())
+        return torch.stack([self.last(self.layers(x * number)) for number in range(1, 4)])
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_weights_that_come_to_the_device_once_more(calls: int) -> None:
+    """Autocast's cache goes on with its casts, of them and of others, as in plain training."""
+
+    def story(model: nn.Module) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = [model(x) for _ in range(calls)]
+        torch.stack(outputs).float().square().sum().backward()
+        return [*outputs, *(parameter.grad for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    model, x = Normalizes(), torch.randn(4, 8)
+    expected = story(copy.deepcopy(model))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear))
+    with pipeline.step():
+        actual = story(model)
+    pipeline.detach()
+    assert all(map(torch.equal, expected, actual))
+
+
+class Again(nn.Module):
+    """Calls a layer in a reentrant checkpoint, whose graph is built in backward, and then in the graph around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.inside, self.outside = 0, 1
+        self.checkpoints_again = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.repeat(self.outside, checkpoint(self.repeat, self.inside, self.first(x), use_reentrant=True))
+
+    def repeat(self, times: int, x: Tensor) -> Tensor:
+        for number in range(times):
+            again = number > 0 and self.checkpoints_again
+            x = checkpoint(self.once, x, use_reentrant=False) if again else self.once(x)
+        return x
+
+    def once(self, x: Tensor) -> Tensor:
+        return self.layer(x).sin()
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("unit", [nn.Linear, Again])
+@pytest.mark.parametrize("checkpoints_again", [False, True])
+@pytest.mark.parametrize(
+    ("inside", "outside", "lowered"), [(1, 0, True), (1, 1, True), (2, 0, False), (2, 1, False), (3, 1, False)]
+)
+def test_layers_that_a_checkpoint_calls_in_backward(
+    inside: int, outside: int, lowered: bool, checkpoints_again: bool, unit: type[nn.Module], policy: Policy
+) -> None:
+    """Also where backward has put a twin in place before; each backward adds up its gradients, without the others'.
+
+    A checkpoint of the other kind, within the one that runs in backward, has its first forward there.
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(12, 12), Again(), nn.Linear(12, 12))
+    model = copy.deepcopy(plain)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=unit, activations=policy, debug=True))
+    for step in range(6):
+        x = torch.randn(4, 12)
+        for runner in (plain, model):
+            if step == 2:  # the layer has been lowered by then
+                runner.zero_grad()
+                runner[1].inside, runner[1].outside = inside, outside
+                runner[1].checkpoints_again = checkpoints_again
+            with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                loss = runner(x).float().square().mean()
+            loss.backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    lowered_now = {weight.name for weight in pipeline.arrangement.weights if weight.lowered}
+    assert ("1.layer.weight" in lowered_now) is lowered
+    assert "1.first.weight" in lowered_now
+    pipeline.detach()
+
+
+@pytest.mark.parametrize("unit", [nn.Linear, Again])
+def test_what_runs_again_in_backward_for_what_it_saves_is_not_another_use(unit: type[nn.Module]) -> None:
+    """Checkpoints that are nested in one another run a layer again for each of them, if they do not stop early."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), Again(), nn.Linear(12, 12))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1, units=unit, debug=True))
+
+    def run(depth: int, x: Tensor) -> Tensor:
+        return checkpoint(run, depth - 1, x, use_reentrant=False) if depth else model[1:](x).exp()
+
+    for _ in range(3):
+        cast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        with pipeline.step(), cast, set_checkpoint_early_stop(False):
+            loss = run(3, model[0](torch.randn(4, 12))).float().square().mean()
+        loss.backward()
+    assert {weight.name for weight in pipeline.arrangement.weights if weight.lowered} >= {"1.layer.weight"}
+    pipeline.detach()
+
+
+class CallsTwice(nn.Module):
+    """A unit that calls one of its layers twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.layer(x).sin())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_frozen_layers_are_lowered_however_often_they_are_called(calls: int, compiled: bool) -> None:
+    """Nothing adds up their gradients, until they are trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), CallsTwice(), CallsTwice(), CallsTwice())
+    model[1:].requires_grad_(False)
+    plain = copy.deepcopy(model)
+    options = PipelineOptions(k=1, compile=compiled, units=lambda name, _: name.isdigit(), debug=True)
+    pipeline = Pipeline(model, "cpu", options=options)
+    lowered = []
+    for step in range(6):
+        if step == 3:
+            plain.requires_grad_(True)
+            model.requires_grad_(True)
+        x = torch.randn(4, 12)
+        for runner in (plain, model):
+            runner.zero_grad()
+            with pipeline.step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                loss = sum(runner(x + number).float().square().mean() for number in range(calls))
+            loss.backward()
+        lowered.append(pipeline.summary().lowered)
+        if not compiled:  # which rounds in another order
+            grads = zip(plain.parameters(), model.parameters(), strict=True)
+            assert all(torch.equal(p.grad, q.grad) for p, q in grads if p.grad is not None)
+    pipeline.detach()
+    trained = 2 if calls == 1 else 0
+    assert lowered[2] == 6 + trained
+    assert lowered[5] == trained
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_a_forward_that_converts_its_weights_to_the_dtype_that_they_have(
+    policy: Policy, k: int, cache: bool, calls: int
+) -> None:
+    """From then on they are sent in it."""
+
+    def story(model: nn.Module) -> list[Tensor]:
+        optimizer, outputs = torch.optim.SGD(model.parameters(), 0.1), []
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                outputs.append(model(x))
+            outputs[-1].float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*outputs, *(parameter.detach() for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Converts(calls) for _ in range(4)]), torch.randn(4, 8)
+    expected = story(copy.deepcopy(model))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=k, units=Converts, activations=policy, debug=True))
+    actual = story(model)
+    lowered = {weight.name for weight in pipeline.arrangement.weights if weight.lowered}
+    pipeline.detach()
+    assert not any("router" in name for name in lowered)
+    assert any("layer" in name for name in lowered) == (calls == 1 or cache)
+    assert all(map(torch.equal, expected, actual))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        lambda: Raw(lambda x, w: torch.einsum("ab,bc->ac", x, w)),
+        lambda: Raw(lambda x, w: torch.tensordot(x, w, 1)),
+        lambda: Raw(lambda x, w: torch.cdist(x, w)),  # autocast has a rule for it, which says fp32
+        lambda: Raw(lambda x, w: F.linear(x, w)),
+        lambda: nn.GRUCell(8, 8),
+        lambda: nn.RNN(8, 8),
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
+    ],
+)
+def test_the_first_evaluation_computes_as_the_others(
+    unit: Callable[[], nn.Module], cache: bool, mode: Callable[[], Any]
+) -> None:
+    """While it was watched in inference mode, autocast did not see what `einsum`, `lstm` and others are made of."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([unit() for _ in range(3)]).eval()
+    x = torch.randn(4, 8)
+
+    def evaluate() -> list[Tensor]:
+        with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            outputs = [layer(x) for layer in model]
+        return [output[0] if isinstance(output, tuple) else output for output in outputs]
+
+    expected = evaluate()
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=1))
+    actual = [evaluate(), evaluate()]
+    pipeline.detach()
+    for outputs in actual:
+        assert [output.dtype for output in outputs] == [output.dtype for output in expected]
+        assert all(map(torch.equal, expected, outputs))
+
+
+class Normed(nn.Module):
+    """As peft's DoRA: it reads the weight of one of its layers besides calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.magnitude = nn.Linear(8, 8, bias=False), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) * (self.magnitude / self.base.weight.float().norm(dim=1))
+
+
+class Parametrized(nn.Module):
+    """As peft's `target_parameters`: it parametrizes its layer while it computes, which sets the weight anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.delta = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.base, "weight", Plus(self.delta))
+        y = self.base(x)
+        parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+        return y
+
+
+class Plus(nn.Module):
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = (delta,)  # not a parameter of this module
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta[0]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+@pytest.mark.parametrize("kind", [Normed, Parametrized])
+def test_units_that_use_or_replace_weights_of_their_layers_are_exact(
+    kind: type[nn.Module], first: str, cache: bool
+) -> None:
+    """The first forward got a rounded weight, and a weight that was set anew with the same values was refused."""
+
+    def run(model: nn.Module) -> list[Tensor]:
+        optimizer, found = SGD(model.parameters(), 0.1), []
+        for step in range(4):
+            trains = (step % 2 == 0) == (first == "training")
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache), torch.set_grad_enabled(trains):
+                found.append(model(torch.linspace(-1, 1, 32).view(4, 8)).float())
+            if trains:
+                found[-1].square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [output.detach() for output in found]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[kind() for _ in range(3)])
+    expected = run(copy.deepcopy(model))
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=kind, debug=True))
+    try:
+        assert all(map(torch.equal, run(model), expected))
+    finally:
+        pipeline.detach()
+
+
+def test_lowered_units_travel_at_half_the_bytes() -> None:
+    """In bf16; without autocast in fp32 again."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=nn.Linear))
+    try:
+        for enabled, nbytes in [(True, 2 * 64 * 64), (False, 4 * 64 * 64), (True, 2 * 64 * 64)]:
+            for step in range(3):
+                if step == 2:  # by then all units are in the dtype of this kind of step
+                    pipeline.stats.clear()
+                with pipeline.step(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                    loss = model(torch.randn(2, 64)).sum()
+                loss.backward()
+            assert pipeline.summary().unit_bytes == (nbytes,) * 4
+            assert pipeline.stats.bytes_to_device == pipeline.stats.loads * nbytes > 0
+    finally:
+        pipeline.detach()
+
+
+@pytest.mark.parametrize(
+    ("operation", "view"),
+    [
+        (torch.ops.aten.t.default, True),
+        (torch.ops.aten.view.default, True),
+        (torch.ops.aten.detach.default, True),
+        (torch.ops.aten.slice.Tensor, True),
+        (torch.ops.aten.add.Tensor, False),
+        (torch.ops.aten.add_.Tensor, False),
+        (torch.ops.aten._to_copy.default, False),
+        (torch.ops.aten._foreach_add_.Scalar, False),
+    ],
+    ids=str,
+)
+def test_views_are_recognized_by_their_schema(operation: torch._ops.OpOverload, view: bool) -> None:
+    """By the operation's schema."""
+    assert is_view(operation) is view
+
+
+def test_operands_are_found() -> None:
+    """In lists, too; sparse ones have no memory to look up."""
+    a, b = torch.ones(1), torch.ones(2)
+    sparse = torch.eye(2).to_sparse()
+    assert [storage_key(t) for t in tensors_among((a, [b, sparse], 3, None, "x"))] == [storage_key(a), storage_key(b)]
