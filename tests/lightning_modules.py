@@ -138,7 +138,6 @@ def note_end(module: Base, trainer: L.Trainer) -> Trace:
     trace["global step"] = trainer.global_step
     for name, parameter in module.named_parameters():
         trace[f"end / weight / {name}"] = frozen(parameter)
-        trace[f"end / grad / {name}"] = frozen(parameter.grad)
     for name, buffer in module.named_buffers():
         trace[f"end / buffer / {name}"] = frozen(buffer)
     for number, optimizer in enumerate(trainer.optimizers):
