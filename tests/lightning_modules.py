@@ -89,7 +89,7 @@ class Base(L.LightningModule):
         return self(batch[0])
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.note("gradients", [p.grad for p in self.parameters()])
+        self.note("gradients", [p.grad for group in optimizer.param_groups for p in group["params"]])
         assert all(p.device.type == "cpu" for p in self.parameters())
 
     def configure_optimizers(self) -> Any:
