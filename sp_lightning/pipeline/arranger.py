@@ -164,7 +164,6 @@ class Arranger:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
-        self.assembly.drop_used_gradients()
         self.assembly.uninstall()
         for weight in self.arrangement.weights:
             if weight.is_replaced:  # whoever still holds our memory keeps the values in it

@@ -324,6 +324,7 @@ class Pipeline:
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
         self._arranger.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
+            self.optimizers.begin_step()
             self._activations.conclude_step()
             self.stats.steps += 1
             self._backend.trace.begin_step()

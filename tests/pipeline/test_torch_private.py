@@ -48,7 +48,6 @@ from sp_lightning.pipeline.torch_private import (
     run_as_without_mode,
     running_node,
     scope_that_ends_before_backward,
-    sees_torch_functions,
     step_is_replaced,
     storage_key,
     tensor_hooks,
@@ -61,7 +60,6 @@ from sp_lightning.pipeline.torch_private import (
     when_backward_ends,
     without_compile,
     without_torch_function,
-    zero_grad_is_calling,
 )
 
 from ..helpers import CAPTURES
@@ -239,49 +237,6 @@ def test_parameters_that_have_a_tensor_as_gradient_are_counted() -> None:
     for parameter in parameters:
         parameter.grad = tensor
     assert users_of_tensor(tensor) == 3
-
-
-class Watched(nn.Parameter):
-    """A parameter that writes down who reads its `.grad`."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        caller = zero_grad_is_calling()
-        callers.append(None if caller is None else caller.get("set_to_none"))
-        with without_torch_function():
-            return func(*args, **(kwargs or {}))
-
-
-callers: list[bool | None] = []
-
-
-@pytest.mark.parametrize("zero", ["optimizer", "module"])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_is_told_from_other_readers(zero: str, set_to_none: bool) -> None:
-    """It reads each gradient only to throw it away."""
-    module = nn.Module()
-    module.weight = Watched(torch.ones(2))
-    optimizer = SGD([module.weight], lr=0.1)
-    callers.clear()
-    module.weight.grad = torch.ones(2)
-    assert module.weight.grad is not None
-    assert set(callers) == {None}
-    callers.clear()
-    (optimizer if zero == "optimizer" else module).zero_grad(set_to_none=set_to_none)
-    assert set(callers) == {set_to_none}
-    callers.clear()
-    optimizer.step()
-    assert set(callers) <= {None}
-
-
-def test_zero_grad_is_looked_for_near_by() -> None:
-    """A user's code that `zero_grad` happens to run inside of is not it."""
-
-    class Own(SGD):
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            assert zero_grad_is_calling() is None
-
-    Own([nn.Parameter(torch.ones(1))], lr=0.1).zero_grad()
 
 
 @pytest.mark.parametrize(
