@@ -18,7 +18,6 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
 from torch.nn.utils import parametrizations, parametrize
-from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -217,14 +216,10 @@ class Loud(nn.Parameter):
 
 
 def test_torch_function_is_switched_off() -> None:
-    """Within the scope, and within it only: what is done there is the engine's own doing."""
+    """Within the scope, and within it only."""
     loud = torch.ones(2).as_subclass(Loud)
     with without_torch_function():
-        with without_torch_function():
-            assert not sees_torch_functions()
-        assert not sees_torch_functions()
         assert (loud + 1).tolist() == [2, 2]
-    assert sees_torch_functions()
     with pytest.raises(AssertionError):
         loud + 1
 
