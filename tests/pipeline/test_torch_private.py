@@ -47,6 +47,7 @@ from sp_lightning.pipeline.torch_private import (
     run_as_without_mode,
     running_node,
     scope_that_ends_before_backward,
+    sees_torch_functions,
     step_is_replaced,
     storage_key,
     tensor_hooks,
@@ -219,7 +220,9 @@ def test_torch_function_is_switched_off() -> None:
     """Within the scope, and within it only."""
     loud = torch.ones(2).as_subclass(Loud)
     with without_torch_function():
+        assert not sees_torch_functions()
         assert (loud + 1).tolist() == [2, 2]
+    assert sees_torch_functions()
     with pytest.raises(AssertionError):
         loud + 1
 
