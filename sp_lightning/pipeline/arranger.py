@@ -19,7 +19,7 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.shape import Shape
+from sp_lightning.pipeline.units.tree import Shape
 from sp_lightning.pipeline.weights.gates import Gatekeeper
 from sp_lightning.pipeline.weights.units import Member
 
@@ -164,7 +164,6 @@ class Arranger:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
-        self.assembly.drop_used_gradients()
         self.assembly.uninstall()
         for weight in self.arrangement.weights:
             if weight.is_replaced:  # whoever still holds our memory keeps the values in it

@@ -25,7 +25,7 @@ from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
-from sp_lightning.pipeline.units.parameters import weights_on_accelerators
+from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.first_call import stop_watching_for_first_call, watch_for_first_call
@@ -100,7 +100,6 @@ class Assembly:
             self.steps,
             self.gradient_return.shipping.take_back,
             stats,
-            lasting.spent,
             is_nested=lambda: self.backward.is_nested(),
         )
         self.gradient_return.shipping.stepper = stepper
@@ -219,23 +218,6 @@ class Assembly:
             on_device.move(parameters, _HOST, lasting.optimizers.seen)
             raise
 
-    def drop_used_gradients(self) -> None:
-        """Under autocast, drop gradients that were used, and that nobody will look at.
-
-        The next arrangement needs memory for lowered weights. In plain training, gradients stay until `zero_grad`,
-        which Lightning calls after the next forward.
-        """
-        lasting, weights = self._lasting, self.arrangement.weights
-        if self.arrangement.autocast is None:
-            return
-        with lasting.at_work:
-            used = [weight for weight in weights if id(weight.master) in lasting.optimizers.expendable]
-            used = [weight for weight in used if self.gradients.get(weight) is not None]
-            if used:
-                self.settle()
-                self.gradients.drop_all(used)
-                lasting.spent.update(id(weight.master) for weight in used)
-
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
         arrangement, lasting = self.arrangement, self._lasting
@@ -301,7 +283,6 @@ class Assembly:
 
     def _begin_backward(self) -> None:
         self.arm_guard()
-        self._lasting.optimizers.expendable = frozenset()
         self._lasting.activations.begin_backward()
 
     def _end_backward(self) -> None:

@@ -54,7 +54,6 @@ class Lasting:
         saved: The saved-tensor hooks.
         activations: Applies the policy for activations to each call.
         optimizers: Notices optimizer steps.
-        spent: Identities of masters whose gradients were used, and not kept.
     """
 
     def __init__(
@@ -91,4 +90,3 @@ class Lasting:
             settle=settle,
             must_overlap=options.overlap_optimizer is True,
         )
-        self.spent: set[int] = set()

@@ -38,7 +38,7 @@ from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, without_torch_function
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
-from sp_lightning.pipeline.units.parameters import weights_on_accelerators
+from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.weights.quantized import bring_states_home
 from sp_lightning.pipeline.weights.suspension import (
@@ -324,6 +324,7 @@ class Pipeline:
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
         self._arranger.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
+            self.optimizers.begin_step()
             self._activations.conclude_step()
             self.stats.steps += 1
             self._backend.trace.begin_step()
