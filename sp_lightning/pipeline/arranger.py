@@ -214,13 +214,10 @@ class Arranger:
         """Make the policy that chooses for each unit; None where activations have no memory limit."""
         if not self._activations.chooses or self.survey.budget is None:
             return None
-        lasting = self._lasting
         is_planned = self._planner is not None and "auto" in (self._options.k, self._options.k_prime)
         return AutoPolicy(
-            lasting.backend,
-            lasting.meter,
+            self._activations.second_forwards,
             self._room_for_activations,
-            self._activations.never_again,
             pin=self.arrangement.host_share.pinnable_bytes() != 0,
             warns=not is_planned,
         )

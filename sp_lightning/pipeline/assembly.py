@@ -173,7 +173,6 @@ class Assembly:
         arrangement, lasting = self.arrangement, self._lasting
         self._settle_on_device()
         lasting.saved.twins = arrangement.twins
-        lasting.activations.units = {id(member.module) for member in arrangement.streamed_members}
         lasting.optimizers.work_with(
             OptimizerParts(
                 overlap=self.overlap,

@@ -79,10 +79,10 @@ class Lasting:
         self.memory = MasterMemory()
         self.graphs = Graphs()
         self.pool = HostPool(backend)
-        self.meter = Meter(device, self.stats)
+        self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(require, self.meter, self.offloader)
-        self.activations = Activations(options.activations, self.saved, device, self.stats, checks=options.debug)
+        self.activations = Activations(options.activations, self.saved, backend, self.stats, checks=options.debug)
         self.optimizers = Optimizers(
             self.stats,
             self.at_work,

@@ -215,7 +215,7 @@ class Pipeline:
         self.optimizers.let_go()
         self._graphs.let_go()
         self._saved.let_go()
-        self._activations.let_go()
+        self._activations.second_forwards.let_go()
         self._offloader.close()
         self._lasting.memory.release_all_but([])
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
