@@ -20,7 +20,6 @@ from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Bundle, Offloader
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.torch_private import storage_key, weak_storage
-from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 from sp_lightning.pipeline.weights.units import Member, Unit
 
 from ..parts import RecordingBackend
