@@ -28,7 +28,7 @@ from functools import lru_cache
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.ways import Way, peak
 from sp_lightning.pipeline.lanes.trace import Lane
-from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
+from sp_lightning.pipeline.weights.places import place_in_arena, travel_together
 from sp_lightning.planning.workload import Choice, Machine, UnitWork, Workload
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.torch_private import COMPILES_UNDER_MODES, storage_key
-from sp_lightning.pipeline.weights.device import Residency
+from sp_lightning.pipeline.weights.group import Residency
 
 from .parts import Placed, place
 
