@@ -19,7 +19,7 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.shape import Shape
+from sp_lightning.pipeline.units.tree import Shape
 from sp_lightning.pipeline.weights.gates import Gatekeeper
 from sp_lightning.pipeline.weights.units import Member
 

@@ -25,7 +25,7 @@ from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
-from sp_lightning.pipeline.units.parameters import weights_on_accelerators
+from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.first_call import stop_watching_for_first_call, watch_for_first_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, register_gate, remove_gate

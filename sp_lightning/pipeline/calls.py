@@ -234,6 +234,11 @@ class Calls:
         if any(map(self._lies_in_a_slot, tensors)):
             output = replace_tensors(output, lambda tensor: tensor.clone() if self._lies_in_a_slot(tensor) else tensor)
             tensors = tensors_in(output)
+            if any(map(self._lies_in_a_slot, tensors)):
+                raise RuntimeError(
+                    f"superpipeline: {member.name!r} returns one of its weights in an object of a class of its own. "
+                    "Return a clone of the weight, or name it in `resident`."
+                )
         if not member.is_streamed:
             self._outside.note_use({entry.weight for entry in member.entries})
         elif torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):

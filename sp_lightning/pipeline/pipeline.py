@@ -38,7 +38,7 @@ from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, without_torch_function
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
-from sp_lightning.pipeline.units.parameters import weights_on_accelerators
+from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.weights.quantized import bring_states_home
 from sp_lightning.pipeline.weights.suspension import (

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.quasirandom import SobolEngine
 
-from sp_lightning.pipeline.units.tensors import slots_of
-
 _LARGEST_ARRAY = 1 << 22  # bytes, of numpy; a data set is larger
 _OPEN = (types.SimpleNamespace, Namespace, SobolEngine)  # not defined by users, but with content of theirs
 _NOT_USER_DEFINED = {"torch", __name__.partition(".")[0], *sys.stdlib_module_names}
@@ -288,6 +286,14 @@ def attributes_of(value: Any) -> list[Place]:
     if slots:
         places.append(_Slots(value, slots))
     return places
+
+
+def slots_of(kind: type) -> list[types.MemberDescriptorType]:
+    """Return the attributes that a class, or one that it inherits from, names in `__slots__`."""
+    if not hasattr(kind, "__slots__"):
+        return []
+    classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [member for of in classes for member in of.values() if isinstance(member, types.MemberDescriptorType)]
 
 
 def attributes_of_module(module: nn.Module) -> Place:

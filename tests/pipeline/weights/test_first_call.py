@@ -12,7 +12,6 @@ import torch._dynamo  # before the test that patches `nn.Module.__call__`, as dy
 from torch import Tensor, nn
 
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.pipeline.torch_private import COMPILES_UNDER_MODES
 from tests.helpers import attached
 from tests.zoo.blocks import WIDTH, Block, Chain, chain
 
@@ -122,7 +121,7 @@ def test_a_model_that_is_compiled_before_the_first_call() -> None:
     """`torch.compile` keeps the method that it finds."""
     expected = three_blocks()(rows())
     model = three_blocks()
-    with attached(model, debug=COMPILES_UNDER_MODES) as pipe:
+    with attached(model, debug=True) as pipe:
         compiled = torch.compile(model, backend="eager")
         for step in range(1, 4):
             assert torch.equal(compiled(rows()), expected)
