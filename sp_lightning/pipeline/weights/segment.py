@@ -66,6 +66,8 @@ class Segment:
             self.memory.pin()
         self._copied_epoch = -1
         self._copies_are_stale = True
+        self._versions: list[int] = []
+        self._sample: Tensor | None = None
         self.look_anew()
         with torch.inference_mode(False):
             self._words = self.memory.bytes[: self.memory.nbytes // _WORD * _WORD].view(torch.int32)
@@ -99,7 +101,7 @@ class Segment:
         for weight in self.weights:
             weight.follow()
         self._versions = [weight.version for weight in self.weights]
-        self._sample: Tensor | None = None
+        self._sample = None
 
     def note_change(self) -> None:
         """Note that masters have changed."""

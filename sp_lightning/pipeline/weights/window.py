@@ -67,6 +67,7 @@ class Window:
         self._stats = stats
         self._on_evict = on_evict
         self._before_discard = before_discard
+        self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         most = max(Counter(map(id, group_of_member)).values(), default=0)
         self._horizon = max(_USES_AHEAD, _GROUPS_AHEAD * most)
@@ -130,6 +131,13 @@ class Window:
         Args:
             in_use: Groups that backward is reading, although no call is inside of them: not to be reloaded now.
         """
+        self._fetch_used_next(in_use)
+        for group in [group for group in self._outdated if group not in in_use] if self._outdated else ():
+            del self._outdated[group]
+            if group.residency is Residency.ABSENT:
+                self._load(group)
+
+    def _fetch_used_next(self, in_use: Sequence[Group]) -> None:
         needed: set[Group] = set(in_use)
         for member in self._order.upcoming(self._horizon):
             group = self._group_of_member[member]
@@ -229,6 +237,8 @@ class Window:
 
     def _mark_absent(self, group: Group) -> None:
         group.residency = Residency.ABSENT
+        if not group.conflicts:
+            self._outdated[group] = None
 
     def _in_the_way_of(self, group: Group) -> list[Group]:
         """Return the groups on the device that occupy its place, or part of it."""
