@@ -164,7 +164,6 @@ class Arranger:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
-        self.assembly.drop_used_gradients()
         self.assembly.uninstall()
         module = self._lasting.module
         self._learned.forget_all_but({*map(id, module.modules()), *map(id, module.parameters())})
@@ -210,13 +209,10 @@ class Arranger:
         """Make the policy that chooses for each unit; None where activations have no memory limit."""
         if not self._activations.chooses or self.survey.budget is None:
             return None
-        lasting = self._lasting
         is_planned = self._planner is not None and "auto" in (self._options.k, self._options.k_prime)
         return AutoPolicy(
-            lasting.backend,
-            lasting.meter,
+            self._activations.second_forwards,
             self._room_for_activations,
-            self._activations.never_again,
             pin=self.arrangement.host_share.pinnable_bytes() != 0,
             warns=not is_planned,
         )

@@ -215,7 +215,7 @@ class Pipeline:
         self.optimizers.let_go()
         self._graphs.let_go()
         self._saved.let_go()
-        self._activations.let_go()
+        self._activations.second_forwards.let_go()
         self._offloader.close()
         self._lasting.memory.keep([])
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
@@ -325,6 +325,7 @@ class Pipeline:
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
         self._arranger.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
+            self.optimizers.begin_step()
             self._activations.conclude_step()
             self.stats.steps += 1
             self._backend.trace.begin_step()

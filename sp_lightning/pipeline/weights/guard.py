@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.torch_private import sees_torch_functions, without_torch_function, zero_grad_is_calling
+from sp_lightning.pipeline.torch_private import sees_torch_functions, without_torch_function
 from sp_lightning.pipeline.weights.inner_gradients import DIFFERENTIATING, differentiate
 from sp_lightning.pipeline.weights.operands import instances_in, replace_instances
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
@@ -157,9 +157,8 @@ class Guard:
         return result
 
     def access_gradient(self, accessor: Callable[..., Any], args: tuple[Any, ...], weight: Weight) -> Any:
-        """Read, set or delete a master's `.grad`, on the host: a short path, as `zero_grad` takes it twice for each."""
-        zero_grad = zero_grad_is_calling(above=2) if accessor.__name__ == "__get__" else {}
-        if zero_grad is None or not zero_grad.get("set_to_none", True):
+        """Read, set or delete a master's `.grad`, on the host: a short path, as `zero_grad` takes it for each."""
+        if accessor.__name__ == "__get__":
             self.owner.before_gradient_read(weight)
         else:
             self.owner.before_gradient_set(weight)
@@ -250,7 +249,7 @@ class HostParameter(nn.Parameter):
     def __hash__(self) -> int:
         """Hash by identity; a lookup in an optimizer's state is an access, as it leads to what the step writes."""
         found = _guarded.get(id(self))
-        if found is not None and not found[0].redirects and sees_torch_functions() and zero_grad_is_calling() is None:
+        if found is not None and not found[0].redirects and sees_torch_functions():
             found[0].owner.before_access(found[1])
         return id(self)
 

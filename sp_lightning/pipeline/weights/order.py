@@ -70,15 +70,6 @@ class Order:
         """Return the members that are expected to be used next, in order."""
         return [use % self._members for use in self._expected(count)] if self._members else []
 
-    def upcoming_before_the_turn(self, count: int) -> list[int]:
-        """Return the same, up to where another kind of pass begins."""
-        members = []
-        for use in self._expected(count) if self._members else ():
-            if use // self._members != self._last // self._members:
-                break
-            members.append(use % self._members)
-        return members
-
     def abandon(self) -> None:
         """After an exception: what comes next does not follow from what came last."""
         self._recording = None

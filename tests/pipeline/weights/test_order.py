@@ -66,10 +66,8 @@ def test_steps_are_distinguished_by_their_beginning() -> None:
     assert seen(3, train, train, validate, then=train[:1]).upcoming(3) == [2, 2, 0]
 
 
-def test_the_expected_uses_before_the_turn() -> None:
-    assert seen(3, then=[(0, F)]).upcoming_before_the_turn(9) == [1, 2]
-    assert seen(3, step([2, 1, 0]), then=[(2, F)]).upcoming_before_the_turn(9) == [1, 0]
-    assert Order(0).upcoming_before_the_turn(9) == Order(0).upcoming(9) == []
+def test_without_members_nothing_is_expected() -> None:
+    assert Order(0).upcoming(9) == []
 
 
 def test_a_long_text_does_not_fill_memory() -> None:
