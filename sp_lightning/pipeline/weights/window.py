@@ -132,7 +132,11 @@ class Window:
             in_use: Groups that backward is reading, although no call is inside of them: not to be reloaded now.
         """
         self._fetch_used_next(in_use)
-        for group in [group for group in self._outdated if group not in in_use] if self._outdated else ():
+        if self._outdated:
+            self._fetch_outdated(in_use)
+
+    def _fetch_outdated(self, in_use: Sequence[Group]) -> None:
+        for group in [group for group in self._outdated if group not in in_use]:
             del self._outdated[group]
             if group.residency is Residency.ABSENT:
                 self._load(group)
@@ -146,14 +150,11 @@ class Window:
             if group.suspect:
                 self._verify(group)
             if group.residency is Residency.ABSENT:
-                if self._must_stay(self._in_the_way_of(group), needed):
-                    return
+                for other in self._in_the_way_of(group):  # see [Note: when a group may be evicted]
+                    if other.users or other in needed or self._awaits_step(other):
+                        return
                 self._load(group)
             needed.add(group)
-
-    def _must_stay(self, groups: Iterable[Group], needed: Collection[Group]) -> bool:
-        """Tell whether one of the groups cannot be evicted for a prefetch; see [Note: when a group may be evicted]."""
-        return any(group.users or group in needed or self._awaits_step(group) for group in groups)
 
     def outdate(self, group: Group, weights: Collection[Weight]) -> None:
         """Discard what the device has of these weights: an optimizer is about to step their masters."""
@@ -242,7 +243,8 @@ class Window:
 
     def _in_the_way_of(self, group: Group) -> list[Group]:
         """Return the groups on the device that occupy its place, or part of it."""
-        return [other for other in group.conflicts & self._last_in_place if other.loaded]
+        there = group.conflicts & self._last_in_place
+        return [other for other in there if other.residency is not Residency.ABSENT] if there else []
 
     def _load(self, group: Group) -> None:
         for other in self._in_the_way_of(group):
