@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.optimizer.flat import VECTOR_MULTIPLE
+from sp_lightning.pipeline.optimizer.update import VECTOR_MULTIPLE
 from sp_lightning.pipeline.weights import sections
 from sp_lightning.pipeline.weights.sections import Section, count_sections, divide
 
