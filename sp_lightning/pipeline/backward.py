@@ -21,11 +21,11 @@ from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends, without_torch_function
 from sp_lightning.pipeline.weights.at_work import EngineAtWork
-from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.leaf import take_gradient
+from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.resting import wake
-from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -38,7 +38,7 @@ class BackwardPass:
 
     Args:
         window: Brings groups to the device.
-        schedule: Records the order in which units are used.
+        order: Records the order in which units are used.
         stream: Brings gradients to the host.
         overlap: Steps units in backward.
         write_back: Copies what is written to weights on the device to the masters.
@@ -59,7 +59,7 @@ class BackwardPass:
         self,
         *,
         window: Window,
-        schedule: Schedule,
+        order: Order,
         stream: GradientStream,
         overlap: Overlap,
         write_back: WriteBack,
@@ -73,7 +73,7 @@ class BackwardPass:
         self.closed = False
         self.task = -1
         self._window = window
-        self._schedule = schedule
+        self._order = order
         self._stream = stream
         self._overlap = overlap
         self._write_back = write_back
@@ -176,7 +176,7 @@ class BackwardPass:
         with self._at_work:
             self.note()
             self._graphs.add(graph)
-            self._schedule.visit(member.index, Pass.BACKWARD)
+            self._order.visit(member.index, Pass.BACKWARD)
             self._write_back.write_again()  # also if the unit that it left is frozen
             for left in self._stream.left_behind([unit, self._resident]):
                 self._stream.send(left, is_last=False)
@@ -212,7 +212,7 @@ class BackwardPass:
             self._stats.heals += not group.loaded
             follows = self.running and not is_expected
             if follows:  # nodes that no unit announces: the gradient of a gradient
-                self._schedule.visit(twin.weight.unit.members[0].index, Pass.BACKWARD)
+                self._order.visit(twin.weight.unit.members[0].index, Pass.BACKWARD)
             self._window.bring(group)
             if follows:
                 self.in_use = [group]

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY, Bundle
+from sp_lightning.pipeline.activations.offload import Bundle
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.lasting import Lasting
@@ -25,11 +24,11 @@ from sp_lightning.pipeline.torch_private import in_backward, storage_key
 from sp_lightning.pipeline.under_autocast import UnderAutocast, without_autocast_cache
 from sp_lightning.pipeline.units.tensors import replace_tensors, tensors_in
 from sp_lightning.pipeline.weights.compiled import run_uncompiled
-from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.hooks import before_backward
+from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.window import Window
@@ -43,7 +42,7 @@ class Calls:
         arrangement: The arrangement.
         lasting: The parts that outlive it.
         window: Brings groups to the device.
-        schedule: Records which members are used.
+        order: Records which members are used.
         backward: Follows backward passes.
         outside: Makes weights resident that cannot stay in their group.
         write_back: Copies what is written to weights on the device to the masters.
@@ -56,7 +55,7 @@ class Calls:
         lasting: Lasting,
         *,
         window: Window,
-        schedule: Schedule,
+        order: Order,
         backward: BackwardPass,
         outside: OutsideUse,
         write_back: WriteBack,
@@ -72,7 +71,7 @@ class Calls:
         self._stats = lasting.stats
         self._at_work = lasting.at_work
         self._window = window
-        self._schedule = schedule
+        self._order = order
         self._backward = backward
         self._outside = outside
         self._write_back = write_back
@@ -100,8 +99,35 @@ class Calls:
         if member.unit is None:
             return self._run_around_units(member, forward, args, kwargs)
         if self._activations.manages(member):
-            self._finish_optimizer(member)  # later, their end would look like a write by the forward
-            return self._activations.run(member, args, kwargs)  # calls the module, which comes here once more
+            return self._run_managed(member, forward, args, kwargs, autocast)
+        return self._run(member, forward, args, kwargs, autocast)
+
+    def _run_managed(
+        self,
+        member: Member,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: torch.dtype | None,
+    ) -> Any:
+        """Run the outermost call of a unit, whose saved tensors have a policy of their own."""
+        self._finish_optimizer(member)  # later, their end would look like a write by the forward
+        try:
+            self._activations.begin(member, args, kwargs)
+            output = self._run(member, forward, args, kwargs, autocast)
+            self._activations.conclude(output)
+            return output
+        finally:
+            self._activations.end()
+
+    def _run(
+        self,
+        member: Member,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: torch.dtype | None,
+    ) -> Any:
         if autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
             forward = without_autocast_cache(forward)
         number = self._enter(member)
@@ -154,7 +180,7 @@ class Calls:
             if self._backward.running and direction is not Pass.BACKWARD:
                 self._backward.abandon()  # it ended with an exception that the user caught within the step
             if member.is_streamed:
-                self._schedule.visit(member.index, direction)
+                self._order.visit(member.index, direction)
                 self._learned.note_call(member.unit_name)
             self._under_autocast.begin_call(member)
             self._outside.unblock(member)
@@ -197,7 +223,7 @@ class Calls:
             if not member.running_calls and not self._backward.has_reached(member.unit):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:
-                self._offloader.leave(lambda: self._units_ahead(member))
+                self._offloader.leave()
             self._window.prefetch([*member.groups, *self._backward.in_use] if is_backward else ())
 
     def _run_around_units(
@@ -211,17 +237,6 @@ class Calls:
             return forward(*args, **kwargs)
         finally:
             swap_out(member.looks_into)
-
-    def _units_ahead(self, member: Member) -> int:
-        """Return how many other units forward should still use before backward; the offloader needs no more."""
-        ahead = [member.unit]
-        for index in islice(self._schedule.upcoming_before_the_turn(), len(self._arrangement.streamed_members)):
-            following = self._arrangement.streamed_members[index].unit
-            if following is not ahead[-1]:
-                ahead.append(following)
-            if len(ahead) > UNITS_THAT_STAY:
-                break
-        return len(ahead) - 1
 
     # --------------------------------------------------------------------------------------------------- its backward
 
@@ -272,7 +287,7 @@ class Calls:
                 "with `with pipeline.step():`."
             )
         self._backward.reach(member, graph, groups, around)
-        self._activations.reach(member)
+        self._activations.reach()
         self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
         if bundle is not None:
             self._offloader.reach(bundle)

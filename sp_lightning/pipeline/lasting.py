@@ -20,7 +20,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.at_work import EngineAtWork
 from sp_lightning.pipeline.weights.graphs import Graphs
-from sp_lightning.pipeline.weights.master_memory import MasterMemory
+from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.weights.weight import Twin
 
 
@@ -76,13 +76,13 @@ class Lasting:
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()
-        self.memory = MasterMemory()
+        self.memory = HostMemory()
         self.graphs = Graphs()
         self.pool = HostPool(backend)
-        self.meter = Meter(device, self.stats)
+        self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(require, self.meter, self.offloader)
-        self.activations = Activations(options.activations, self.saved, device, self.stats, checks=options.debug)
+        self.activations = Activations(options.activations, self.saved, backend, self.stats, checks=options.debug)
         self.optimizers = Optimizers(
             self.stats,
             self.at_work,

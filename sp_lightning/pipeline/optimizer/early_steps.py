@@ -18,7 +18,7 @@ from sp_lightning.pipeline.gradients.stream import Shipment
 from sp_lightning.pipeline.gradients.unit_gradients import State, UnitGradients
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps, Plan
 from sp_lightning.pipeline.optimizer.update import keeps_state
-from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.group import Group
 
 
 class EarlyStep:
@@ -77,7 +77,7 @@ class EarlyStep:
         if group.handles or self._left_of(group):
             return
         # an inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients
-        if all(weight.master.requires_grad for weight in group.host.weights):
+        if all(weight.master.requires_grad for weight in group.weights):
             self._step(group)
 
     def _step(self, group: Group) -> None:
@@ -101,7 +101,7 @@ class EarlyStep:
         """Return how many weights of a group have yet to get their gradients."""
         if group.unit_count == 1:
             return 0
-        trained = sum(weight.master.requires_grad for weight in group.host.weights)
+        trained = sum(weight.master.requires_grad for weight in group.weights)
         return trained - sum(len(shipment.gradients) for shipment in self._shipments)
 
     def end_of_backward(self) -> None:

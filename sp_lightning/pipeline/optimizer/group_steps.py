@@ -22,7 +22,7 @@ from sp_lightning.pipeline.optimizer.unit_step import UnitStep
 from sp_lightning.pipeline.optimizer.update import State, keeps_state, settings_of
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
@@ -73,7 +73,7 @@ class Plan:
         self.steps: dict[Group, list[PlannedStep]] = {}
         self.strangers: dict[Group, list[Gradient]] = {}
         for group in sorted(found, key=lambda group: (not group.resident, group.index)):
-            in_order = list(zip(map(stream.of, group.host.weights), group.host.copies(), strict=True))
+            in_order = list(zip(map(stream.of, group.weights), group.copies(), strict=True))
             known = set[Gradient]().union(*found[group].values())
             self.strangers[group] = [gradient for gradient, _ in in_order if gradient not in known]
             self.steps[group] = [
@@ -82,7 +82,8 @@ class Plan:
                     [gradient for gradient, _ in in_order if gradient in chosen],
                     UnitStep(
                         type(optimizer),
-                        [gradient.weight.host for gradient, _ in in_order if gradient in chosen],
+                        [gradient.weight.master for gradient, _ in in_order if gradient in chosen],
+                        [gradient.weight.home for gradient, _ in in_order if gradient in chosen],
                         [copy for gradient, copy in in_order if gradient in chosen],
                     ),
                 )
@@ -210,18 +211,15 @@ class GroupSteps:
             buffers: Landing buffers that gradients lie in, which are released after the step.
         """
         self._window.finish_optimizer(group)
-        before = group.state
         pairs = [pair for job in jobs for pair in zip(job.step.gradients, job.gradients, strict=True)]
-        stepped = [gradient.weight for gradient, tensor in pairs if tensor is not None]
+        stepped = {gradient.weight for gradient, tensor in pairs if tensor is not None}
 
         def step() -> None:
             with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-                host = group.host
-                if not host.copies_match(before):
-                    host.refresh_copies(stepped)
+                group.refresh_other_copies(stepped)
                 for job in jobs:
                     job.step.unit_step.run(job.optimizer, job.settings, job.scaling, job.gradients, job.states)
-                group.state = host.note_copies()
+                group.note_stepped()
 
         def release_buffers() -> None:
             for buffer in buffers:
@@ -237,7 +235,7 @@ class GroupSteps:
         self._backend.trace.moved(Kind.STEP, group.name, moved, group.being_stepped)
         self._under_way.append(group)
         self.stats.overlapped_steps += group.unit_count
-        if any(weight.twin.group is not group for weight in group.host.weights):
+        if group.apart:
             # weights made resident are in groups that do not wait for this one's step
             self.finish(group)
 

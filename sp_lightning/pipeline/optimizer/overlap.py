@@ -35,7 +35,7 @@ from sp_lightning.pipeline.optimizer.early_steps import EarlyStep
 from sp_lightning.pipeline.optimizer.group_steps import GroupSteps, Job, Plan
 from sp_lightning.pipeline.optimizer.update import parameters_of, why_not_by_unit
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, without_torch_function
-from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -116,8 +116,7 @@ class Overlap:
                         if not _is_like(tensor, weight.master):  # the optimizer's own code knows what to do with it
                             left.add(gradient)
                             continue
-                    if weight.is_elsewhere:
-                        weight.readopt()
+                    weight.follow()
                     chosen[gradient] = tensor
             if chosen:
                 jobs = self._steps.jobs(optimizer, steps, settings, chosen)

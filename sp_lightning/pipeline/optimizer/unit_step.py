@@ -36,21 +36,28 @@ class UnitStep:
     Args:
         kind: The class of the optimizer.
         masters: The masters.
+        homes: Their memory; one that was given other memory (`p.data = ...`) is stepped there, by itself.
         copies: For each, the lowered copy to write; None if there is none.
     """
 
-    def __init__(self, kind: type[Optimizer], masters: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self,
+        kind: type[Optimizer],
+        masters: Sequence[Tensor],
+        homes: Sequence[Tensor],
+        copies: Sequence[Tensor | None],
+    ) -> None:
         self._masters = list(masters)
         self._copies = list(copies)
         self._runs: list[_Run] = []
         self._singles: list[int] = []
-        for index, master in enumerate(masters):
-            if kind not in BY_ELEMENT or master.dim() == 0 or master.numel() == 0 or not is_dense(master):
+        for index, (home, copy) in enumerate(zip(homes, copies, strict=True)):
+            if kind not in BY_ELEMENT or home.dim() == 0 or home.numel() == 0 or not is_dense(home):
                 self._singles.append(index)
-            elif self._runs and self._runs[-1].is_before(index, master.data, copies[index]):
-                self._runs[-1].add(master.data, copies[index])
+            elif self._runs and self._runs[-1].is_before(index, home, copy):
+                self._runs[-1].add(home, copy)
             else:
-                self._runs.append(_Run(index, master.data, copies[index]))
+                self._runs.append(_Run(index, home, copy))
 
     def run(
         self,
@@ -91,7 +98,7 @@ class UnitStep:
             if all(gradient is None for gradient in gradients[run.first : run.end]):
                 continue
             own = states[run.first : run.end]
-            if run.settle(own):
+            if run.is_home(self._masters[run.first : run.end]) and run.settle(own):
                 yield from run.parts(update, gradients[run.first : run.end], own, afterwards)
             else:
                 singles += range(run.first, run.end)
@@ -131,6 +138,10 @@ class _Run:
     def end(self) -> int:
         """The number after that of its last weight."""
         return self.first + len(self._memories)
+
+    def is_home(self, masters: Sequence[Tensor]) -> bool:
+        """Tell whether all masters lie where they lay."""
+        return all(m.data_ptr() == memory.data_ptr() for m, memory in zip(masters, self._memories, strict=True))
 
     def is_before(self, index: int, memory: Tensor, copy: Tensor | None) -> bool:
         """Tell whether a weight can be joined."""
