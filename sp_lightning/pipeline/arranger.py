@@ -194,7 +194,7 @@ class Arranger:
         )
         assembly = Assembly(arrangement, lasting, self._in_step, self._keeper)
         try:
-            assembly.install(is_used=self.arrangements > 0)
+            assembly.install()
         except BaseException:
             arrangement.release_host_memory()
             raise

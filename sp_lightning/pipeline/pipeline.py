@@ -259,6 +259,15 @@ class Pipeline:
             leaves = [weights[id(t)].leaves() if id(t) in weights else [t] for t in tensors]
         return [leaf for each in leaves for leaf in each]
 
+    @contextmanager
+    def plain_classes(self) -> Iterator[None]:
+        """Give modules their own classes: `configure_optimizers` may choose parameters by `type(module)`."""
+        self._assembly.remove_gates()
+        try:
+            yield
+        finally:
+            self._assembly.install_gates()
+
     def share_buffers(self) -> None:
         """Give all processes the first one's buffers; call it between steps. Does nothing in a single process."""
         if self.replicas is not None:
@@ -279,7 +288,6 @@ class Pipeline:
     def _scope(self, look_for_new_parameters: bool = False, goes_on: bool = False) -> Iterator[None]:
         if self._depth == 0:
             self._open(look_for_new_parameters, goes_on)
-            self._assembly.install_gates()
         pushed = self._saved.push(ahead=True)
         self._depth += 1
         try:

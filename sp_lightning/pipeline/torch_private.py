@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import CompileContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable, forward_ad
@@ -411,11 +410,6 @@ def call_before_compiling(action: Callable[[], None]) -> None:
             yield
 
     torch.compiler._compile_session_context = session_after_action
-
-
-def is_dynamo_at_work() -> bool:
-    """Tell whether dynamo is compiling in this thread; torch's public question is for the code that is compiled."""
-    return CompileContext.try_get() is not None
 
 
 def explain_graph_break(function: Callable[..., Any], reason: str) -> None:

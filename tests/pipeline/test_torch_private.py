@@ -41,7 +41,6 @@ from sp_lightning.pipeline.torch_private import (
     in_transform,
     is_capturing,
     is_compiled,
-    is_dynamo_at_work,
     is_undecomposed,
     parts_of,
     pop_saved_tensor_hooks,
@@ -428,28 +427,6 @@ def test_graph_capture_is_noticed(capture: Callable[[nn.Module, Tensor], Any]) -
     assert seen
     assert all(seen)
     assert not is_capturing()
-
-
-def test_is_dynamo_at_work() -> None:
-    """While it traces, and not in code that runs, compiled or not."""
-    seen: list[bool] = []
-
-    class Asked(type):
-        def __eq__(cls, other: object) -> bool:
-            seen.append(is_dynamo_at_work())
-            return cls is other
-
-        __hash__ = type.__hash__
-
-    class Base(torch.nn.Linear, metaclass=Asked):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x)
-
-    layer = type("Derived", (Base,), {})(2, 2)
-    torch.compile(layer, backend="eager")(torch.ones(1, 2))
-    assert seen, "dynamo finds what `super()` means by comparing classes"
-    assert all(seen)
-    assert not is_dynamo_at_work()
 
 
 def test_scopes_that_end_before_backward() -> None:

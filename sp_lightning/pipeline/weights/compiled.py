@@ -88,6 +88,6 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
     """Return a key that is equal for modules of the same classes with weights of the same shapes and dtypes."""
-    classes = tuple((name, type(inner)) for name, inner in module.named_modules())
+    classes = tuple((name, inner.__class__) for name, inner in module.named_modules())
     shapes = tuple((name, weight.shape, weight.dtype) for name, weight in module.named_parameters())
     return classes, shapes
