@@ -29,7 +29,6 @@ from sp_lightning.pipeline.units.parameters import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
-from sp_lightning.pipeline.weights.resting import put_to_rest
 from sp_lightning.pipeline.weights.schedule import Schedule
 from sp_lightning.pipeline.weights.swap import swap_out
 from sp_lightning.pipeline.weights.window import Window
@@ -261,8 +260,6 @@ class Assembly:
         """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
         if self._in_step() or self.backward.running:
             return
-        for weight in self.arrangement.weights:
-            put_to_rest(weight.twin)
         if self.overlap.settled and self.gradients.settled and self.window.settled:
             self.guard.disarm()
         else:

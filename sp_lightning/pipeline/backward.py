@@ -19,7 +19,6 @@ from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_ba
 from sp_lightning.pipeline.weights.at_work import EngineAtWork
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
-from sp_lightning.pipeline.weights.resting import wake
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member, Unit
@@ -139,7 +138,6 @@ class BackwardPass:
 
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
-        wake(twin)
         group = twin.group
         is_expected = group.has_own_place or group in self.in_use
         if self.running and is_expected and _is_valid(group):

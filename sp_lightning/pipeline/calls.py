@@ -7,7 +7,6 @@ made its output gets a hook that announces its backward.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -29,7 +28,6 @@ from sp_lightning.pipeline.weights.compiled import run_uncompiled
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.hooks import before_backward
-from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member
@@ -196,8 +194,6 @@ class Calls:
             self._write_back.write(entry.weight for entry in member.entries)
             for entry in member.entries:
                 self._gradient_return.adopt_requires_grad(entry.weight.twin)
-            if member.entered == 1 and not is_backward:
-                _warn_of_kept_views(member)
             if not member.running_calls and not self._backward.has_reached(member.unit):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:
@@ -275,19 +271,6 @@ class Calls:
         self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
         if bundle is not None:
             self._offloader.reach(bundle)
-
-
-def _warn_of_kept_views(member: Member) -> None:
-    # bitsandbytes keeps views of quantized weights for its backward, and what else happens to these is rare
-    twins = [entry.weight.twin for entry in member.entries if not isinstance(entry.weight, QuantizedWeight)]
-    kept = [twin.weight.name for twin in twins if twin.group.conflicts and twin.is_aliased]
-    if kept:
-        warnings.warn(
-            f"The forward of {member.name!r} has ended, and somebody still holds a view of weight {kept[0]!r} (in an "
-            "attribute, in a list, through a hook). Backward may use it. Other code may not: it would read what lies "
-            "in its place by then. Keep the weight itself, or a clone. `debug=True` finds code that reads such a view.",
-            stacklevel=2,
-        )
 
 
 def _direction() -> Pass:

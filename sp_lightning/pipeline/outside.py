@@ -24,7 +24,6 @@ from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.guard import Guard
 from sp_lightning.pipeline.weights.hooks import hold_while_needed
 from sp_lightning.pipeline.weights.lowered import guard_lowered
-from sp_lightning.pipeline.weights.resting import wake
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
@@ -96,7 +95,6 @@ class OutsideUse:
                 twin = self.make_resident(weight)
                 self._learned.touched_outside.append(weight)
             self._window.bring(twin.group)
-            wake(twin)
             return twin.parameter
 
     def _twin_as_is(self, weight: Weight) -> Twin:

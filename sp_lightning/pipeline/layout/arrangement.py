@@ -25,7 +25,6 @@ from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.device import Group, overlaps, place_in_arena
 from sp_lightning.pipeline.weights.host import GroupHost, must_stay_apart
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
-from sp_lightning.pipeline.weights.resting import put_to_rest, wake
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -143,7 +142,6 @@ class Arrangement:
 
     def make_resident(self, weight: Weight) -> Twin:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
-        wake(weight.twin)
         lowered, weight.compute_dtype = weight.lowered, weight.dtype
         piece = weight.unit.group.host.piece_of(weight)
         host = GroupHost([weight], self._backend, pin=False, memory=MasterMemory.of_one(weight, piece))
@@ -161,9 +159,7 @@ class Arrangement:
         return weight.twin
 
     def give_up(self) -> None:
-        """Make way for another arrangement, or for none: whoever has kept a leaf uses its master from now on."""
-        for twin in self.twins.values():
-            put_to_rest(twin)
+        """Make way for another arrangement, or for none."""
         for unit in self.all_units:
             unit.members.clear()  # saved weights lead to units, and must not lead to the module (see Announcement)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
@@ -179,10 +175,8 @@ class Arrangement:
             group.place = self.arena
         with torch.inference_mode(False), without_torch_function():
             for twin in self.twins.values():
-                wake(twin)
                 twin.data = torch.empty(0, dtype=twin.data.dtype, device=twin.data.device)
                 twin.lay_leaf()
-                put_to_rest(twin)
         self.twins.clear()  # twins are known by their memory, which others may get now
 
     def find_masters(self) -> None:

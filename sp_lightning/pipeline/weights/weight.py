@@ -52,7 +52,6 @@ class Twin:
         data: Its values as a tensor outside of autograd.
         parameter: The leaf that graphs are built on.
         key: The identity of its memory.
-        awake_class: The leaf's class while the unit computes (see resting.py).
         required_gradient: Whether the leaf required a gradient when the engine last set that.
         saved_views: How many saved tensors of live graphs are views of it.
         gradient_hook: Collects its gradients, once it requires one.
@@ -66,7 +65,6 @@ class Twin:
             self.parameter = self._make_leaf(compiled)
         self.parameter.__dict__.update(twin_of=weight.name, master=weight.master)  # it may outlive this object
         self.key = storage_key(data)
-        self.awake_class = type(self.parameter)
         self.required_gradient = False
         self.saved_views = 0
         self.gradient_hook: RemovableHandle | None = None
