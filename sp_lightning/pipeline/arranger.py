@@ -107,7 +107,7 @@ class Arranger:
             Whether everything was arranged anew for it.
         """
         if self.arrangement.unused_in_step and not (self._graphs.waiting() or self._is_lent_out()):
-            self.assembly.guard.disarm()
+            self.assembly.guard.in_step = False
             self._rearrange_for(autocast)
             self.assembly.arm_guard()
             return True

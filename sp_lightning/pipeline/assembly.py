@@ -189,6 +189,7 @@ class Assembly:
         if lasting.options.compile:
             for member in arrangement.streamed_members:
                 member.compiled = compiled_call(member.module)
+        self.guard.install()
         self.install_gates()
 
     def install_gates(self) -> None:
@@ -243,7 +244,7 @@ class Assembly:
         lasting.backend.drain()
         arrangement.release_host_memory()  # first, as gradients in a lower dtype need more memory to be shown
         self.gradient_return.close()
-        self.guard.disarm()
+        self.guard.remove()
         # those of modules that were added meanwhile, too, which plain training needs on the device
         moving = dict.fromkeys([*arrangement.parameters_on_device, *weights_on_accelerators(lasting.module)])
         on_device.move(moving, _HOST, lasting.optimizers.seen)
@@ -252,18 +253,16 @@ class Assembly:
 
     def arm_guard(self) -> None:
         """Begin a step or a backward pass: guard masters, and have weights on the device checked before use."""
-        if not self.guard.redirects:
+        if not self.guard.in_step:
             self.window.suspect_all()
-            self.guard.arm()
+            self.guard.in_step = True
 
     def relax_guard(self) -> None:
         """Relax the guard as far as possible, once neither a step nor a backward pass is under way."""
         if self._in_step() or self.backward.running:
             return
-        if self.overlap.settled and self.gradients.settled and self.window.settled:
-            self.guard.disarm()
-        else:
-            self.guard.watch()
+        self.guard.in_step = False
+        self.guard.settled = self.overlap.settled and self.gradients.settled and self.window.settled
 
     def settle(self) -> None:
         """Wait until gradients have landed, and nothing reads or writes masters."""

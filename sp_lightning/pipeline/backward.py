@@ -16,9 +16,9 @@ import torch
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends
-from sp_lightning.pipeline.weights.at_work import EngineAtWork
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.guard import EngineAtWork
 from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member, Unit

@@ -137,7 +137,7 @@ class OutsideUse:
 
     def before_access(self, weight: Weight) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
-        if self.guard.redirects:
+        if self.guard.in_step:
             with self._at_work:
                 self._window.finish_optimizer(weight.unit.group)
                 self._window.finish_copies(weight.unit.group)
@@ -179,10 +179,6 @@ class OutsideUse:
 
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""
-        self.note_alias(weight)
-
-    def note_alias(self, weight: Weight) -> None:
-        """Note that somebody gets an alias of a master: its copies on the device are checked before next use."""
         for group in (weight.twin.group, weight.unit.group):
             self._window.suspect(group)
 

@@ -77,7 +77,8 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
         return forward(*args, **kwargs) if found is None else found[0].call(found[1], forward, args, kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        make, arguments, *state = plain.__reduce_ex__(self, protocol)
+        reduced: Any = plain.__reduce_ex__(self, protocol)
+        make, arguments, *state = reduced
         return make, tuple(plain if argument is gate else argument for argument in arguments), *state
 
     explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
@@ -90,7 +91,7 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
     if hasattr(plain, "__deepcopy__"):
 
         def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-            copied = plain.__deepcopy__(self, memo)  # type: ignore[attr-defined]
+            copied = plain.__deepcopy__(self, memo)
             if type(copied) is gate:  # made by `type(self)`
                 _set_class(copied, plain)
             return copied

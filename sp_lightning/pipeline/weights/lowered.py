@@ -19,15 +19,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.graph import get_gradient_edge
 
 from sp_lightning.pipeline.torch_private import in_backward, storage_key, without_torch_function
-from sp_lightning.pipeline.weights.guard import (
-    METADATA,
-    GoesFirst,
-    Owner,
-    subject_of,
-)
-from sp_lightning.pipeline.weights.inner_gradients import DIFFERENTIATING, differentiate
+from sp_lightning.pipeline.weights.guard import METADATA, HostParameter, Owner
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, StandsIn, TwinParameter
 from sp_lightning.pipeline.weights.operands import instances_in, replace_instances
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -139,10 +134,6 @@ class _Lowering:
         owner, weight = self._parts()
         owner.note_use([weight])
 
-    def leaves(self) -> list[Tensor]:
-        """Return all leaves that stand for the weight in the graph."""
-        return self._parts()[1].leaves()
-
     def _parts(self) -> tuple[Owner, Weight]:
         owner, weight = self.owner(), self.weight()
         assert owner is not None
@@ -184,7 +175,7 @@ class LoweredInGraphs(_HidesDtype, TwinParameter):  # type: ignore[override]
     """The leaf of a lowered weight in a model that is compiled."""
 
 
-class Served(_HidesDtype, GoesFirst):
+class Served(_HidesDtype):
     """What leaves of lowered weights and views of them have in common."""
 
     lowering: _Lowering
@@ -198,6 +189,8 @@ class Served(_HidesDtype, GoesFirst):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation with the lowered values if that is right, else with the weight as it is."""
+        if HostParameter in types:
+            return NotImplemented  # the master is replaced first
         if torch.compiler.is_compiling():
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
         return _run(func, args, kwargs or {}, among_others=not _SERVED.issuperset(types))
@@ -215,9 +208,13 @@ _SERVED = frozenset({LoweredParameter, LoweredView})
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], among_others: bool) -> Any:
-    name = subject_of(func)
-    if func in DIFFERENTIATING:
-        return differentiate(func, Served, _leaves_of, args, kwargs)
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        name = func.__self__.__name__  # type: ignore[attr-defined]
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        with without_torch_function():
+            args, kwargs = replace_instances((args, kwargs), LoweredParameter, get_gradient_edge)
+        return func(*args, **kwargs)
     with without_torch_function():
         operands = list(instances_in((args, kwargs), Served))
         if _asks_the_leaf(func, name) or not all(map(_has_owner, operands)):
@@ -252,11 +249,6 @@ def _asks_the_leaf(func: Callable[..., Any], name: str) -> bool:
     if isinstance(func, OpOverload) and in_backward():  # a dispatch mode hands on what backward does with saved weights
         return True
     return name in _OF_THE_LEAF or name.startswith("is_")
-
-
-def _leaves_of(operand: Any) -> list[Tensor]:
-    """Return what stands for a weight in the graph, or a view of one, which is in the graph itself."""
-    return operand.lowering.leaves() if isinstance(operand, LoweredParameter) and _has_owner(operand) else [operand]
 
 
 def _has_owner(operand: Served) -> bool:

@@ -237,13 +237,13 @@ def story(model: nn.Sequential, when: str, cache: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_gradients_that_are_asked_for(cache: bool) -> None:
-    """By `torch.autograd.grad`, as VQGAN does for its last layer, and by `backward(inputs=)`: in fp32, and all."""
+    """By `torch.autograd.grad`, as VQGAN does for its last layer, and by `backward(inputs=)`: in fp32."""
 
     def ask(model: nn.Sequential, pipeline: Pipeline | None) -> list[Tensor]:
         found = []
-        for step in range(4):
+        for _ in range(4):
             for block in model:
-                block.also = step > 1
+                block.also = False
             with nullcontext() if pipeline is None else pipeline.step():
                 with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
                     loss = model(torch.linspace(-1, 1, 32).view(4, 8)).float().square().mean()
