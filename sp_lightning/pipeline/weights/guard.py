@@ -9,7 +9,7 @@ to wait.
 *In a step, serve.* `F.linear(x, self.emb.weight)`, an L2 penalty over `self.parameters()`, a parent that reads a weight
 of its child, `module.forward(x)` called past `__call__`: none of these enters a unit, so the module tree holds masters,
 which lie on the host. An operation on one gets the weight on the device, which is a device parameter from then on.
-Reading attributes and writing in place (`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master, and so does all
+Reading attributes and writing in place (`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master, so does all
 that happens while an optimizer steps.
 """
 
