@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.emulated import copy_memory
 from sp_lightning.pipeline.lanes.lanes import Origin, Ticket
-from sp_lightning.pipeline.lanes.threads import copy_memory
 
 
 class Lane(enum.Enum):

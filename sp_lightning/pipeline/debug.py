@@ -15,7 +15,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline.layout.arrangement import Arrangement
-from sp_lightning.pipeline.torch_private import COMPILES_UNDER_MODES, run_as_without_mode, storage_key
+from sp_lightning.pipeline.torch_private import run_as_without_mode, storage_key
 from sp_lightning.pipeline.weights.lowering import is_view, tensors_among
 
 
@@ -38,8 +38,8 @@ class AccessCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keep compiled code compiled, and check what it runs; a torch that cannot do that runs it uncompiled."""
-        return COMPILES_UNDER_MODES
+        """Keep compiled code compiled, and check what it runs."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check the operands, then run the operation."""

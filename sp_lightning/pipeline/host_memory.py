@@ -14,15 +14,6 @@ _PROCESSES = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
-class _Version(NamedTuple):
-    """Where the kernel keeps control groups for memory, and what their files are called."""
-
-    root: Path
-    limit: str
-    used: str
-    file_cache: str  # in memory.stat: counted as used, but given up when memory is needed
-
-
 class _ControlGroup(NamedTuple):
     limit: int
     free: int
@@ -30,45 +21,28 @@ class _ControlGroup(NamedTuple):
 
 def available_host_memory() -> int | None:
     """Return the bytes of host memory that are free now, or None if the system does not report it."""
-    free = _from_meminfo("MemAvailable")
-    return None if free is None else min([free, *(group.free for group in _control_groups())])
+    free = _number_after("MemAvailable:", _PROCESSES / "meminfo")
+    return None if free is None else min([free * 1024, *(group.free for group in _control_groups())])
 
 
 def total_host_memory() -> int | None:
     """Return the bytes of host memory, or None if the system does not report it."""
-    total = _from_meminfo("MemTotal")
-    return None if total is None else min([total, *(group.limit for group in _control_groups())])
-
-
-def _from_meminfo(name: str) -> int | None:
-    number = _number_after(f"{name}:", _PROCESSES / "meminfo")
-    return None if number is None else number * 1024
+    total = _number_after("MemTotal:", _PROCESSES / "meminfo")
+    return None if total is None else min([total * 1024, *(group.limit for group in _control_groups())])
 
 
 def _control_groups() -> Iterator[_ControlGroup]:
-    """Yield the groups with a limit that this process is in, from the innermost."""
+    """Yield the groups (of version 2) with a limit that this process is in, from the innermost."""
     for line in _read(_PROCESSES / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        version = _version(controllers.split(","))
-        if version is None:
+        if not line.startswith("0::"):
             continue
         # In a container, the path may be the one on the machine, which is not visible here; then the root is its group.
-        inner = version.root / path.strip("/")
+        inner = _CONTROL_GROUPS / line[3:].strip("/")
         for folder in (inner, *inner.parents):
-            if folder.is_relative_to(version.root):
-                limit, used = (_read(folder / name).strip() for name in (version.limit, version.used))
-                if limit.isdecimal() and used.isdecimal():
-                    cache = _number_after(version.file_cache, folder / "memory.stat") or 0
-                    yield _ControlGroup(int(limit), max(0, int(limit) - int(used) + cache))
-
-
-def _version(controllers: list[str]) -> _Version | None:
-    if controllers == [""]:
-        return _Version(_CONTROL_GROUPS, "memory.max", "memory.current", "inactive_file")
-    if "memory" in controllers:
-        old = _CONTROL_GROUPS / "memory"
-        return _Version(old, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    return None
+            limit, used = (_read(folder / name).strip() for name in ("memory.max", "memory.current"))
+            if folder.is_relative_to(_CONTROL_GROUPS) and limit.isdecimal() and used.isdecimal():
+                cache = _number_after("inactive_file", folder / "memory.stat") or 0  # given up when memory is needed
+                yield _ControlGroup(int(limit), max(0, int(limit) - int(used) + cache))
 
 
 def _number_after(word: str, path: Path) -> int | None:

@@ -1,10 +1,10 @@
 """The private torch APIs that the engine needs, each with the reason why no public one serves.
 
-`tests/pipeline/test_private.py` fails when one of them changes. All else is public torch, or is used where it is needed
-because torch itself relies on it across packages: `torch.utils._pytree`, `torch.utils._python_dispatch`, `torch._ops`,
-`torch._foreach_*`, `Tensor._base` and `_version`, the dictionaries in which modules and parameters keep their hooks,
-and of modules `_parameters`, `_buffers`, `_modules`, `_apply`, `_call_impl`, `_compiled_call_impl` and an RNN's
-`_flat_weights`.
+`tests/pipeline/test_torch_private.py` fails when one of them changes. All else is public torch, or is used where it is
+needed because torch itself relies on it across packages: `torch.utils._pytree`, `torch.utils._python_dispatch`,
+`torch._ops`, `torch._foreach_*`, `Tensor._base` and `_version`, the dictionaries in which modules and parameters keep
+their hooks, and of modules `_parameters`, `_buffers`, `_modules`, `_apply`, `_call_impl`, `_compiled_call_impl` and an
+RNN's `_flat_weights`.
 What is private in `GradScaler` is overridden in trainer/precision.py; what is private in Lightning is gathered in
 trainer/_namespace.py.
 """
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.fx import _symbolic_trace
@@ -34,12 +33,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
-# Compiled code is guarded on the dispatch modes around it. Torch 2.9 compiles under modes that ignore compiled code,
-# but its guards still see these modes: every call recompiles, until torch's limit ends compilation altogether. Newer
-# versions tell their guards which modes matter, and no public name says which versions do.
-COMPILES_UNDER_MODES = hasattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals")
 
 
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
@@ -145,13 +138,9 @@ def is_capturing() -> bool:
 
     Torch's own question about the latter three logs a warning each time.
     """
-    return bool(torch._C._is_tracing() or _is_fx_tracing())
-
-
-def _is_fx_tracing() -> bool:
-    if hasattr(_symbolic_trace, "_get_is_fx_tracing"):
-        return bool(_symbolic_trace._get_is_fx_tracing())
-    return bool(_symbolic_trace._is_fx_tracing_flag)  # type: ignore[attr-defined]  # of torch 2.9
+    fx: Any = _symbolic_trace
+    by_fx = fx._get_is_fx_tracing() if hasattr(fx, "_get_is_fx_tracing") else fx._is_fx_tracing_flag  # of torch 2.9
+    return bool(torch._C._is_tracing() or by_fx)
 
 
 def is_undecomposed(func: Any, device_type: str) -> bool:
@@ -272,14 +261,6 @@ def storage_key(tensor: Tensor) -> int:
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
     """Return a weak reference to a tensor's storage: its identity is not reused, but its memory may be freed."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def without_values() -> AbstractContextManager[object]:
-    """Return a mode whose tensors have a shape, a dtype and a device but no values; storages report their full size.
-
-    The meta device has no values either, but what depends on the device (autocast, attention kernels) differs there.
-    """
-    return FakeTensorMode()
 
 
 def users_of_storage(tensor: Tensor) -> int:

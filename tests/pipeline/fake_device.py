@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.lanes.accelerator import _STREAMS_BEHIND_WORK
-
 
 class FakeStream:
     """Work in the order in which it was given, run as far as it is asked for."""
@@ -56,9 +54,6 @@ class FakeStream:
         event.must_be_recorded()
         stream, until = event.stream, event.until
         self.give(f"wait for {stream.name}", lambda: stream.run(until))
-
-    def query(self) -> bool:
-        return self.has_done(self.position())
 
     def record_event(self) -> FakeEvent:
         event = FakeEvent(self._api)
@@ -117,7 +112,7 @@ class FakeDeviceModule:
         self.clock = 0
         self.peak = 0
         self.fraction = 1.0
-        self._names = iter(["compute", "up", *["up behind work"] * _STREAMS_BEHIND_WORK, "down"])
+        self._names = iter(["compute", "up", "up behind work", "down"])
         self._compute = self.Stream()
         self._current = threading.local()
 

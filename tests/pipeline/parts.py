@@ -15,7 +15,7 @@ from sp_lightning.pipeline import Backend, HostBackend
 from sp_lightning.pipeline.gradients.buffers import Shipment
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.lanes.threads import ThreadTicket
+from sp_lightning.pipeline.lanes.worker import Job
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.device import Group
@@ -42,8 +42,11 @@ class DoneTicket(Ticket):
         return True
 
 
-class PendingTicket(ThreadTicket):
+class PendingTicket(Job):
     """Work on the host that is done when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
 
     @override
     def finish(self, error: BaseException | None = None) -> None:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.debug import AccessCheck
-from sp_lightning.pipeline.torch_private import COMPILES_UNDER_MODES, storage_key
+from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.device import Residency
 
 from .parts import Placed, place
@@ -139,22 +138,18 @@ def test_a_step_is_checked_in_debug_only(debug: bool) -> None:
 
 
 def test_compiled_code_is_checked_and_stays_compiled(scene: Scene) -> None:
-    """Or is never compiled, with a torch that would compile it again at each call."""
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda w: torch.sin(w) + 1, backend=graphs)
     with scene.check:
         compiled(scene.twin)
-    assert graphs.frame_count == COMPILES_UNDER_MODES
+    assert graphs.frame_count == 1
     scene.placed.group.residency = Residency.COMING
     with scene.check, pytest.raises(AssertionError, match="was not waited for"):
         compiled(scene.twin)
-    assert graphs.frame_count == COMPILES_UNDER_MODES
+    assert graphs.frame_count == 1
 
 
-@pytest.mark.skipif(
-    not hasattr(TorchDispatchMode, "supports_higher_order_operators"), reason="this torch lets them pass no mode"
-)
 def test_operations_of_higher_order_are_checked(scene: Scene) -> None:
     """`flex_attention` is one."""
     x = scene.twin.view(1, 1, 2, 3)

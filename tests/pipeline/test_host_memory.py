@@ -87,15 +87,3 @@ def test_groups_lie_in_groups(system: Path) -> None:
     limit(system / "cgroup/user/job", 500 * KIB, used=100 * KIB, cache=0)
     limit(system / "cgroup/user", 600 * KIB, used=550 * KIB, cache=0)
     assert known() == (50 * KIB, 500 * KIB)
-
-
-def test_the_first_version_of_control_groups(system: Path) -> None:
-    """Each controller has a tree of its own, and no limit is a very large number."""
-    write(system / "proc/self/cgroup", "9:name=systemd:/\n5:cpu,cpuacct:/jobs/7\n4:memory:/jobs/7\n0::/")
-    write(system / "cgroup/memory/memory.limit_in_bytes", 9223372036854771712)
-    write(system / "cgroup/memory/memory.usage_in_bytes", 700 * KIB)
-    assert known() == (800 * KIB, 1000 * KIB)
-    write(system / "cgroup/memory/jobs/7/memory.limit_in_bytes", 500 * KIB)
-    write(system / "cgroup/memory/jobs/7/memory.usage_in_bytes", 450 * KIB)
-    write(system / "cgroup/memory/jobs/7/memory.stat", f"inactive_file 1\ntotal_inactive_file {20 * KIB}")
-    assert known() == (70 * KIB, 500 * KIB)

@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
@@ -27,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import torch_private
 from sp_lightning.pipeline.torch_private import (
-    COMPILES_UNDER_MODES,
     StepCode,
     brings_gradient,
     call_before_compiling,
@@ -62,7 +60,6 @@ from sp_lightning.pipeline.torch_private import (
     when_backward_ends,
     without_compile,
     without_torch_function,
-    without_values,
     zero_grad_is_calling,
 )
 
@@ -522,25 +519,6 @@ def test_a_step_without_code_is_a_replaced_one(step: Callable[..., Any], monkeyp
     assert step_is_replaced(SGD([nn.Parameter(torch.ones(1))]))
 
 
-def test_functions_compile_once_under_dispatch_modes() -> None:
-    class Mode(TorchDispatchMode):
-        @classmethod
-        def ignore_compile_internals(cls) -> bool:
-            return True
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    torch._dynamo.reset()
-    graphs = CompileCounter()
-    compiled = torch.compile(lambda x: torch.sin(x) + 1, backend=graphs)
-    for _ in range(3):
-        with Mode():
-            compiled(torch.ones(2))
-    assert (graphs.frame_count == 1) == COMPILES_UNDER_MODES
-    torch._dynamo.reset()
-
-
 def test_dynamo_leaves_hidden_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in no graph, and what it calls is compiled."""
     (tmp_path / "engine.py").write_text("def call(function, x):\n    return function(x + 1)\n")
@@ -602,17 +580,6 @@ def test_compiled_modules_are_known() -> None:
     forward.forward = torch.compile(forward.forward)
     modules = (plain, torch.compile(plain), in_place, forward)
     assert [is_compiled(module) for module in modules] == [False, True, True, True]
-
-
-def test_tensors_without_values():
-    """They take no memory, know their storage, and are computed with as if they were on the CPU, autocast included."""
-    with without_values(), torch.autocast("cpu", torch.bfloat16):
-        weight = nn.Parameter(torch.empty(1 << 30, 1 << 10))  # four TiB
-        product = torch.empty(2, 1 << 10) @ weight.T
-    assert (product.dtype, product.device.type) == (torch.bfloat16, "cpu")
-    assert product.grad_fn is not None
-    assert weight.untyped_storage().nbytes() == 1 << 42
-    assert storage_key(weight) == storage_key(weight.T) != storage_key(product)
 
 
 class Parts(TorchDispatchMode):

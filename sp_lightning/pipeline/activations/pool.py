@@ -104,7 +104,7 @@ class HostPool:
             warnings.warn(
                 f"Host memory for offloaded activations could not be page-locked beyond {readable_bytes(self._pinned)} "
                 "(the share of the host's memory that may be page-locked, or a limit of the system, see `ulimit -l`). "
-                "The rest is copied through two small page-locked chunks, which is slower.",
+                "Copies of the rest are slow.",
                 stacklevel=2,
             )
         return slab

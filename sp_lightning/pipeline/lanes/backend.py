@@ -7,17 +7,17 @@ the backend keeps the order right.
 A host-to-device copy starts after all work that was given to the device before it, the slot's last reader included,
 and computing waits for the copy's ticket before it reads the slot. A device-to-host copy starts after all work given
 before it, the kernels that produce the gradients included. Both orders are kept on the device, so `upload` and
-`download` never block the host, and `wait` blocks it only until a thread has issued the copy: one that follows work on
-the host, or goes through pinned chunks. `synchronize` blocks the host until the copy is done; callers count it.
+`download` of pinned memory never block the host. `synchronize` blocks it until the copy is done; callers count it.
 
 Computing is a single queue: once it has waited for a copy, it need not wait again. A model cannot compute on several
 streams of a device at once, because a slot may be overwritten as soon as the stream that asks for it is past the
 slot's last reader.
 
 Work on host memory (accumulating gradients, stepping the optimizer) runs on one thread, most urgent first, each job
-after the copies that it needs. A host-to-device copy can be told to start after such a job, so the thread that
-computes waits for neither, and it holds up no other copy meanwhile. So copies to the device need not keep their order:
-before another copy into the same memory is asked for, computing has to wait for the earlier one.
+after the copies that it needs. A host-to-device copy can be told to start after such a job. Then this thread issues
+it, before any other job, and `wait` blocks the host until it has: computing cannot wait for what has no event yet. It
+holds up no other copy meanwhile. So copies to the device need not keep their order: before another copy into the same
+memory is asked for, computing has to wait for the earlier one.
 
 The emulated device keeps the same orders with threads, so that a missing wait, or a slot given away too early, shows
 as a wrong number on a laptop, not only on a GPU.
@@ -42,6 +42,7 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
 )
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
+BEFORE_OTHER_WORK = -1  # the rank of a copy that comes after work; steps have their place in the forward
 
 
 def is_out_of_memory(error: BaseException) -> bool:

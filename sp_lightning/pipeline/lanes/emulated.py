@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
 from sp_lightning.pipeline.lanes.cores import ANYWHERE, HostCores
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.lanes.threads import CopyThread, Worker, copy_memory
+from sp_lightning.pipeline.lanes.worker import Worker
 
 
 class HostBackend(Backend):
@@ -41,21 +42,22 @@ class HostBackend(Backend):
         super().__init__(device or torch.device("cpu"), poison)
         self._max_delay = max_delay
         self._random = random.Random(seed)
-        self._up = CopyThread("superpipeline-upload")
-        self._down = CopyThread("superpipeline-download")
+        self._up = Worker("superpipeline-upload")
+        self._down = Worker("superpipeline-download")
         self._host = Worker("superpipeline-host", cores.occupy)
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
-        return self._copy(self._up, target, source, after)
+        copy = self._copy(target, source)
+        return self._up.submit(copy) if after is None else self._host.submit(copy, [after], rank=BEFORE_OTHER_WORK)
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
-        return self._copy(self._down, target, source)
+        return self._down.submit(self._copy(target, source))
 
-    def _copy(self, thread: CopyThread, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+    def _copy(self, target: Tensor, source: Tensor) -> Callable[[], None]:
         self.invalidate(target)
-        return thread.submit(self._delayed(lambda: copy_memory(target, source)), after)
+        return self._delayed(lambda: copy_memory(target, source))
 
     @override
     def work(
@@ -95,3 +97,8 @@ class HostBackend(Backend):
         self._down.close()
         self._host.close()
         self._up.close()
+
+
+def copy_memory(target: Tensor, source: Tensor) -> None:
+    """Copy host memory; `Tensor.copy_` would start a second pool of OpenMP threads in a second thread."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)

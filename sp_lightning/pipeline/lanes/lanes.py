@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,10 +34,6 @@ class Ticket(ABC):
         """Return when it began and ended, in seconds since the origin; None if it was not timed (`Lanes.timed`)."""
         return None
 
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the work is done, in any thread; at once if only `join` can tell when that is."""
-        callback()
-
     def until(self, end: Hashable) -> Ticket:
         """Return the ticket of the part of the work that ends there; this one if the work was not divided there."""
         return self._parts.get(end, self)
@@ -66,10 +62,7 @@ class Lanes(ABC):
 
     @abstractmethod
     def wait(self, ticket: Ticket) -> None:
-        """Make everything computed from now on wait for the copy.
-
-        The host goes on, unless a thread has yet to issue the copy: behind work on the host, or through pinned chunks.
-        """
+        """Make everything computed from now on wait for the copy; see [Note: ordering of copies] in backend.py."""
 
     def synchronize(self, ticket: Ticket) -> None:
         """Block the host until the copy is done."""

@@ -226,7 +226,7 @@ class Arrangement:
         if self.host_share.pin and not self.is_pinned:
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "
-                "It is copied through two small page-locked chunks, which is slower.",
+                "Copies of it are slow.",
                 stacklevel=2,
             )
 

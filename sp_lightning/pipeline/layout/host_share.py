@@ -72,8 +72,8 @@ class HostShare:
             warnings.warn(
                 f"Pinning {readable_bytes(self._weight_bytes)} of weights and {readable_bytes(self._gradient_bytes)} "
                 f"of gradients would page-lock more than {_PINNED_SHARE:.0%} of the host's "
-                f"{readable_bytes(self._total or 0)}. {'Gradients' if self.pin else 'Both'} go through two "
-                "small page-locked chunks instead, which is slower. `pin_memory=True` page-locks everything.",
+                f"{readable_bytes(self._total or 0)}. {'Gradients' if self.pin else 'Both'} are left as "
+                "they are, which makes copies slow. `pin_memory=True` page-locks everything.",
                 stacklevel=2,
             )
 

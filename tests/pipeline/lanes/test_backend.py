@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 
 import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.lanes.threads import CopyThread, ThreadTicket, Worker, copy_memory
+from sp_lightning.pipeline.lanes.emulated import copy_memory
+from sp_lightning.pipeline.lanes.worker import Worker
 
-from ..parts import DoneTicket, PendingTicket, RecordingBackend, host_backend
+from ..parts import DoneTicket, PendingTicket, host_backend
 
 
 def filled(value: int, count: int = 64) -> Tensor:
@@ -24,10 +23,25 @@ def names() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith(("superpipeline", "test"))}
 
 
+# ------------------------------------------------------------------------------------------------------------ workers
+
+
+def test_the_most_urgent_job_that_is_ready_runs_first() -> None:
+    worker, done, gate = Worker("test-thread"), list[str](), threading.Event()
+    worker.submit(lambda: (gate.wait(10), None)[1])
+    worker.submit(lambda: done.append("given first"), rank=9)
+    worker.submit(lambda: done.append("not ready"), [worker.submit(lambda: done.append("before it"), rank=8)], rank=0)
+    worker.submit(lambda: done.append("urgent"), rank=1)
+    worker.submit(lambda: done.append("as urgent"), rank=1)
+    gate.set()
+    worker.close()
+    assert done == ["urgent", "as urgent", "before it", "not ready", "given first"]
+
+
 def test_the_job_that_is_ready_first_runs_first() -> None:
     """Also if nothing was possible when the thread looked for work."""
     worker, done = Worker("test-thread"), list[str]()
-    early, late = ThreadTicket(), ThreadTicket()
+    early, late = PendingTicket(), PendingTicket()
     first = worker.submit(lambda: done.append("given first"), [early], rank=9)
     second = worker.submit(lambda: done.append("more urgent"), [late], rank=1)
     time.sleep(0.05)
@@ -39,72 +53,80 @@ def test_the_job_that_is_ready_first_runs_first() -> None:
     assert done == ["given first", "more urgent"]
 
 
-def test_work_may_wait_for_work_that_is_less_urgent() -> None:
-    """It was given before, so the thread does not wait for itself."""
-    worker, done, gate = Worker("test-thread"), list[str](), ThreadTicket()
-    before = worker.submit(lambda: done.append("before"), [gate], rank=9)
-    after = worker.submit(lambda: done.append("after"), [before], rank=1)
-    gate.finish()
-    after.join()
+def test_an_error_surfaces_where_it_is_waited_for() -> None:
+    """What comes after it is not run, and fails, too; cleanups are. The thread goes on with the next job."""
+    done: list[str] = []
+    worker = Worker("test-thread")
+
+    def fail() -> None:
+        raise OSError("no such memory")
+
+    failed = worker.submit(fail, cleanup=lambda: done.append("first cleanup"))
+    after = worker.submit(pytest.fail, [failed], cleanup=lambda: done.append("second cleanup"))
+    worker.submit(lambda: done.append("another"))
+    for job in (failed, after):
+        with pytest.raises(OSError, match="no such memory"):
+            job.join()
     worker.close()
-    assert done == ["before", "after"]
+    assert done == ["first cleanup", "second cleanup", "another"]
+    assert names() == set()
 
 
-@pytest.mark.parametrize("direction", ["upload", "download"])
-def test_a_copy_has_landed_when_its_ticket_says_so(direction: str) -> None:
-    with host_backend(max_delay=0.01, seed=1) as backend:
-        for value in range(5):
-            target = torch.zeros(64, dtype=torch.uint8)
-            ticket = getattr(backend, direction)(target, filled(value))
-            backend.wait(ticket)
-            assert set(target.tolist()) == {value}
+def test_a_thread_that_cannot_start_raises_in_every_join() -> None:
+    def fail() -> None:
+        raise OSError("no such cores")
+
+    worker = Worker("worker", fail)
+    for ticket in [worker.submit(pytest.fail), worker.submit(pytest.fail)]:
+        with pytest.raises(OSError, match="no such cores"):
+            ticket.join()
+    worker.close()
+
+
+# ------------------------------------------------------------------------------------------------- the emulated device
 
 
 @pytest.mark.parametrize("direction", ["upload", "download"])
 def test_copies_of_one_direction_keep_their_order(direction: str) -> None:
-    """A slot that is given away twice holds what came last, whatever the delays."""
+    """A slot that is given away twice holds what came last, whatever the delays; a ticket means what it says."""
     with host_backend(max_delay=0.003) as backend:
-        target = torch.zeros(64, dtype=torch.uint8)
+        target = filled(0)
         tickets = [getattr(backend, direction)(target, filled(value)) for value in range(6)]
         backend.synchronize(tickets[-1])
         assert set(target.tolist()) == {5}
         assert all(ticket.done for ticket in tickets)
 
 
-def test_a_copy_in_one_direction_does_not_hold_up_the_other() -> None:
-    """Uploads and downloads overlap, as on a device with two copy engines."""
-    with host_backend() as backend:
-        gate = threading.Event()
-        backend._up.submit(lambda: (gate.wait(5), None)[1])
-        late = backend.upload(filled(0), filled(1))
-        early = backend.download(filled(0), filled(1))
-        early.join()
-        assert not late.done
-        gate.set()
-        late.join()
-
-
-def test_poison_stands_where_a_copy_has_not_landed() -> None:
-    """A read before the wait must show as NaN and not as last step's weight."""
+def test_copies_hold_up_no_others() -> None:
+    """Uploads and downloads overlap, as on a device with two copy engines; one that waits for work is no obstacle."""
     with host_backend(poison=True) as backend:
-        gate = threading.Event()
-        backend._up.submit(lambda: (gate.wait(5), None)[1])
-        target = torch.ones(16)
-        ticket = backend.upload(target.view(torch.uint8), torch.full((16,), 2.0).view(torch.uint8))
-        assert target.isnan().all()
-        gate.set()
-        backend.wait(ticket)
-        assert target.tolist() == [2.0] * 16
+        step, slot = PendingTicket(), filled(0)
+        late = backend.upload(slot, filled(7), step)
+        backend.upload(filled(0), filled(1)).join()
+        backend.download(filled(0), filled(1)).join()
+        assert not late.done
+        assert set(slot.tolist()) == {255}
+        step.finish()
+        backend.wait(late)
+        assert set(slot.tolist()) == {7}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_poison_is_nan_in_every_dtype(dtype: torch.dtype) -> None:
+def test_poison_stands_where_nothing_may_be_read(dtype: torch.dtype) -> None:
+    """A read before the wait must show as NaN and not as last step's weight."""
     with host_backend(poison=True) as backend:
-        memory = backend.allocate(64)
+        memory, gate = backend.allocate(64), threading.Event()
         assert memory.view(dtype).isnan().all()
         memory.zero_()
         backend.invalidate(memory)
         assert memory.view(dtype).isnan().all()
+        memory.zero_()
+        backend._up.submit(lambda: (gate.wait(5), None)[1])
+        ticket = backend.upload(memory, filled(0))
+        assert memory.view(dtype).isnan().all()
+        gate.set()
+        backend.wait(ticket)
+        assert not memory.any()
 
 
 def test_without_poison_memory_is_left_alone() -> None:
@@ -132,85 +154,21 @@ def test_memory_made_under_inference_mode_can_train() -> None:
         assert not backend.allocate(8).is_inference()
 
 
-def test_drain_waits_for_both_directions_and_for_work() -> None:
-    with host_backend(max_delay=0.01) as backend:
-        tickets = [backend.upload(filled(0), filled(1)), backend.download(filled(0), filled(1))]
-        tickets.append(backend.work(lambda: None))
-        backend.drain()
-        assert all(ticket.done for ticket in tickets)
-
-
-def test_close_finishes_all_jobs_and_ends_the_threads() -> None:
+def test_threads_are_there_from_the_first_copy_until_close() -> None:
+    """A pipeline that is only looked at starts none; one that is closed can go on."""
     with host_backend(max_delay=0.005) as backend:
-        target = torch.zeros(64, dtype=torch.uint8)
-        for value in range(1, 4):
-            backend.upload(target, filled(value))
-        backend.download(filled(0), filled(1))
-        worked: list[int] = []
-        backend.work(lambda: worked.append(1))
-        assert names() == {"superpipeline-upload", "superpipeline-download", "superpipeline-host"}
-        backend.close()
-        assert names() == set()
-        assert set(target.tolist()) == {3}
-        assert worked == [1]
-        backend.close()
-
-
-def test_no_thread_before_the_first_copy() -> None:
-    """A pipeline that is only looked at starts none."""
-    with host_backend() as backend:
-        backend.allocate(4)
         backend.drain()
         assert names() == set()
-
-
-def test_a_backend_works_again_after_close() -> None:
-    with host_backend() as backend:
-        backend.upload(filled(0), filled(1)).join()
-        backend.close()
-        target = filled(0)
-        backend.upload(target, filled(9)).join()
-        assert set(target.tolist()) == {9}
-
-
-def test_an_error_in_a_thread_surfaces_where_it_is_waited_for() -> None:
-    """And the thread goes on with the next job."""
-
-    def fail() -> None:
-        raise OSError("no such memory")
-
-    done: list[int] = []
-    thread = CopyThread("test-thread")
-    ticket = thread.submit(fail)
-    after = thread.submit(lambda: done.append(1))
-    with pytest.raises(OSError, match="no such memory"):
-        ticket.join()
-    after.join()
-    thread.drain()
-    thread.close()
-    assert done == [1]
-    assert names() == set()
-
-
-def fail() -> None:
-    raise OSError("no such cores")
-
-
-@pytest.mark.parametrize("thread", [Worker("worker", fail), CopyThread("copies", fail)], ids=["worker", "copies"])
-def test_a_thread_that_cannot_start_raises_in_every_join(thread: Worker | CopyThread) -> None:
-    tickets = [thread.submit(pytest.fail), thread.submit(pytest.fail)]
-    for ticket in tickets:
-        with pytest.raises(OSError, match="no such cores"):
-            ticket.join()
-    thread.close()
-
-
-def test_jobs_run_in_order_in_one_thread() -> None:
-    thread, seen = CopyThread("test-thread"), list[tuple[int, str]]()
-    for number in range(20):
-        thread.submit(lambda number=number: seen.append((number, threading.current_thread().name)))  # type: ignore[misc]
-    thread.close()
-    assert seen == [(number, "test-thread") for number in range(20)]
+        for value in (3, 4):
+            target, worked = filled(0), list[int]()
+            backend.upload(target, filled(value))
+            backend.download(filled(0), filled(1))
+            backend.work(lambda worked=worked: worked.append(1))  # type: ignore[misc]
+            assert names() == {"superpipeline-upload", "superpipeline-download", "superpipeline-host"}
+            backend.close()
+            assert names() == set()
+            assert set(target.tolist()) == {value}
+            assert worked == [1]
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000])
@@ -223,125 +181,15 @@ def test_memory_is_copied_byte_by_byte(count: int) -> None:
 
 
 def test_defaults_of_a_backend() -> None:
-    """Synchronising is joining; no backend page-locks, or knows its memory, unless it says so."""
+    """Synchronizing is joining; no backend page-locks, or knows its memory, unless it says so."""
     with host_backend() as backend:
         assert not backend.can_pin
         assert not backend.pin(filled(0))
         assert backend.total_memory() is None
         with pytest.raises(NotImplementedError, match="HostBackend pins nothing"):
             backend.unpin(filled(0))
-    with pytest.raises(OSError, match="lost"):
-        RecordingBackend().synchronize(DoneTicket(OSError("lost")))
-
-
-# ------------------------------------------------------------------------------------------------ after other work
-
-
-def test_a_job_that_waits_holds_up_no_other() -> None:
-    """It takes its place in the queue when what it waits for is done, before anybody can see that."""
-    thread, tickets, seen = CopyThread("test-thread"), [PendingTicket(), PendingTicket()], list[str]()
-    jobs = [
-        thread.submit(lambda: seen.append("after the first ticket"), tickets[0]),
-        thread.submit(lambda: seen.append("after the second ticket"), tickets[1]),
-    ]
-    thread.submit(lambda: seen.append("at once")).join()
-    assert not thread.busy
-    for ticket, job in reversed([*zip(tickets, jobs, strict=True)]):
-        ticket.finish()
-        thread.drain()
-        assert job.done
-    assert seen == ["at once", "after the second ticket", "after the first ticket"]
-    thread.close()
-
-
-def test_a_thread_is_busy_until_its_queue_is_empty() -> None:
-    thread, gate = CopyThread("test-thread"), threading.Event()
-    thread.submit(lambda: (gate.wait(10), None)[1])
-    last = thread.submit(lambda: None)
-    assert thread.busy
-    gate.set()
-    last.join()
-    assert not thread.busy
-    thread.close()
-
-
-def test_callbacks_run_before_a_job_counts_as_done() -> None:
-    """Those that are given later, or meanwhile, are called, too."""
-    ticket, seen = ThreadTicket(), list[tuple[str, bool]]()
-
-    def callback() -> None:
-        seen.append(("before", ticket.done))
-        ticket.when_done(lambda: seen.append(("meanwhile", ticket.done)))
-
-    ticket.when_done(callback)
-    assert seen == []
-    ticket.finish()
-    ticket.when_done(lambda: seen.append(("later", ticket.done)))
-    assert seen == [("before", False), ("meanwhile", False), ("later", True)]
-
-
-def test_a_callback_of_a_ticket_without_a_thread_is_called_at_once() -> None:
-    seen: list[int] = []
-    DoneTicket().when_done(lambda: seen.append(1))
-    assert seen == [1]
-
-
-def test_a_job_whose_predecessor_failed_is_not_run() -> None:
-    """It would read what was never written; whoever waits for it is told why. The thread goes on."""
-    thread, seen = CopyThread("test-thread"), list[int]()
-    failed = thread.submit(lambda: seen.append(1), DoneTicket(OSError("the bus is gone")))
-    third = thread.submit(lambda: seen.append(2), failed)
-    last = thread.submit(lambda: seen.append(3))
-    for ticket in (failed, third):
-        with pytest.raises(OSError, match="the bus is gone"):
-            ticket.join()
-    last.join()
-    thread.close()
-    assert seen == [3]
-
-
-@pytest.mark.parametrize("outcome", ["done", "failed", "not run"])
-def test_references_of_a_job_are_gone_before_its_ticket_is_done(outcome: str) -> None:
-    """Whether a gradient is held by somebody else is seen from the references to it."""
-
-    class Held:
-        pass
-
-    def job(held: Held) -> None:
-        if outcome == "failed":
-            raise OSError
-
-    thread = CopyThread("test-thread")
-    for _ in range(50):
-        held = Held()
-        reference = weakref.ref(held)
-        after = DoneTicket(OSError()) if outcome == "not run" else None
-        ticket = thread.submit(lambda held=held: job(held), after)  # type: ignore[misc]
-        del held
-        while not ticket.done:
-            pass
-        if outcome == "failed":  # the traceback has the frames
-            assert ticket.error is not None
-            ticket.error = ticket.error.with_traceback(None)
-        assert reference() is None
-    gc.collect()
-    thread.close()
-
-
-def test_a_copy_to_the_device_starts_after_work_on_the_host() -> None:
-    """It brings what the work has written, and holds up no other copy."""
-    with host_backend(poison=True, max_delay=0.003) as backend:
-        gate = threading.Event()
-        source, slot, other = filled(0), filled(0), filled(0)
-        step = backend.work(lambda: (gate.wait(10), source.fill_(7))[1])  # type: ignore[arg-type,return-value]
-        after_step = backend.upload(slot, source, step)
-        backend.upload(filled(0), filled(9)).join()
-        backend.download(other, filled(5)).join()
-        assert not after_step.done
-        assert set(slot.tolist()) == {255}
-        gate.set()
-        after_step.join()
-        assert set(slot.tolist()) == {7}
+        with pytest.raises(OSError, match="lost"):
+            backend.synchronize(DoneTicket(OSError("lost")))
 
 
 def test_a_copy_after_failed_work_fails() -> None:

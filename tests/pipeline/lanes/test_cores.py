@@ -16,7 +16,7 @@ from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes import cores
 from sp_lightning.pipeline.lanes.cores import HostCores, choose_cores
 from sp_lightning.pipeline.lanes.emulated import HostBackend
-from sp_lightning.pipeline.lanes.threads import Worker
+from sp_lightning.pipeline.lanes.worker import Worker
 
 DEVICE = torch.device("meta")  # any device that is not the CPU
 

@@ -20,7 +20,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.pipeline.lanes.threads import ThreadTicket
+from sp_lightning.pipeline.lanes.worker import Job
 from sp_lightning.pipeline.optimizer import stepping
 from sp_lightning.pipeline.optimizer.flat import FlatState
 from sp_lightning.pipeline.optimizer.stepping import BY_WEIGHT, UnitStep
@@ -363,7 +363,7 @@ def test_settling_waits_for_all() -> None:
 def test_settling_that_was_interrupted_waits_when_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step that it waited for was forgotten, and counted as done before it had begun."""
 
-    def interrupt(_: ThreadTicket) -> None:
+    def interrupt(_: Job) -> None:
         raise KeyboardInterrupt
 
     expected = train(adam, steps=2, make_model=lambda: chain(1))
@@ -374,7 +374,7 @@ def test_settling_that_was_interrupted_waits_when_it_is_asked_again(monkeypatch:
         with held_up(pipeline) as gate:
             plain_step(model, optimizer)
             with monkeypatch.context() as patch:
-                patch.setattr(ThreadTicket, "join", interrupt)
+                patch.setattr(Job, "join", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     pipeline.settle()
             assert not pipeline._assembly.overlap.settled
