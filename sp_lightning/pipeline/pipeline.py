@@ -334,7 +334,8 @@ class Pipeline:
             self._lasting.meter.begin_step()
             self._assembly.schedule.begin_step()
             if torch.is_grad_enabled():
-                self._assembly.gradient_return.reserve()
+                with self._at_work:
+                    self._assembly.gradient_return.reserve()
         self._offloader.begin()
         self.arrangement.unused_in_step = not goes_on
         self._assembly.arm_guard()
