@@ -244,25 +244,6 @@ def test_writes_around_forwards(first: str, when: str) -> None:
         assert_same_story(partial(story, second=second), lambda: Chain([Block() for _ in range(4)]), debug=False)
 
 
-def test_clones_of_all_weights() -> None:
-    """Somebody is about to swap them for others; none of them has to stay on the device for that."""
-
-    def story(run: Run) -> None:
-        for number in range(2):
-            with run.step(), torch.no_grad():
-                kept = [parameter.clone() for parameter in run.model.parameters()]
-                for parameter in run.model.parameters():
-                    parameter.data.mul_(0.5)
-                run.note(f"swapped {number}", run.model(run.rows(number)))
-                for parameter, values in zip(run.model.parameters(), kept, strict=True):
-                    parameter.data.copy_(values)
-            run.normal_step(f"step {number}", SGD(run.model.parameters(), lr=0.1))
-        if run.pipe is not None:
-            assert run.pipe.stats.promotions == 0
-
-    assert_same_story(story, lambda: Chain([Block() for _ in range(4)]))
-
-
 class Trains(LightningModule):
     """Trains a network as most do: the optimizer may step in backward."""
 

@@ -92,6 +92,7 @@ class Arranger:
             masters = (weight.master for weight in self.arrangement.weights)
             with without_torch_function():
                 self._learned.note_trained(chain(masters, self.arrangement.parameters_on_device))
+        self.assembly.outside.conclude_watching()
         if self._learned.conclude(self.arrangement.units):
             self.rearrange()
         self._follow_plan()

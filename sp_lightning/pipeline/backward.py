@@ -132,10 +132,6 @@ class BackwardPass:
             self.note()
             self._graphs.add(graph)
 
-    def is_uncompiled(self, member: Member) -> bool:
-        """Tell whether backward runs through a graph in which the member's calls were not compiled."""
-        return any(member in graph.uncompiled for graph in self._graphs)
-
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
         group = twin.group

@@ -22,9 +22,7 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import in_backward, storage_key
-from sp_lightning.pipeline.under_autocast import UnderAutocast, without_autocast_cache
 from sp_lightning.pipeline.units.tensors import replace_tensors, tensors_in
-from sp_lightning.pipeline.weights.compiled import run_uncompiled
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.hooks import before_backward
@@ -79,7 +77,6 @@ class Calls:
         self._write_back = write_back
         self._gradient_return = gradient_return
         self._in_step = in_step
-        self._under_autocast = UnderAutocast(arrangement, lasting, outside)
         self._inside: list[list[Group]] = []  # the groups that each running call computes with, innermost call last
 
     def run(
@@ -105,32 +102,18 @@ class Calls:
             self._finish_optimizer(member)  # later, their end would look like a write by the forward
             return self._activations.run(member, args, kwargs)  # calls the module, which comes here once more
         if autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
-            forward = without_autocast_cache(forward)
-        number = self._enter(member)
+            forward = _without_autocast_cache(forward)
+        number = self._enter(member, autocast)
         pushed = False
         try:
             self._begin(member)
             pushed = self._saved.push()
             # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
-            return self._announce(member, self._compute(member, forward, args, kwargs, autocast), number)
+            return self._announce(member, forward(*args, **kwargs), number)
         finally:
             if pushed:
                 self._saved.pop()
             self._leave(member)
-
-    def _compute(
-        self,
-        member: Member,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        autocast: torch.dtype | None,
-    ) -> Any:
-        if autocast is not None and self._under_autocast.needs_watching(member):
-            return self._under_autocast.run_watched(member, forward, args, kwargs)
-        if member in self._graphs.current.uncompiled or self._backward.is_uncompiled(member):
-            return run_uncompiled(forward, *args, **kwargs)
-        return forward(*args, **kwargs)
 
     def abandon(self) -> None:
         """Clean up after an exception has ended all calls."""
@@ -146,7 +129,7 @@ class Calls:
             for group in member.groups:
                 self._window.finish_optimizer(group)
 
-    def _enter(self, member: Member) -> int:
+    def _enter(self, member: Member, autocast: torch.dtype | None) -> int:
         """Bring what a call needs, and return the call's number."""
         with self._at_work:
             number = self._graphs.number_call()
@@ -158,7 +141,8 @@ class Calls:
             if member.is_streamed:
                 self._schedule.visit(member.index, direction)
                 self._learned.note_call(member.unit_name)
-            self._under_autocast.begin_call(member)
+            if self._arrangement.compiled and autocast is not None:
+                self._outside.note_compiled_call(member)
             self._outside.unblock(member)
             for group in member.groups:
                 self._window.bring(group)
@@ -277,3 +261,16 @@ def _direction() -> Pass:
     if in_backward():
         return Pass.BACKWARD
     return Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
+
+
+def _without_autocast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a forward that builds no graph cast weights for each use: the cache would keep those of all units."""
+
+    def uncached(*args: Any, **kwargs: Any) -> Any:
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(True)
+
+    return uncached

@@ -24,6 +24,7 @@ from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.device import Group, overlaps, place_in_arena
 from sp_lightning.pipeline.weights.host import GroupHost, must_stay_apart
+from sp_lightning.pipeline.weights.lowering import weights_under_autocast
 from sp_lightning.pipeline.weights.master_memory import MasterMemory
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -60,6 +61,7 @@ class Arrangement:
         k: Units on the device at once, not counting kept ones.
         k_prime: Units that travel together.
         staging_buffers: How many gradients of a unit are on their way to the host at once.
+        watched: Weights that autocast may lower, which shows when they are used.
         unused_in_step: Whether nothing of it has been used yet in this step.
 
     Raises:
@@ -80,6 +82,7 @@ class Arrangement:
         self.autocast = autocast
         self.compiled = options.compile or any(map(is_compiled, module.modules()))
         self.unused_in_step = True
+        self.watched: list[Weight] = []
         self._memory = memory
         self._backend = backend
         device_bytes = backend.total_memory()
@@ -101,7 +104,7 @@ class Arrangement:
         self.all_units = division.all_units()
         self.streamed_members = [member for unit in division.units for member in unit.members]
         self.members = [*self.streamed_members, *division.resident.members, *division.callers]
-        self._choose_dtypes(learned, averaged=replicas is not None)
+        self._choose_dtypes(module, learned, averaged=replicas is not None)
         self._layout = choose_device_layout(
             division,
             options,
@@ -130,13 +133,19 @@ class Arrangement:
         self.weights_by_memory: dict[int, Weight] = {}
         self._note_memory()
 
-    def _choose_dtypes(self, learned: Learned, averaged: bool) -> None:
+    def _choose_dtypes(self, module: nn.Module, learned: Learned, averaged: bool) -> None:
         """Decide in which dtype each weight is sent, and its gradient comes back."""
         if self.autocast is not None:
-            lowered = learned.lowered - learned.used_as_is
+            by_table, unknown = weights_under_autocast(module, self._backend.device.type)
+            if torch.is_autocast_cache_enabled() and not self.compiled:
+                # one cast for several uses, or several in several regions: how often layers are called has to be seen
+                by_table, unknown = set(), by_table | unknown
+            lowered = (by_table | learned.lowered) - learned.used_as_is
             for weight in [weight for unit in self.units for weight in unit.weights]:  # resident ones do not travel
                 if id(weight.master) in lowered:
                     weight.compute_dtype = self.autocast
+                elif id(weight.master) in unknown - learned.used_as_is and not self.compiled:
+                    self.watched.append(weight)
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
             weight.averaged = averaged
 
@@ -221,8 +230,6 @@ class Arrangement:
         for member in self.members:
             member.twins = self.twins
             member.find_groups()
-            masters = sorted({id(entry.weight.master) for entry in member.entries})
-            member.observed = learned.observed.setdefault((id(member.module), *masters), set())
         if self.host_share.pin and not self.is_pinned:
             warnings.warn(
                 "Some host memory could not be page-locked (a limit of the system or the container, see `ulimit -l`). "

@@ -72,16 +72,6 @@ def _drain_backends() -> None:
         backend.drain()
 
 
-def run_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function as if nothing in it, and nothing around it, were compiled."""
-
-    def run() -> Any:
-        with torch.compiler.set_stance("force_eager"):
-            return function(*args, **kwargs)
-
-    return torch.compiler.disable(run)()  # type: ignore[no-untyped-call]
-
-
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 

@@ -75,9 +75,6 @@ class Owner(Protocol):
     def serve(self, weight: Weight) -> nn.Parameter:
         """Return the weight on the device, for an operation outside of its unit."""
 
-    def casts_in_new_graph(self, weight: Weight) -> list[range] | None:
-        """Return which elements of a weight a graph that is being built in backward casts; None if none is."""
-
     def note_use(self, weights: Iterable[Weight]) -> None:
         """Note that an operation outside of their units has used weights, as they were served."""
 
@@ -262,6 +259,8 @@ def _leaf_of(weight: Weight) -> Any:
             f"`torch.autograd.grad` cannot differentiate with respect to weight {weight.name!r} in this step, which "
             "used it both as autocast casts it and as it is. From the next step on it can."
         )
+    if leaf is weight.master:  # no graph has the weight
+        return weight.twin.data.detach().requires_grad_(leaf.requires_grad)
     return get_gradient_edge(leaf) if weight.lowered and leaf.requires_grad else leaf
 
 

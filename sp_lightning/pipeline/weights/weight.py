@@ -189,8 +189,7 @@ class Weight:
         compute_dtype: The dtype in which it is sent: its own, or the one that autocast lowers it to.
         averaged: Whether its gradient is averaged over several processes.
         unit: The unit that it belongs to.
-        last_graph: The number of the graph that last used it under autocast.
-        last_region: The number of the `with torch.autocast(...)` in which it did; None without autocast's cache.
+        last_graph: The number of the graph that last used it in code that torch compiles.
         replacements: How often values were moved back from other memory that the master was given.
         most_samples: How many of its elements are looked at, at most, to find changes that torch does not count.
         lowered_leaves: The leaf of an earlier twin, if it was lowered until something used it as it is.
@@ -210,7 +209,6 @@ class Weight:
         self.compute_dtype = master.dtype
         self.averaged = False
         self.last_graph = -1
-        self.last_region: int | None = None
         self.replacements = 0
         self.lowered_leaves: list[nn.Parameter] = []
 

@@ -51,6 +51,7 @@ class Listener:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
+    forget_optimizer_steps()
     made = Listener()
     listen_to_optimizers(made)
     yield made
