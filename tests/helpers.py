@@ -52,7 +52,6 @@ class Plan:
     autocast: bool = False
     cast_cache: bool = True  # Lightning's autocast has none from 2.5.5 on: each use is cast, gradients add up in fp32
     sanity: bool = False  # an evaluation under inference_mode comes first, as under Lightning
-    set_to_none: bool = True
 
     @staticmethod
     def of(case: Case, **changes: Any) -> Plan:
@@ -211,7 +210,7 @@ def one_step(
         trace[f"{label} / norm"] = frozen(nn.utils.clip_grad_norm_(model.parameters(), plan.clip))
     for optimizer in optimizers:
         optimizer.step()
-        optimizer.zero_grad(set_to_none=plan.set_to_none)
+        optimizer.zero_grad()
     note_state(trace, label, model, optimizers)
 
 

@@ -89,7 +89,7 @@ class Base(L.LightningModule):
         return self(batch[0])
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.note("gradients", [p.grad for p in self.parameters()])
+        self.note("gradients", [p.grad for group in optimizer.param_groups for p in group["params"]])
         assert all(p.device.type == "cpu" for p in self.parameters())
 
     def configure_optimizers(self) -> Any:
@@ -138,7 +138,6 @@ def note_end(module: Base, trainer: L.Trainer) -> Trace:
     trace["global step"] = trainer.global_step
     for name, parameter in module.named_parameters():
         trace[f"end / weight / {name}"] = frozen(parameter)
-        trace[f"end / grad / {name}"] = frozen(parameter.grad)
     for name, buffer in module.named_buffers():
         trace[f"end / buffer / {name}"] = frozen(buffer)
     for number, optimizer in enumerate(trainer.optimizers):

@@ -20,7 +20,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline.torch_private import COMPILES_UNDER_MODES
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES
 
 from .helpers import Run, assert_same_story, assert_same_trace, attached, collect_garbage, lightning_run
@@ -78,7 +77,7 @@ def compare(
         run = Run(build() if by_option else WAYS[way](build()))
         torch.manual_seed(1)
         if streamed:
-            with attached(run.model, **{"compile": by_option, "debug": COMPILES_UNDER_MODES, **options}) as run.pipe:
+            with attached(run.model, **{"compile": by_option, "debug": True, **options}) as run.pipe:
                 story(run)
             assert run.pipe.stats.loads > 0, "nothing was streamed"
         else:
@@ -253,7 +252,7 @@ def test_code_that_belongs_to_no_module_is_recomputed() -> None:
             block.compile(backend="eager")
         return model
 
-    assert_same_story(train, build, activations="recompute", debug=COMPILES_UNDER_MODES)
+    assert_same_story(train, build, activations="recompute", debug=True)
     torch._dynamo.reset()
 
 
@@ -302,7 +301,7 @@ def test_inductor_is_exact() -> None:
         torch.manual_seed(0)
         run = Run(chain(3) if streamed else each(chain(3)))
         if streamed:
-            with attached(run.model, compile=True, debug=COMPILES_UNDER_MODES) as run.pipe:
+            with attached(run.model, compile=True, debug=True) as run.pipe:
                 train(run, evaluate=False)
         else:
             train(run, evaluate=False)

@@ -480,22 +480,6 @@ def test_gradients_that_the_user_keeps_are_not_overwritten() -> None:
     assert_same_story(story, partial(chain, 4))
 
 
-def test_accumulation_goes_into_the_same_gradient_tensor() -> None:
-    """As in plain PyTorch, ``.grad`` stays the same object under accumulation and zero_grad(set_to_none=False)."""
-    model = chain(3)
-    with attached(model) as pipe:
-        run, optimizer = Run(model, pipe=pipe), sgd(model)
-        run.normal_step("first", None)
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        run.normal_step("second", None, seed=1)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        assert all(gradient.count_nonzero() == 0 for gradient in gradients.values())
-        run.normal_step("third", None, seed=2)
-        assert all(p.grad is gradients[name] for name, p in model.named_parameters())
-        assert any(gradient.count_nonzero() > 0 for gradient in gradients.values())
-
-
 def test_a_gradient_that_the_user_put_there_is_added_to() -> None:
     """Backward accumulates into whatever ``.grad`` holds."""
 

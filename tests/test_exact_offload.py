@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -61,26 +60,19 @@ INPUTS = [
 ]  # fmt: skip
 
 
-USUAL = offload_module.MIN_OFFLOAD_BYTES, offload_module._NEGLIGIBLE
-EVERYTHING = 1, 1 << 40
-
-
-def let_leave(patch: pytest.MonkeyPatch, sizes: tuple[int, int]) -> None:
-    """What is too small to leave, and how small a part of a unit's tensors stays."""
-    patch.setattr(offload_module, "MIN_OFFLOAD_BYTES", sizes[0])
-    patch.setattr(offload_module, "_NEGLIGIBLE", sizes[1])
+USUAL = offload_module.MIN_OFFLOAD_BYTES
 
 
 @pytest.fixture(autouse=True)
 def everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most models here are tiny."""
-    let_leave(monkeypatch, EVERYTHING)
+    monkeypatch.setattr(offload_module, "MIN_OFFLOAD_BYTES", 1)
 
 
 @pytest.fixture
 def usual_sizes(everything_leaves: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For models that are large enough."""
-    let_leave(monkeypatch, USUAL)
+    monkeypatch.setattr(offload_module, "MIN_OFFLOAD_BYTES", USUAL)
 
 
 @pytest.fixture(autouse=True)
@@ -139,12 +131,6 @@ def test_zoo_is_exact_under_lightning(
     assert any(pool._most_in_use for pool in nothing_is_left), "nothing was offloaded"
 
 
-def test_the_registered_name() -> None:
-    strategy = L.Trainer(accelerator="cpu", strategy="superpipeline_offload", logger=False).strategy
-    assert isinstance(strategy, SuperpipelineStrategy)
-    assert strategy.options.activations == "offload"
-
-
 # ------------------------------------------------------------------------------------------------------------ memory
 
 BLOCKS, WIDTH, LENGTH, ROWS = 12, 32, 48, 4
@@ -200,12 +186,13 @@ def test_peak_memory_when_inputs_wait_on_the_host() -> None:
 
 @pytest.mark.usefixtures("usual_sizes")
 def test_inputs_travel_once_each_way() -> None:
-    """Those of all units but the last two; none is late, and the host waits for none."""
+    """Back those of all units but the last one; none is late, and the host waits for none."""
     with attached(transformer(), units=None, k=2, activations="recompute_offload") as pipe:
         for _ in range(3):
             pipe.stats.clear()
             pipe.module(tokens()).square().mean().backward()
-            assert pipe.stats.offloaded_bytes == pipe.stats.fetched_bytes == (BLOCKS - 2) * tokens().nbytes
+            assert pipe.stats.offloaded_bytes == BLOCKS * tokens().nbytes
+            assert pipe.stats.fetched_bytes == (BLOCKS - 1) * tokens().nbytes
             assert (pipe.stats.recomputed, pipe.stats.activation_misses) == (BLOCKS, 0)
             assert pipe.stats.host_syncs <= 1
 
@@ -221,7 +208,7 @@ def test_auto_has_inputs_wait_where_nothing_else_fits(planner: type[AutoPlanner]
     reserve = recomputed - (BLOCKS - 1) * tokens().nbytes  # for gradients, as much as a block saves
     weights = summary.device_bytes + summary.gradient_bytes
     budget = weights + reserve + recomputed - 4 * tokens().nbytes
-    options = PipelineOptions(k=2, k_prime=1, activations="auto", memory_budget=budget)
+    options = PipelineOptions(k=2, k_prime=1, activations="auto", memory_budget=budget, debug=True)
     pipe = Pipeline(transformer(), "cpu", options=options, planner=planner and planner())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -236,18 +223,18 @@ def test_auto_has_inputs_wait_where_nothing_else_fits(planner: type[AutoPlanner]
 
 @pytest.mark.usefixtures("usual_sizes")
 def test_what_is_said_to_leave_leaves() -> None:
-    """All of it, but statistics of norms, and the batch: it is the first unit's input, and its user holds it."""
+    """All of it, and the batch: it is the first unit's input, and its user holds it."""
     batch = torch.randn(2048, 64)
     with attached(Chain(Block(64, 128) for _ in range(6)), k=2, activations="auto", memory_budget="1GiB") as pipe:
         for _ in range(3):
             pipe.module(batch).square().mean().backward()
         auto = pipe._activations.auto
-        said = [{way.policy: way.leaving for way in ways} for ways in auto.ways().values()]
+        said = {name: {way.policy: way.leaving for way in ways} for name, ways in auto.ways().items()}
         pipe.stats.clear()
-        auto.prescribe(dict.fromkeys(auto.ways(), "offload"))
+        auto.prescribe({name: "offload" if "offload" in leaving else "keep" for name, leaving in said.items()})
         pipe.module(batch).square().mean().backward()
-    assert pipe.stats.offloaded_bytes == sum(leaving.get("offload", 0) for leaving in said) + batch.nbytes
-    assert ["recompute_offload" in leaving for leaving in said] == [False, True, True, True, False, False]
+    assert pipe.stats.offloaded_bytes == sum(leaving.get("offload", 0) for leaving in said.values()) + batch.nbytes
+    assert ["recompute_offload" in leaving for leaving in said.values()] == [False, True, True, True, True, False]
 
 
 def three_steps(run: Run) -> None:
@@ -289,11 +276,11 @@ def test_inputs_that_change_before_they_have_left_are_an_error() -> None:
     with attached(chain(4), k=1, activations="recompute_offload") as pipe, pipe.step():
         x = Run.rows(0)
         last = {}
-        pipe.module.blocks[3].register_forward_pre_hook(lambda module, args: last.update(x=args[0]))
+        pipe.module.blocks[2].register_forward_hook(lambda module, args, output: last.update(x=output))
         loss = pipe.module(x).square().mean()
         with torch.no_grad():
             last["x"].add_(1)
-        with pytest.raises(RuntimeError, match=r"an input or a weight of 'blocks.3' has been modified"):
+        with pytest.raises(RuntimeError, match=r"an input, a buffer or a weight of 'blocks.3' has been modified"):
             loss.backward()
 
 
@@ -359,47 +346,18 @@ def bytes_covered(tensors: list[Tensor]) -> int:
 
 @pytest.mark.usefixtures("usual_sizes")
 def test_offloaded_bytes_are_those_of_saved_tensors() -> None:
-    """Each memory once, of all units but the last two; nothing is late, and the host waits no more than otherwise."""
+    """Each memory once; nothing is late, and the host waits no more than otherwise."""
     saved = saved_by_each_block()
     with attached(transformer(), units=None, k=2, activations="offload") as pipe:
         for _ in range(3):
             pipe.stats.clear()
             pipe.module(tokens()).square().mean().backward()
-            assert pipe.stats.offloaded_bytes == pipe.stats.fetched_bytes
-            assert 0.99 * sum(saved[:-2]) <= pipe.stats.offloaded_bytes <= sum(saved[:-2])
+            assert pipe.stats.offloaded_bytes == sum(saved)
+            assert pipe.stats.fetched_bytes == sum(saved[:-1])
             assert pipe.stats.activation_misses == 0
             assert pipe.stats.host_syncs <= 1
         gradients = sum(parameter.nbytes for parameter in pipe.module.parameters())
         assert 0 <= pipe.stats.bytes_to_host - pipe.stats.offloaded_bytes - gradients < 0.1 * gradients
-
-
-@pytest.mark.usefixtures("usual_sizes")
-def test_host_memory_is_used_again() -> None:
-    """The first step makes it, detach gives it back."""
-    with attached(transformer(), units=None, k=2, activations="offload") as pipe:
-        held = set()
-        for _ in range(4):
-            pipe.module(tokens()).square().mean().backward()
-            held.add(pipe._lasting.pool.held)
-            assert pipe._lasting.pool.in_use == 0
-        assert len(held) == 1
-    assert pipe._lasting.pool.held == 0
-
-
-@pytest.mark.usefixtures("usual_sizes")
-def test_small_tensors_stay() -> None:
-    """A tensor must be worth the trouble."""
-    with attached(chain(4), k=1, activations="offload") as pipe:
-        pipe.module(Run.rows(0)).sum().backward()
-        assert pipe.stats.offloaded_bytes == 0
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_saves_nothing(mode: Any) -> None:
-    with attached(chain(4), activations="offload") as pipe, mode():
-        pipe.module(Run.rows(0))
-        assert pipe.stats.offloaded_bytes == 0
-        assert pipe._lasting.pool.held == 0
 
 
 class Masked(nn.Module):
@@ -421,7 +379,7 @@ def test_buffers_do_not_travel() -> None:
             pipe.stats.clear()
             x = torch.randn(5, 12)
             pipe.module(x).sum().backward()
-            assert pipe.stats.offloaded_bytes == 2 * x.nbytes  # each linear's input, of all units but the last two
+            assert pipe.stats.offloaded_bytes == 4 * x.nbytes  # each linear's input
 
 
 # ------------------------------------------------------------------------------------------------------------- stories
@@ -439,7 +397,7 @@ def test_a_retained_graph_runs_twice(k: int) -> None:
                 loss.backward()
             note_gradients(run.trace, f"step {step}", dict(run.model.named_parameters()))
         if run.pipe is not None:
-            assert run.pipe.stats.fetched_bytes == 2 * run.pipe.stats.offloaded_bytes > 0
+            assert run.pipe.stats.fetched_bytes > run.pipe.stats.offloaded_bytes > 0
 
     assert_same_story(story, partial(chain, 6), k=k, activations="offload")
 

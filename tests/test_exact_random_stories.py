@@ -177,7 +177,7 @@ def optimizer_step(now: Now, number: int) -> None:
     if number % 3 == 1:
         now.note("norm", clip_grad_norm_(now.model.parameters(), 0.1))
     now.optimizer.step()
-    now.optimizer.zero_grad(set_to_none=bool(number % 5))
+    now.optimizer.zero_grad()
 
 
 def whole_steps(now: Now, number: int) -> None:

@@ -46,13 +46,6 @@ def test_zoo_is_exact_under_autocast(name: str, k: int, k_prime: int, cast_cache
     assert_exact(CASES[name], options, Plan.of(CASES[name], autocast=True, cast_cache=cast_cache, sanity=k == 3))
 
 
-@pytest.mark.parametrize("name", ["chain", "gpt2-tied", "stochastic-depth", "vgg"])
-def test_zoo_is_exact_when_gradients_are_zeroed_in_place(name: str) -> None:
-    """zero_grad(set_to_none=False) keeps the gradient tensors, so zeros stay zeros and None stays None."""
-    options = PipelineOptions(k=2, k_prime=1, debug=True)
-    assert_exact(CASES[name], options, Plan.of(CASES[name], set_to_none=False))
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lightning])
 def test_zoo_is_exact_under_lightning(name: str) -> None:
     """The Trainer with our strategy against the Trainer with its own: sanity check, accumulation, clipping and all."""

@@ -141,11 +141,6 @@ def zero_to_zeros(model: nn.Module, optimizer: Optimizer, index: int) -> None:
     optimizer.step()
 
 
-def never_zero(model: nn.Module, optimizer: Optimizer, index: int) -> None:
-    loss_of(model, index).backward()
-    optimizer.step()
-
-
 def step_without_backward(model: nn.Module, optimizer: Optimizer, index: int) -> None:
     plain_step(model, optimizer, index)
     optimizer.step()
@@ -199,7 +194,6 @@ def evaluate_between(model: nn.Module, optimizer: Optimizer, index: int) -> None
         accumulate,
         clip_norm,
         zero_to_zeros,
-        never_zero,
         step_without_backward,
         schedule,
         clamp_weights,
@@ -226,7 +220,6 @@ LOOKS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
         frozen(v) for _, s in sorted(copy.deepcopy(o.state_dict())["state"].items()) for v in s.values()
     ],
     "optimizer.state": lambda m, o: [frozen(v) for p in m.parameters() for v in o.state[p].values()],
-    "gradients": lambda m, o: [frozen(p.grad) for p in m.parameters()],
 }
 
 
@@ -653,18 +646,6 @@ def test_clipping_by_norm(clip: float, accumulate: int, precision: str) -> None:
     assert stats.overlapped_steps > 0
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_gradients_are_clipped_after_training_too(precision: str) -> None:
-    """Those that came in a lower dtype are shown when the arrangement ends, while masters are still guarded."""
-    found = []
-    for streamed in (False, True):
-        torch.manual_seed(1)
-        module = Module()
-        fit(module, strategy_for(streamed), gradient_clip_val=1e-3, precision=precision)
-        found.append([parameter.grad for parameter in module.parameters()])
-    assert all(map(torch.equal, *found))
-
-
 class Looking(Module):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         self.losses += [p.grad.detach().clone() for p in self.parameters()]
@@ -833,41 +814,29 @@ def test_an_exception_while_units_are_stepped_in_backward_warns() -> None:
         fit(Failing(), SuperpipelineStrategy(k=2, units=[Block]))
 
 
-def test_spent_gradients_cannot_be_read() -> None:
-    """They were never kept; a silent None would be taken for a weight without a gradient."""
-
-    class Reading(Module):
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
-            if index == 3:
-                self.losses += [p.grad for p in self.parameters()]
-            return super().training_step(batch, index)
-
-    with pytest.raises(RuntimeError, match="was used by the optimizer, and not kept"):
-        fit(Reading(), SuperpipelineStrategy(k=2, units=[Block]), precision="bf16-mixed")
-
-
-class ReadingEarly(Module):
-    """Looks at gradients of the first step in the second one, before `zero_grad`."""
+class Reading(Module):
+    """Looks at the gradients of the first step in the second one, before `zero_grad`."""
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         if index == 1:
-            self.losses += [p.grad.clone() for p in self.parameters()]
+            self.found = [p.grad for p in self.parameters()]
         return super().training_step(batch, index)
 
 
+class ReadingLater(Reading):
+    def on_before_zero_grad(self, *args: Any) -> None:
+        if self.trainer.global_step == 1:
+            self.losses += [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+
 @pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.01}], ids=["in backward", "after clipping"])
-def test_used_gradients_give_way_to_lowered_weights(arguments: dict[str, Any]) -> None:
-    """As units are arranged anew then, unless a hook is overridden that may look at gradients."""
-
-    class ReadingLater(ReadingEarly):
-        def on_train_batch_end(self, *args: Any) -> None:
-            pass
-
-    with pytest.raises(RuntimeError, match="was used by the optimizer, and not kept"):
-        fit(ReadingEarly(), SuperpipelineStrategy(k=2, units=[Block]), precision="bf16-mixed", **arguments)
-    assert_same_fit(ReadingEarly, **arguments)
-    assert_same_fit(ReadingEarly, {"overlap_optimizer": False}, precision="bf16-mixed", **arguments)
-    assert_same_fit(ReadingLater, precision="bf16-mixed", **arguments)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_step_consumes_gradients(precision: Any, arguments: dict[str, Any]) -> None:
+    """Unless a hook is overridden that may look at them."""
+    module = Reading()
+    fit(module, SuperpipelineStrategy(k=2, units=[Block]), precision=precision, **arguments)
+    assert not any(gradient is not None for gradient in module.found)
+    assert_same_fit(ReadingLater, precision=precision, **arguments)
 
 
 def test_choices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -125,7 +125,7 @@ class Gan(Base):
         self.note("generator loss", loss)
         generator.zero_grad()
         self.manual_backward(loss)
-        self.note("generator gradients", [p.grad for p in self.parameters()])
+        self.note("generator gradients", [p.grad for p in self.blocks.parameters()])
         generator.step()
         self.untoggle_optimizer(generator)
 
@@ -137,7 +137,7 @@ class Gan(Base):
         self.manual_backward(fake)
         self.manual_backward(real)
         self.clip_gradients(critic, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-        self.note("critic gradients", [p.grad for p in self.parameters()])
+        self.note("critic gradients", [p.grad for p in self.critic.parameters()])
         critic.step()
         self.untoggle_optimizer(critic)
 

@@ -8,6 +8,7 @@ from sp_lightning.pipeline.lanes.cores import use_all_cores
 from sp_lightning.pipeline.lanes.emulated import HostBackend
 from sp_lightning.pipeline.lanes.trace import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.layout.window_plan import WindowPlan
+from sp_lightning.pipeline.optimizer.optimizers import Afterwards
 from sp_lightning.pipeline.options import ActivationPolicy, PipelineOptions, UnitPolicy
 from sp_lightning.pipeline.pipeline import Pipeline
 from sp_lightning.pipeline.sizes import readable_bytes, readable_seconds
@@ -18,6 +19,7 @@ from sp_lightning.pipeline.survey import Planner, Survey
 __all__ = [
     "AcceleratorBackend",
     "ActivationPolicy",
+    "Afterwards",
     "Backend",
     "HostBackend",
     "Kind",

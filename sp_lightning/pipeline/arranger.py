@@ -19,7 +19,7 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.shape import Shape
+from sp_lightning.pipeline.units.tree import Shape
 from sp_lightning.pipeline.weights.gates import Gatekeeper
 from sp_lightning.pipeline.weights.units import Member
 
@@ -165,7 +165,6 @@ class Arranger:
 
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
-        self.assembly.drop_used_gradients()
         self.assembly.uninstall()
         for weight in self.arrangement.weights:
             if weight.is_replaced:  # whoever still holds our memory keeps the values in it
@@ -216,13 +215,10 @@ class Arranger:
         """Make the policy that chooses for each unit; None where activations have no memory limit."""
         if not self._activations.chooses or self.survey.budget is None:
             return None
-        lasting = self._lasting
         is_planned = self._planner is not None and "auto" in (self._options.k, self._options.k_prime)
         return AutoPolicy(
-            lasting.backend,
-            lasting.meter,
+            self._activations.second_forwards,
             self._room_for_activations,
-            self._activations.never_again,
             pin=self.arrangement.host_share.pinnable_bytes() != 0,
             warns=not is_planned,
         )

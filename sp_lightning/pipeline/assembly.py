@@ -25,7 +25,7 @@ from sp_lightning.pipeline.optimizer.overlap import Overlap
 from sp_lightning.pipeline.outside import OutsideUse
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
-from sp_lightning.pipeline.units.parameters import weights_on_accelerators
+from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
@@ -97,7 +97,6 @@ class Assembly:
             self.steps,
             self.gradient_return.shipping.take_back,
             stats,
-            lasting.spent,
             is_nested=lambda: self.backward.is_nested(),
         )
         self.gradient_return.shipping.stepper = stepper
@@ -168,7 +167,6 @@ class Assembly:
         arrangement, lasting = self.arrangement, self._lasting
         self._settle_on_device()
         lasting.saved.twins = arrangement.twins
-        lasting.activations.units = {id(member.module) for member in arrangement.streamed_members}
         lasting.optimizers.work_with(
             OptimizerParts(
                 overlap=self.overlap,
@@ -210,23 +208,6 @@ class Assembly:
         except torch.OutOfMemoryError:
             on_device.move(parameters, _HOST, lasting.optimizers.seen)
             raise
-
-    def drop_used_gradients(self) -> None:
-        """Under autocast, drop gradients that were used, and that nobody will look at.
-
-        The next arrangement needs memory for lowered weights. In plain training, gradients stay until `zero_grad`,
-        which Lightning calls after the next forward.
-        """
-        lasting, weights = self._lasting, self.arrangement.weights
-        if self.arrangement.autocast is None:
-            return
-        with lasting.at_work:
-            used = [weight for weight in weights if id(weight.master) in lasting.optimizers.expendable]
-            used = [weight for weight in used if self.gradients.get(weight) is not None]
-            if used:
-                self.settle()
-                self.gradients.drop_all(used)
-                lasting.spent.update(id(weight.master) for weight in used)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity, their values and their memory."""
@@ -288,7 +269,6 @@ class Assembly:
 
     def _begin_backward(self) -> None:
         self.arm_guard()
-        self._lasting.optimizers.expendable = frozenset()
         self._lasting.activations.begin_backward()
 
     def _end_backward(self) -> None:

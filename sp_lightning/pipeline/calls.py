@@ -8,13 +8,12 @@ made its output gets a hook that announces its backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY, Bundle
+from sp_lightning.pipeline.activations.offload import Bundle
 from sp_lightning.pipeline.backward import BackwardPass
 from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lanes.trace import Kind
@@ -99,8 +98,35 @@ class Calls:
         if member.unit is None:
             return self._run_around_units(member, forward, args, kwargs)
         if self._activations.manages(member):
-            self._finish_optimizer(member)  # later, their end would look like a write by the forward
-            return self._activations.run(member, args, kwargs)  # calls the module, which comes here once more
+            return self._run_managed(member, forward, args, kwargs, autocast)
+        return self._run(member, forward, args, kwargs, autocast)
+
+    def _run_managed(
+        self,
+        member: Member,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: torch.dtype | None,
+    ) -> Any:
+        """Run the outermost call of a unit, whose saved tensors have a policy of their own."""
+        self._finish_optimizer(member)  # later, their end would look like a write by the forward
+        try:
+            self._activations.begin(member, args, kwargs)
+            output = self._run(member, forward, args, kwargs, autocast)
+            self._activations.conclude(output)
+            return output
+        finally:
+            self._activations.end()
+
+    def _run(
+        self,
+        member: Member,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: torch.dtype | None,
+    ) -> Any:
         if autocast is not None and not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
             forward = _without_autocast_cache(forward)
         number = self._enter(member, autocast)
@@ -181,7 +207,7 @@ class Calls:
             if not member.running_calls and not self._backward.has_reached(member.unit):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:
-                self._offloader.leave(lambda: self._units_ahead(member))
+                self._offloader.leave()
             self._window.prefetch([*member.groups, *self._backward.in_use] if is_backward else ())
 
     def _run_around_units(
@@ -196,17 +222,6 @@ class Calls:
         finally:
             swap_out(member.looks_into)
 
-    def _units_ahead(self, member: Member) -> int:
-        """Return how many other units forward should still use before backward; the offloader needs no more."""
-        ahead = [member.unit]
-        for index in islice(self._schedule.upcoming_before_the_turn(), len(self._arrangement.streamed_members)):
-            following = self._arrangement.streamed_members[index].unit
-            if following is not ahead[-1]:
-                ahead.append(following)
-            if len(ahead) > UNITS_THAT_STAY:
-                break
-        return len(ahead) - 1
-
     # --------------------------------------------------------------------------------------------------- its backward
 
     def _announce(self, member: Member, output: Any, number: int) -> Any:
@@ -215,6 +230,11 @@ class Calls:
         if any(map(self._lies_in_a_slot, tensors)):
             output = replace_tensors(output, lambda tensor: tensor.clone() if self._lies_in_a_slot(tensor) else tensor)
             tensors = tensors_in(output)
+            if any(map(self._lies_in_a_slot, tensors)):
+                raise RuntimeError(
+                    f"superpipeline: {member.name!r} returns one of its weights in an object of a class of its own. "
+                    "Return a clone of the weight, or name it in `resident`."
+                )
         if not member.is_streamed:
             self._outside.note_use({entry.weight for entry in member.entries})
         elif torch.is_grad_enabled() and (watched := [tensor for tensor in tensors if tensor.requires_grad]):
@@ -251,7 +271,7 @@ class Calls:
                 "with `with pipeline.step():`."
             )
         self._backward.reach(member, graph, groups, around)
-        self._activations.reach(member)
+        self._activations.reach()
         self._backend.trace.begin(Kind.BACKWARD, member.unit_name)
         if bundle is not None:
             self._offloader.reach(bundle)

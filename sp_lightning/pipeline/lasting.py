@@ -54,7 +54,6 @@ class Lasting:
         saved: The saved-tensor hooks.
         activations: Applies the policy for activations to each call.
         optimizers: Notices optimizer steps.
-        spent: Identities of masters whose gradients were used, and not kept.
     """
 
     def __init__(
@@ -80,10 +79,10 @@ class Lasting:
         self.memory = MasterMemory()
         self.graphs = Graphs()
         self.pool = HostPool(backend)
-        self.meter = Meter(device, self.stats)
+        self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)
         self.offloader = Offloader(backend, self.pool, self.meter, self.stats)
         self.saved = SavedTensors(require, self.meter, self.offloader)
-        self.activations = Activations(options.activations, self.saved, device, self.stats, checks=options.debug)
+        self.activations = Activations(options.activations, self.saved, backend, self.stats, checks=options.debug)
         self.optimizers = Optimizers(
             self.stats,
             self.at_work,
@@ -91,4 +90,3 @@ class Lasting:
             settle=settle,
             must_overlap=options.overlap_optimizer is True,
         )
-        self.spent: set[int] = set()

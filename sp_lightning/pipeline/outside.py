@@ -160,21 +160,16 @@ class OutsideUse:
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
                 "`register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
-        if self._stepper.gradient_was_used(weight):
-            raise RuntimeError(
-                f"The gradient of weight {weight.name!r} was used by the optimizer, and not kept. Read "
-                "it before the step, in `on_before_optimizer_step`, or train with `overlap_optimizer=False`."
-            )
         with self._at_work:
-            self._window.finish_optimizer(weight.unit.group)
-            self._gradients.settle()
-            self._gradients.show(weight)
+            if self._gradients.get(weight) is not None:
+                self._window.finish_optimizer(weight.unit.group)
+                self._gradients.settle()
+                self._gradients.show(weight)
 
     def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
         self._check_not_used(weight)
         self._gradients.drop(weight)
-        self._stepper.forget_spent(weight)
 
     def _check_not_used(self, weight: Weight) -> None:
         """Raise if a gradient is read or changed between a weight's step in backward and the call of `step()`."""

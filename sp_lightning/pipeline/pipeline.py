@@ -38,7 +38,7 @@ from sp_lightning.pipeline.summary import Summary, summarize
 from sp_lightning.pipeline.survey import Planner, Survey
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, without_torch_function
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
-from sp_lightning.pipeline.units.parameters import weights_on_accelerators
+from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import finish_before_compiling, keep_out_of_graphs
 from sp_lightning.pipeline.weights.guard import forget_optimizer_steps, optimizer_is_stepping, optimizer_waits
 from sp_lightning.pipeline.weights.quantized import bring_states_home
@@ -210,7 +210,7 @@ class Pipeline:
         self.optimizers.let_go()
         self._graphs.let_go()
         self._saved.let_go()
-        self._activations.let_go()
+        self._activations.second_forwards.let_go()
         self._offloader.close()
         self._lasting.memory.release_all_but([])
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
@@ -327,6 +327,7 @@ class Pipeline:
         goes_on = goes_on or self._graphs.waiting()  # this is the backward of the previous step
         self._arranger.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
+            self.optimizers.begin_step()
             self._activations.conclude_step()
             self.stats.steps += 1
             self._backend.trace.begin_step()

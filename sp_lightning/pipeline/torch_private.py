@@ -88,26 +88,6 @@ def brings_gradient(leaf: Tensor) -> bool:
     return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
 
 
-_ZERO_GRAD = {inspect.unwrap(zero_grad).__code__ for zero_grad in (Optimizer.zero_grad, nn.Module.zero_grad)}
-
-
-def zero_grad_is_calling(above: int = 1, levels: int = 8) -> dict[str, Any] | None:
-    """Return the local variables of torch's `zero_grad` if it is among the callers, None otherwise.
-
-    `zero_grad` reads each `.grad` only to discard it; gradients that are made on demand should not be made for that.
-
-    Args:
-        above: How many frames up to start; each frame looked at costs as much as all other work for a weight.
-        levels: How many frames to look at.
-    """
-    frame: FrameType | None = sys._getframe(above)
-    while frame is not None and levels:
-        if frame.f_code in _ZERO_GRAD:
-            return frame.f_locals
-        frame, levels = frame.f_back, levels - 1
-    return None
-
-
 def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
     """Tell whether an optimizer has step hooks besides the engine's own, which are registered for all optimizers.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sp_lightning.pipeline import Afterwards
 from sp_lightning.trainer.out_of_memory import out_of_memory_explained
 from sp_lightning.trainer.when_to_step import SteppingPlan, WhenToStep
 
@@ -62,17 +63,16 @@ class Steps:
         optimizer, plan = self._steps_next
         optimizers = self.pipeline.optimizers
         if plan.why_not_in_backward is None:
-            return optimizers.stepping_in_backward(optimizer, clamp=plan.clamp, keep_gradients=plan.keeps_gradients)
+            return optimizers.stepping_in_backward(optimizer, clamp=plan.clamp)
         return optimizers.measuring_norms() if plan.needs_norms else nullcontext()
 
     @contextmanager
     def optimizer_step(self, optimizer: Optimizer, automatic: bool) -> Iterator[SteppingPlan]:
         """Open a scope around an optimizer's step, within which Lightning's own loop runs forward and backward."""
         plan = self.when.plan(optimizer, automatic)
-        self._steps_next = optimizer, plan
+        optimizers = self.pipeline.optimizers
+        self._steps_next, optimizers.afterwards = (optimizer, plan), plan.afterwards
         try:
             yield plan
         finally:
-            self._steps_next = None
-        if automatic and plan.why_not is None and not plan.keeps_gradients:
-            self.pipeline.optimizers.give_up_gradients(optimizer)
+            self._steps_next, optimizers.afterwards = None, Afterwards.DROPPED

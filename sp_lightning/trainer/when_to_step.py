@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline import Afterwards, Pipeline
 from sp_lightning.trainer._namespace import Namespace
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ _OF_THE_STRATEGY = ("backward", "post_backward", "optimizer_step")
 _CLIPS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients")
 _OF_THE_PRECISION = ("backward", *_CLIPS, "optimizer_step", "post_backward")
 _BEFORE_ZERO_GRAD = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "lr_scheduler_step")
-_AFTER_THE_STEP = (
-    *_BEFORE_ZERO_GRAD, "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_validation_start",
-)  # fmt: skip
+_AFTER_THE_STEP = ("on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_validation_start")
 _NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 
 
@@ -40,14 +38,14 @@ class SteppingPlan:
         why_not_in_backward: Why units are not stepped before backward ends; None if they are.
         needs_norms: Whether something between backward and the step needs the norms of gradients.
         clamp: The absolute value that gradients are clipped to; None if they are not clipped by value.
-        keeps_gradients: Whether something may read gradients after the step.
+        afterwards: What becomes of the gradients that the step has used: whether something may read them.
     """
 
     why_not: str | None
     why_not_in_backward: str | None
     needs_norms: bool
     clamp: float | None
-    keeps_gradients: bool
+    afterwards: Afterwards
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,15 @@ class WhenToStep:
             reasons[0] if reasons else None,
             needs_norms=scales or (clips and not by_value) or _is_users(self.module, "configure_gradient_clipping"),
             clamp=float(trainer.gradient_clip_val) if by_value else None,
-            keeps_gradients=any(_overridden([self.module, *trainer.callbacks], _AFTER_THE_STEP)),
+            afterwards=self._afterwards(),
         )
+
+    def _afterwards(self) -> Afterwards:
+        hooked = [self.module, *self.module.trainer.callbacks]  # type: ignore[attr-defined]
+        if any(_overridden(hooked, _BEFORE_ZERO_GRAD)) or any(_overridden([self.strategy], ("optimizer_step",))):
+            return Afterwards.KEPT_UNTIL_ZEROED
+        kept = any(_overridden(hooked, _AFTER_THE_STEP))
+        return Afterwards.KEPT_UNTIL_THE_NEXT_STEP if kept else Afterwards.DROPPED
 
     def _hindrances(self, automatic: bool) -> list[str]:
         """List what may read or change gradients between backward and the step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, asdict, fields
+from dataclasses import asdict, fields
 
 import pytest
 import torch
@@ -16,21 +16,9 @@ from sp_lightning.pipeline.sizes import readable_bytes
 from ..zoo.blocks import Block, chain
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (2**20, "1.0 MiB"),
-        (5 * 2**30, "5.0 GiB"),
-        (3 * 2**40, "3.0 TiB"),
-        (5000 * 2**40, "5000.0 TiB"),
-    ],
-)
-def test_readable_bytes(count: int, text: str) -> None:
-    assert readable_bytes(count) == text
+def test_readable_bytes() -> None:
+    counts = [0, 1023, 1024, 1536, 5 * 2**30, 5000 * 2**40]
+    assert [*map(readable_bytes, counts)] == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 GiB", "5000.0 TiB"]
 
 
 def test_clearing_counters() -> None:
@@ -125,14 +113,6 @@ def test_the_table(k: int, phrase: str) -> None:
     assert any(row.startswith("units") and f"6 {phrase}" in row for row in rows)
     assert any(row.startswith("k, k_prime") and row.endswith(f"{k}, 1") for row in rows)
     assert "nan" not in str(rows)
-
-
-def test_a_summary_is_a_value() -> None:
-    pipeline = superpipeline(chain(3), "cpu")
-    with pytest.raises(FrozenInstanceError):
-        pipeline.summary().k = 7  # type: ignore[misc]
-    assert pipeline.summary() == pipeline.summary()
-    pipeline.detach()
 
 
 def test_counters_of_one_step() -> None:

@@ -124,11 +124,13 @@ def test_recomputing_takes_compute_time_and_offloading_takes_copies() -> None:
         way.policy: predict(workload, machine, Choice(8, ways=(way,) * 8)) for way in (keep, recompute, offload, both)
     }
     assert {policy: each.seconds for policy, each in took.items()} == pytest.approx(
-        {"keep": 24.0, "recompute": 32.0, "offload": 24.0 + 24.0 + 3.0, "recompute_offload": 32.0}, rel=0.06
+        {"keep": 24.0, "recompute": 32.0, "offload": 29.0 + 30.0, "recompute_offload": 32.0}, rel=0.06
     )
     held = {policy: each.device_bytes - 8 * 64 - 7 for policy, each in took.items()}
     assert held == {"keep": 8 * 400, "recompute": 7 * 100 + 400, "offload": 800, "recompute_offload": 500}
-    assert [took["offload"].lanes[lane] for lane in (Lane.TO_HOST, Lane.TO_DEVICE)] == [24.0, 24.0], "the last two stay"
+    assert [took["offload"].lanes[lane] for lane in (Lane.TO_HOST, Lane.TO_DEVICE)] == [28.0, 28.0], (
+        "the last one stays"
+    )
     assert (took["offload"].host_bytes, took["recompute_offload"].host_bytes) == (8 * 400, 8 * 100)
 
 

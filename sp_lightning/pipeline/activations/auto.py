@@ -8,21 +8,16 @@ A call with larger inputs than any that was measured recomputes as well, and is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.footprint import Footprint
+from sp_lightning.pipeline.activations.footprint import Footprint, Measured
 from sp_lightning.pipeline.activations.link import Link
-from sp_lightning.pipeline.activations.measured import Measured
-from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
+from sp_lightning.pipeline.activations.recompute import SecondForwards
 from sp_lightning.pipeline.activations.ways import RECOMPUTING, Policy, Way, choose_ways, peak
-from sp_lightning.pipeline.activations.workspace import Workspace
 from sp_lightning.pipeline.host_memory import available_host_memory
-from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.weights.units import Member
 
@@ -33,10 +28,8 @@ class AutoPolicy:
     """Measures units and chooses a policy for each.
 
     Args:
-        backend: Times forwards and copies, and tells how much device memory is allocated.
-        meter: Counts what is held for backward.
+        second_forwards: Tells how long they took, and which members have none any more.
         budget: Returns how many bytes activations may take now.
-        never_again: Members that must not recompute, because that has failed in backward.
         pin: Whether host memory for activations is pinned.
         warns: Whether to warn if nothing fits. A planner can still make room, and warns by itself.
 
@@ -45,57 +38,38 @@ class AutoPolicy:
         outside_bytes: The most bytes that were saved outside of units elsewhere: by a norm between them, say.
         reserve_bytes: Bytes that must stay free besides, for gradients of activations; 0 where the device tells what
             operations take, because units and the turn include it then.
+        in_use: The policy that each member had in the last step, if it was called.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        meter: Meter,
-        budget: Callable[[], int],
-        never_again: Set[str],
-        *,
-        pin: bool,
-        warns: bool = True,
+        self, second_forwards: SecondForwards, budget: Callable[[], int], *, pin: bool, warns: bool = True
     ) -> None:
-        self._backend = backend
-        self._meter = meter
+        self._second_forwards = second_forwards
+        self._meter = second_forwards.saved.meter
+        self._backend = second_forwards.backend
         self._budget = budget
-        self._never_again = never_again
         self._pin = pin
+        self._warns = warns
         self._link: Link | None = None
         self._step = self._pass = 0
         self._units: dict[str, Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
-        self._in_use: dict[str, Policy] = {}  # in this step
-        self._measuring: set[str] = set()  # in this step
-        self._saved_at_turn: int | None = None  # in this step
-        self._workspace_at_turn = 0
-        self._is_first_step = True  # of those that are measured
-        self._reached: str | None = None  # the member that backward has reached last
-        self._second_forwards: list[tuple[Measured, int, Any, Any]] = []
-        self._warns = warns
         self._choice_is_outdated = False
-        self._workspace = Workspace(backend, meter)
+        self._measuring: set[str] = set()  # in this step
+        self._is_first_step = True  # of those that are measured
+        self._saved_at_turn: int | None = None  # in this step
+        self._operations = self._operations_at_turn = 0  # bytes that they took besides what is saved
+        self._has_turned = False  # in this pass
+        self.in_use: dict[str, Policy] = {}
         self.turn_bytes = 0
         self.outside_bytes = 0
         self.reserve_bytes = 0
 
-    def conclude_step(self) -> None:
-        """Choose anew if the last step has measured anything, or if the room has changed."""
-        self._workspace.end()
-        if self._measuring and not self._pass:  # no backward came, so half of the step was not seen
-            self.measure_again()
-        if (self._measuring or self._choice_is_outdated) and self._units:
-            self._choose()
-        self._choice_is_outdated = False
-        self._measuring.clear()
+    # --------------------------------------------------------------------------------------------- what planners read
 
-    def begin_step(self) -> None:
-        """Begin a step, for which the one before was concluded."""
-        self._step += 1
-        self._pass = 0
-        self._saved_at_turn = self._reached = None
-        self._in_use = {}
+    def ways(self) -> dict[str, list[Way]]:
+        """Return the ways that are open to each measured member, in the order of the forward."""
+        return self._ways(self._operations)
 
     def prescribe(self, policies: Mapping[str, Policy] | None) -> None:
         """Use these policies for all members that were measured, until something is measured again.
@@ -121,27 +95,44 @@ class AutoPolicy:
     @property
     def counts_operations(self) -> bool:
         """Whether the memory that operations take is included in what units and the turn take."""
-        return self._workspace.is_known
+        return self._meter.knows_operations
 
-    @property
-    def in_use(self) -> Mapping[str, Policy]:
-        """The policy that each member had in the last step, if it was called."""
-        return self._in_use
+    def update_peaks(self) -> None:
+        """Update `turn_bytes`, `outside_bytes` and `reserve_bytes` from what the last step has shown."""
+        working = max((unit.footprint.working for unit in self._units.values()), default=0)
+        self.reserve_bytes = 0 if self.counts_operations else working
+        if self.in_use:
+            used = []
+            for name, ways in self._ways(operations=0).items():
+                if name in self.in_use:
+                    of = {way.policy: way for way in ways}
+                    used.append(of.get(self.in_use[name], of["keep"]))
+            saved = self._saved_at_turn or 0
+            self.turn_bytes = max(self.turn_bytes, saved + self._operations_at_turn)
+            self.outside_bytes = max(self.outside_bytes, self._meter.step_peak - peak(used, saved))
 
-    def ways(self) -> dict[str, list[Way]]:
-        """Return the ways that are open to each measured member, in the order of the forward."""
-        self._take_times()
-        link = self._link_for_offloading()
-        staying = list(dict.fromkeys(measured.unit for measured in self._units.values()))[-UNITS_THAT_STAY:]
-        first = next(iter(self._units), None)  # is given the batch, which whoever runs the step holds
-        return {
-            name: measured.ways(
-                None if measured.unit in staying else link,
-                may_recompute=name not in self._never_again,
-                inputs_stay=name == first,
-            )
-            for name, measured in self._units.items()
-        }
+    # ------------------------------------------------------------------------------------------------------- in a step
+
+    def conclude_step(self) -> None:
+        """Choose anew if the last step has measured anything, or if the room has changed."""
+        if self._measuring and not self._pass:  # no backward came, so half of the step was not seen
+            for unit in self._units.values():
+                unit.forget(self._step)
+            self._units = {name: unit for name, unit in self._units.items() if unit.passes}
+            self._second_forwards.times.clear()
+            self._choice_is_outdated = True
+        if (self._measuring or self._choice_is_outdated) and self._units:
+            self._choose()
+        self._choice_is_outdated = self._second_forwards.timed = False
+        self._measuring.clear()
+
+    def begin_step(self) -> None:
+        """Begin a step, for which the one before was concluded."""
+        self._step += 1
+        self._pass = 0
+        self._saved_at_turn = None
+        self._has_turned = False
+        self.in_use = {}
 
     def policy(self, member: Member, size: int, inputs: Iterable[Tensor]) -> Policy:
         """Return the policy for a call, and note whether the call is measured.
@@ -155,11 +146,12 @@ class AutoPolicy:
         if unit is None or size > unit.size or not unit.is_measured:
             if not self._measuring:
                 self._is_first_step = not self._units
-                if not self._is_first_step:  # the first one also allocates memory that stays
-                    self._workspace.begin(inputs)
+                self._second_forwards.timed = True
+                # the first step also allocates memory that stays
+                self._meter.measure(inputs, operations=not self._is_first_step)
             self._measuring.add(member.name)
         policy = "recompute" if member.name in self._measuring else self._chosen[member.name]
-        self._in_use[member.name] = policy
+        self.in_use[member.name] = policy
         return policy
 
     def note(self, member: Member, size: int, call: Footprint) -> None:
@@ -171,68 +163,33 @@ class AutoPolicy:
             seen = 0 if self._is_first_step else size  # inputs as large as the first step's are measured once more
             unit.add((self._step, self._pass), seen, call)
 
-    def measure_again(self) -> None:
-        """Discard what the last step has measured, because it was not finished."""
-        for unit in self._units.values():
-            unit.forget(self._step)
-        self._units = {name: unit for name, unit in self._units.items() if unit.passes}
-        self._second_forwards.clear()
-        self._choice_is_outdated = True
-
-    def end_call(self, member: Member) -> None:
+    def end_call(self) -> None:
         """Note that a unit's forward has run."""
-        self._end_stretch(member.name)
+        self._operations = max(self._operations, self._meter.end_stretch())
 
     def begin_backward(self) -> None:
         """Note how much was saved after the last unit; as backward only begins, all of it is still held."""
         if self._saved_at_turn is None:
             self._saved_at_turn = self._meter.added
 
-    def reach(self, member: Member) -> None:
-        """Note that backward has reached a unit."""
-        if self._workspace.is_measuring:
-            self._end_stretch(self._reached)
-            self._reached = member.name
+    def reach(self) -> None:
+        """Note that backward has reached a unit: the first time, the stretch of the turn ends."""
+        if self._measuring:
+            taken = self._meter.end_stretch()
+            if self._has_turned:
+                self._operations = max(self._operations, taken)
+            else:
+                self._operations_at_turn = max(self._operations_at_turn, taken)
+            self._has_turned = True
 
     def end_backward(self) -> None:
         """End the last stretch together with backward: between steps users reset memory statistics, too."""
         self._pass += 1
-        if self._reached is not None:
-            self._end_stretch(self._reached)
-            self._reached = None
+        if self._has_turned:
+            self.end_call()
+        self._has_turned = False
 
-    def mark(self) -> Any:
-        """Return a mark of this moment on the device."""
-        return self._backend.mark()
-
-    def note_second_forward(self, member: Member, begin: Any, end: Any) -> None:
-        """Record that a member's forward has run again between these two marks."""
-        if member.name in self._measuring:
-            self._second_forwards.append((self._units[member.name], self._step, begin, end))
-
-    def update_peaks(self) -> None:
-        """Update `turn_bytes`, `outside_bytes` and `reserve_bytes` from what the last step has shown."""
-        working = max((unit.footprint.working for unit in self._units.values()), default=0)
-        self.reserve_bytes = 0 if self._workspace.is_known else working
-        if self._in_use:
-            used = [self._way_used(name, ways) for name, ways in self.ways().items() if name in self._in_use]
-            saved = self._saved_at_turn or 0
-            self.turn_bytes = max(self.turn_bytes, saved + self._workspace_at_turn)
-            self.outside_bytes = max(self.outside_bytes, self._meter.step_peak - peak(used, saved))
-
-    def _way_used(self, name: str, ways: Sequence[Way]) -> Way:
-        """Return the way that a member used, without the workspace of its operations."""
-        of = {way.policy: way for way in ways}
-        way = of.get(self._in_use[name], of["keep"])
-        return replace(way, working=way.working - self._units[name].workspace)
-
-    def _end_stretch(self, member: str | None) -> None:
-        """Attribute the workspace of the stretch that ends to a member, or to the turn if there is none."""
-        taken = self._workspace.end_stretch()
-        if member in self._units:
-            self._units[member].workspace = max(self._units[member].workspace, taken)
-        else:
-            self._workspace_at_turn = max(self._workspace_at_turn, taken)
+    # ------------------------------------------------------------------------------------------------------- the choice
 
     def _choose(self) -> None:
         self.update_peaks()
@@ -251,10 +208,27 @@ class AutoPolicy:
                 stacklevel=2,
             )
 
+    def _ways(self, operations: int) -> dict[str, list[Way]]:
+        self._take_times()
+        link = self._link_for_offloading()
+        staying = list(dict.fromkeys(measured.unit for measured in self._units.values()))[-UNITS_THAT_STAY:]
+        first = next(iter(self._units), None)  # is given the batch, which whoever runs the step holds
+        return {
+            name: measured.ways(
+                None if measured.unit in staying else link,
+                may_recompute=not self._second_forwards.histories[name].never,
+                inputs_stay=name == first,
+                operations=operations,
+            )
+            for name, measured in self._units.items()
+        }
+
     def _take_times(self) -> None:
-        for unit, step, begin, end in self._second_forwards:
-            unit.seconds[step] = unit.seconds.get(step, 0.0) + self._backend.seconds(begin, end)
-        self._second_forwards.clear()
+        for name, begin, end in self._second_forwards.times:
+            if name in self._measuring and name in self._units:
+                seconds = self._units[name].seconds
+                seconds[self._step] = seconds.get(self._step, 0.0) + self._backend.seconds(begin, end)
+        self._second_forwards.times.clear()
 
     def _link_for_offloading(self) -> Link | None:
         """Return the speed of copies; None if there is nothing to offload, or no room for it on the host."""

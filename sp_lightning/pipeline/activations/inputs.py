@@ -4,45 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from sp_lightning.pipeline.activations.contract import PLAIN
 from sp_lightning.pipeline.activations.memory import Offloaded
 from sp_lightning.pipeline.activations.saved import Kept, Packed, SavedTensors
-from sp_lightning.pipeline.activations.stand_ins import StandIns, take_attributes
-from sp_lightning.pipeline.torch_private import storage_key
 
 
 class Inputs:
     """The arguments of a unit's call, with tensors packed as autograd would have saved them.
 
     Attributes:
-        objects: Stand-ins for arguments that are neither tensors nor containers known to pytree, such as a cache, and
-            for what users have set as attributes of tensors.
+        objects: Arguments that are neither tensors nor containers known to pytree, such as a cache.
+        have_attributes: Whether a user has set attributes of a tensor among them, which a second one would not have.
     """
 
-    def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any], stand_ins: StandIns) -> None:
+    def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._saved = saved
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
-        tensors = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
-        others = {id(leaf): leaf for leaf in leaves if not isinstance(leaf, Tensor)}
-        self._distinct = [_Input(tensor, stand_ins) for tensor in tensors.values()]
-        self.objects = stand_ins.of(others.values())
-        held = dict(zip([*tensors, *others], [*self._distinct, *self.objects], strict=True))
-        self.objects += [tensor.attributes for tensor in self._distinct if tensor.attributes]
+        held = {id(leaf): _Input(leaf) for leaf in leaves if _is_data(leaf)}
+        self.objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
+        self.have_attributes = any(type(leaf) is Tensor and bool(vars(leaf)) for leaf in leaves)
+        self._distinct = list(held.values())
         self._leaves = [held.get(id(leaf), leaf) for leaf in leaves]  # a weight is held as it is
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, without weights, until they are released."""
         return [held.tensor for held in self._distinct if held.tensor is not None]
-
-    @property
-    def outlive_the_call(self) -> bool:
-        """Whether all tensors stay valid after the call; `torch.func` unwraps its own when a transform ends."""
-        return all(storage_key(tensor) or tensor.layout is not torch.strided for tensor in self.tensors)
 
     @property
     def are_changed(self) -> bool:
@@ -53,7 +44,7 @@ class Inputs:
         """Pack the tensors, from which they are unpacked to be rebuilt."""
         for held in self._distinct:
             assert held.tensor is not None
-            held.packed = self._saved.pack(held.tensor)
+            held.packed = self._saved.handle(held.tensor) or self._saved.hold(held.tensor)
 
     def release(self) -> None:
         """Leave the tensors to what they were packed into."""
@@ -77,26 +68,24 @@ class _Input:
     Attributes:
         tensor: The tensor; None once it was released.
         packed: What it was packed into.
-        attributes: What users have set as attributes of it.
     """
 
     packed: Packed
 
-    def __init__(self, tensor: Tensor, stand_ins: StandIns) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor.detach()
-        (self.attributes,) = stand_ins.of([vars(tensor)]) if vars(tensor) else ({},)
         self._requires_grad = tensor.requires_grad
 
     @property
     def is_changed(self) -> bool:
         if isinstance(self.packed, Offloaded):
             return self.packed.view.changed_in_place
-        return isinstance(self.packed, Kept) and self.packed.is_changed
+        if isinstance(self.packed, Kept):
+            return self.packed.is_changed
+        return type(self.packed) is tuple and self.packed[0]._version != self.packed[1]
 
     def rebuild_from(self, unpacked: Tensor) -> Tensor:
-        tensor = unpacked.detach().requires_grad_(self._requires_grad)
-        take_attributes(tensor, self.attributes)
-        return tensor
+        return unpacked.detach().requires_grad_(self._requires_grad)
 
 
 def _is_data(value: Any) -> bool:

@@ -5,9 +5,9 @@ While a unit's forward runs, what autograd saves is noted, and nothing more. Whe
 among it is copied to the host once, however many views of it were saved (q, k and v of one projection). The device
 memory is held until the next unit is left. Then computing waits for the copy, so whoever gets that memory next writes
 to it after the copy has read it. Backward fetches the activations of the unit before the one that it reaches, and
-autograd frees them node by node, like everything that it saves. The last units before backward keep theirs, because
-they are needed at once. So about two units' activations are on the device at any time, in forward and in backward; or
-two members', if several modules make a unit: a unit's size is about weights, and its members may save a lot.
+autograd frees them node by node, like everything that it saves. What is still on the device when backward comes to it
+is used there. So about two units' activations are on the device at any time, in forward and in backward; or two
+members', if several modules make a unit: a unit's size is about weights, and its members may save a lot.
 
     forward of unit   3              4              5              the turn
       3's activations are saved      leave          are on the host
@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import WeakValueDictionary, ref
 
@@ -39,29 +38,26 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import in_backward, storage_key
-from sp_lightning.pipeline.weights.units import Member, Unit
+from sp_lightning.pipeline.weights.units import Member
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
-_NEGLIGIBLE = 100  # one part in so many of a unit's bytes stays, the smallest tensors: each copy costs host time
-UNITS_THAT_STAY = 2  # units before the turn whose activations stay: as many as are on the device at any other time
+UNITS_THAT_STAY = 1  # units before the turn for which sending gains nothing: backward needs them at once
 
 
 class Bundle:
     """Activations that were saved in one call of a unit's member.
 
     Attributes:
-        unit: The unit.
+        name: The name of the unit.
         leaves: Whether they are to be offloaded. A bundle that stays exists all the same, to tell what backward
             needs next.
-        number: The number of the unit's call: that of the bundle before, if it is of another member of the unit.
         before: The bundle that was completed before this one; backward needs it next.
         around: Bundles of the calls that enclose this one.
     """
 
-    def __init__(self, member: Member, leaves: bool, number: int, around: Iterable[Bundle]) -> None:
-        self.unit: Unit | None = member.unit
+    def __init__(self, member: Member, leaves: bool, around: Iterable[Bundle]) -> None:
+        self.name = member.unit_name
         self.leaves = leaves
-        self.number = number
         self.before: Bundle | None = None
         self.around = tuple(around)
         self._activations: dict[int, ref[Activation]] = {}
@@ -71,11 +67,6 @@ class Bundle:
         activation.unit = activation.unit or self.name
         self._activations[id(activation)] = ref(activation)
 
-    @property
-    def name(self) -> str:
-        """The name of the unit."""
-        return "" if self.unit is None else self.unit.name
-
     def alive(self) -> list[Activation]:
         """Return the activations that autograd has not dropped yet."""
         return [activation for found in self._activations.values() if (activation := found()) is not None]
@@ -84,7 +75,6 @@ class Bundle:
 class _Leaving(NamedTuple):
     """A copy to the host that was started, and the memory that it reads."""
 
-    bundle: Bundle
     activation: Activation
     source: Tensor
 
@@ -97,6 +87,9 @@ class Offloader:
         pool: Lends host memory.
         meter: Counts what is held on the device, and knows what stays there in any case.
         stats: Counters.
+
+    Attributes:
+        open: The bundles of the calls that are under way, innermost last; None for those without a graph.
     """
 
     def __init__(self, backend: Backend, pool: HostPool, meter: Meter, stats: Stats) -> None:
@@ -106,11 +99,8 @@ class Offloader:
         self._stats = stats
         self._lock = threading.RLock()  # backward on an accelerator runs in a thread of autograd's
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
-        self._open: list[Bundle | None] = []
+        self.open: list[Bundle | None] = []
         self._last_bundle: Bundle | None = None
-        self._number = 0  # of the unit's call that is under way
-        self._called: set[Member] = set()  # the members that it has called so far
-        self._staying: deque[Bundle] = deque()
         self._leaving: list[_Leaving] = []
         self._fetched: list[ref[Activation]] = []
         self._leftovers: deque[Leftover] = deque()
@@ -125,7 +115,7 @@ class Offloader:
     @property
     def current(self) -> Bundle | None:
         """The bundle of the call that was entered last; None in backward, and without a graph."""
-        return self._open[-1] if self._open else None
+        return self.open[-1] if self.open else None
 
     def enter(self, member: Member, leaves: bool) -> None:
         """Note that a call of a unit begins.
@@ -136,65 +126,43 @@ class Offloader:
         """
         with self._lock:
             is_forward = torch.is_grad_enabled() and not in_backward()  # what a recomputation saves is used at once
-            self._open.append(self._bundle_for(member, leaves) if is_forward else None)
+            around = [bundle for bundle in self.open if bundle is not None]
+            self.open.append(Bundle(member, leaves, around) if is_forward else None)
 
-    def _bundle_for(self, member: Member, leaves: bool) -> Bundle:
-        last = self._last_bundle
-        if last is None or last.unit is not member.unit or member in self._called:
-            self._number += 1
-            self._called.clear()
-        self._called.add(member)
-        return Bundle(member, leaves, self._number, [bundle for bundle in self._open if bundle is not None])
-
-    def leave(self, ahead: Callable[[], int]) -> None:
-        """End the call that was entered last, and send what need not stay until backward.
-
-        Args:
-            ahead: Returns how many other units forward is expected to use before backward begins.
-        """
+    def leave(self) -> None:
+        """End the call that was entered last, and send what it has saved."""
         with self._lock:
-            bundle = self._open.pop() if self._open else None  # none is open after a reset
+            bundle = self.open.pop() if self.open else None  # none is open after a reset
             if bundle is None:
                 return
-            if bundle is not self._last_bundle:
-                bundle.before, self._last_bundle = self._last_bundle, bundle
-            self._release_sent_except(bundle)
+            bundle.before, self._last_bundle = self._last_bundle, bundle
+            self._release_sent(set())
             self._reclaim_host_memory()
-            if bundle.leaves and bundle not in self._staying:
-                self._staying.append(bundle)
-            may_stay = max(0, UNITS_THAT_STAY - ahead())
-            while len({bundle.number for bundle in self._staying}) > may_stay:
-                self._send(self._staying.popleft())
+            if bundle.leaves:
+                self._send(bundle)
 
     def _send(self, bundle: Bundle) -> None:
         """Start copying a bundle's activations to the host."""
-        here = [a for a in bundle.alive() if a.stage is Stage.DEVICE and a.is_worth_a_copy()]
-        by_size = sorted(here, key=lambda activation: activation.held)
-        staying = set(by_size[: negligible([activation.held for activation in by_size])])
-        for activation in [activation for activation in here if activation not in staying]:
+        for activation in bundle.alive():
+            if activation.stage is not Stage.DEVICE or not activation.is_worth_a_copy():
+                continue
             activation.host = self._pool.take(activation.nbytes)
             source = activation.source()
             activation.ticket = self._backend.download(activation.host.bytes, source)
             self._backend.trace.moved(Kind.OFFLOAD, bundle.name, activation.nbytes, activation.ticket)
             activation.stage = Stage.LEAVING
-            self._leaving.append(_Leaving(bundle, activation, source))
+            self._leaving.append(_Leaving(activation, source))
             self._stats.bytes_to_host += activation.nbytes
             self._stats.offloaded_bytes += activation.nbytes
 
-    def _release_sent_except(self, bundle: Bundle | None) -> None:
-        """Free the device memory of what was sent, except this bundle's; computing, not the host, waits for copies."""
-        for leaving in self._leaving:
-            if leaving.bundle is not bundle and leaving.activation.stage is Stage.LEAVING:
-                assert leaving.activation.ticket is not None
-                self._backend.trace.wait(leaving.activation.ticket, "activations")
-                leaving.activation.release()
-        self._leaving = [leaving for leaving in self._leaving if leaving.activation.stage is Stage.LEAVING]
-
-    def _cancel(self, activation: Activation) -> None:
-        """Keep an activation on the device after all, although its copy to the host was started."""
-        assert activation.host is not None
-        self._leftovers.append(Leftover(activation.host, None, activation.ticket))
-        activation.stage, activation.host, activation.ticket = Stage.DEVICE, None, None
+    def _release_sent(self, needed: set[Activation]) -> None:
+        """Free the device memory of what was sent, except what is needed; computing, not the host, waits for copies."""
+        for activation, _ in self._leaving:
+            if activation not in needed:
+                assert activation.ticket is not None
+                self._backend.trace.wait(activation.ticket, "activations")
+                activation.release()
+        self._leaving = [sent for sent in self._leaving if sent.activation.stage is Stage.LEAVING]
 
     # ------------------------------------------------------------------------------------------------ saved tensors
 
@@ -251,10 +219,7 @@ class Offloader:
             # what was saved last is used first
             wanted = [*reversed(bundle.alive()), *reversed(bundle.before.alive() if bundle.before else [])]
             needed = {*wanted, *(activation for other in bundle.around for activation in other.alive())}
-            for activation in needed:
-                if activation.stage is Stage.LEAVING:
-                    self._cancel(activation)
-            self._release_sent_except(None)
+            self._release_sent(needed)
             self._release_fetched_except(needed)
             self._reclaim_host_memory()
             for activation in wanted:
@@ -264,6 +229,7 @@ class Offloader:
     def end_backward(self) -> None:
         """Free the device memory of what a retained graph still holds; it waits on the host for the next backward."""
         with self._lock:
+            self._release_sent(set())
             self._release_fetched_except(set())
             self._reclaim_host_memory()
 
@@ -309,13 +275,12 @@ class Offloader:
         host.
         """
         with self._lock:
-            self._open.clear()
-            self._staying.clear()
-            self._called.clear()
+            self.open.clear()
             self._last_bundle = None
-            for leaving in self._leaving:
-                if leaving.activation.stage is Stage.LEAVING:
-                    self._cancel(leaving.activation)
+            for activation in [sent.activation for sent in self._leaving if sent.activation.stage is Stage.LEAVING]:
+                assert activation.host is not None
+                self._leftovers.append(Leftover(activation.host, None, None))
+                activation.stage, activation.host, activation.ticket = Stage.DEVICE, None, None
             self._leaving.clear()
             self._release_fetched_except(set(), landed=True)
             self._reclaim_host_memory(landed=True)
@@ -326,13 +291,3 @@ class Offloader:
             self.abandon()
             self._closed = True
             self._pool.close()
-
-
-def negligible(sizes: Sequence[int]) -> int:
-    """Return how many of the smallest pieces of memory stay.
-
-    Args:
-        sizes: The bytes of all pieces, in ascending order.
-    """
-    most = sum(sizes) // _NEGLIGIBLE
-    return sum(up_to_here <= most for up_to_here in accumulate(sizes))

@@ -13,8 +13,10 @@ last one, and backward reads weights as they are then.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -62,16 +64,51 @@ class _Handle:
         self.twin.saved_views -= self._views
 
 
-class Kept:
-    """A saved tensor that is held as it is, with the version that autograd would have checked.
+class Recording(ABC):
+    """What the forward of one call saves, held for as long as it is not dropped.
 
-    It can be dropped, and filled again.
+    The graph holds the recording. It holds saved tensors by weak references only, so that autograd frees each of them
+    when its node has run.
+
+    Attributes:
+        kept: What was saved, in order.
+        saves_nested: Whether there is a nested tensor among it.
     """
 
-    __slots__ = ("__weakref__", "_counted", "_like", "_meter", "tensor", "version")
+    def __init__(self) -> None:
+        self.kept: list[ref[Kept]] = []
+        self.saves_nested = False
 
-    def __init__(self, tensor: Tensor, meter: Meter) -> None:
+    def keep(self, tensor: Tensor, meter: Meter) -> Kept:
+        """Hold a tensor until it is dropped."""
+        self.saves_nested = self.saves_nested or tensor.is_nested
+        kept = Kept(tensor, meter, self)
+        self.kept.append(ref(kept))
+        return kept
+
+    def alive(self) -> list[Kept | None]:
+        """Return what was saved, in order, with None in place of what autograd needs no longer."""
+        return [reference() for reference in self.kept]
+
+    @abstractmethod
+    def repeat(self) -> None:
+        """Fill what was dropped."""
+
+
+class Kept:
+    """A saved tensor that is held as it is, with the version that autograd would have checked, and counted.
+
+    Args:
+        tensor: The tensor.
+        meter: Counts it.
+        recording: Fills it again after it was dropped; None if it never is.
+    """
+
+    __slots__ = ("__weakref__", "_counted", "_like", "_meter", "_recording", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, meter: Meter, recording: Recording | None = None) -> None:
         self._meter = meter
+        self._recording = recording
         self._counted = meter.add(tensor)
         # detached from its node, which may be the one that saves it: a cycle through C++, which would never be freed
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
@@ -88,9 +125,12 @@ class Kept:
         Raises:
             RuntimeError: If it has been changed in place since then.
         """
+        if self.tensor is None:
+            assert self._recording is not None
+            self._recording.repeat()
         assert self.tensor is not None
-        if self.is_changed:
-            raise RuntimeError(_changed_in_place(f"a tensor of shape {list(self.tensor.shape)}"))
+        if self.tensor._version != self.version:
+            raise _changed_in_place(self.tensor.shape)
         return self.tensor
 
     def drop(self) -> None:
@@ -120,7 +160,8 @@ class _Delegated(NamedTuple):
     unpack: Callable[[Any], Tensor]
 
 
-Packed: TypeAlias = _Handle | Offloaded | Kept | _Delegated
+Packed: TypeAlias = _Handle | Offloaded | Kept | _Delegated | tuple[Tensor, int]
+"""What autograd holds in place of a saved tensor; where nobody counts, the tensor itself with its version."""
 
 
 class SavedTensors:
@@ -133,11 +174,13 @@ class SavedTensors:
 
     Attributes:
         twins: Twins by the identity of their memory.
+        recording: Holds what the call that is under way saves; None if nothing of it is to be dropped.
     """
 
     def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
         self.twins: dict[int, Twin] = {}
+        self.recording: Recording | None = None
         self.require = require
         self._offloader = offloader
         self._pushed = 0
@@ -193,7 +236,19 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Return what autograd saves in place of a tensor."""
-        return self.handle(tensor) or self._offloader.pack(tensor) or Kept(tensor, self.meter)
+        handle = self.handle(tensor)
+        if handle is not None:
+            return handle
+        return self.hold(tensor) if self.recording is None else self.recording.keep(tensor, self.meter)
+
+    def hold(self, tensor: Tensor) -> Packed:
+        """Hold a tensor that is no weight, on the device or on the host."""
+        offloaded = self._offloader.pack(tensor) if self._offloader.open else None
+        if offloaded is not None:
+            return offloaded
+        if self.meter.counts:
+            return Kept(tensor, self.meter)
+        return (tensor.detach() if tensor.requires_grad else tensor), tensor._version  # see `Kept`
 
     def unpack(self, packed: Packed) -> Tensor:
         """Return the saved tensor, ready for backward to read.
@@ -202,6 +257,14 @@ class SavedTensors:
             RuntimeError: If it was changed in place in the meantime, or belongs to an arrangement that no longer
                 exists.
         """
+        if isinstance(packed, _Handle):
+            return self._unpack_weight(packed)
+        if isinstance(packed, Kept):
+            return packed.get()
+        if isinstance(packed, Offloaded):
+            if packed.view.changed_in_place:
+                raise _changed_in_place(packed.view.shape)
+            return self._offloader.unpack(packed)
         if isinstance(packed, _Delegated):
             tensor = packed.unpack(packed.packed)
             with without_torch_function():
@@ -209,20 +272,20 @@ class SavedTensors:
             if twin is not None:
                 self.require(twin)
             return tensor
-        if isinstance(packed, Kept):
-            return packed.get()
-        if isinstance(packed, Offloaded):
-            if packed.view.changed_in_place:
-                raise RuntimeError(_changed_in_place(f"a tensor of shape {list(packed.view.shape)}"))
-            return self._offloader.unpack(packed)
-        twin = packed.twin
+        tensor, version = packed
+        if tensor._version != version:
+            raise _changed_in_place(tensor.shape)
+        return tensor
+
+    def _unpack_weight(self, handle: _Handle) -> Tensor:
+        twin = handle.twin
         if self.twins.get(twin.key) is not twin:
             raise outdated_graph_error(f"weight {twin.weight.name!r}")
         with without_torch_function():
-            if packed.is_outdated:
-                raise RuntimeError(_changed_in_place(f"weight {twin.weight.name!r}"))
+            if handle.is_outdated:
+                raise _changed_in_place(f"weight {twin.weight.name!r}")
             self.require(twin)
-        return packed.alias
+        return handle.alias
 
 
 class _Chained:
@@ -244,9 +307,10 @@ class _Chained:
         return handle or _Delegated(self._outer_pack(tensor), self._outer_unpack)
 
 
-def _changed_in_place(what: str) -> str:
-    return (
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} was "
+def _changed_in_place(what: torch.Size | str) -> RuntimeError:
+    name = what if isinstance(what, str) else f"a tensor of shape {list(what)}"
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} was "
         "changed between forward and backward. Enable anomaly detection to find the operation, with "
         "torch.autograd.set_detect_anomaly(True)."
     )

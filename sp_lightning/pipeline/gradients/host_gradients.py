@@ -21,6 +21,7 @@ from sp_lightning.pipeline.gradients.scaling import NO_SCALING, Scaling
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -164,9 +165,10 @@ class HostGradients:
 
     def drop_all(self, weights: Iterable[Weight]) -> None:
         """Leave these masters without gradients."""
-        for weight in weights:
-            self.drop(weight)
-            weight.master.grad = None
+        with without_torch_function():
+            for weight in weights:
+                self.drop(weight)
+                weight.master.grad = None
 
     # ------------------------------------------------------------------------------------------------ norms and scaling
 

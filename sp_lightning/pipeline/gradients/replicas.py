@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import parts_of
-from sp_lightning.pipeline.units.parameters import check_parameter
+from sp_lightning.pipeline.units.tree import check_parameter
 
 _Description = tuple[str, tuple[int, ...], str, tuple[int, ...]]  # name, shape, dtype, strides
 

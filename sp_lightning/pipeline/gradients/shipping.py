@@ -32,7 +32,7 @@ class Stepper(Protocol):
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients that arrive in a lower dtype are kept after the optimizer has used them."""
+        """Whether gradients are kept after the optimizer has used them."""
 
     def wants(self, unit: Unit) -> bool:
         """Tell whether the unit's complete gradients should go to the optimizer right away."""

@@ -73,7 +73,7 @@ def choose_cores(device: torch.device, threads: int | Literal["auto"], processes
     if device.type == "cpu":
         return HostCores(None if threads == "auto" else threads)
     allowed = allowed_cores()
-    near = allowed & _cores_of_node(_node_of(device))
+    near = allowed & _read_cores(_SYSTEM / f"devices/system/node/node{_node_of(device)}/cpulist")
     if near == allowed or any(name in os.environ for name in _BOUND_BY_USER):
         near = frozenset()
     if threads == "auto":
@@ -111,26 +111,17 @@ def user_chose_threads() -> bool:
 
 def allowed_cores() -> frozenset[int]:
     """Return the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
-def _node_of(device: torch.device) -> int | None:
-    """Return the NUMA node that a device is attached to, or None if torch or the system does not report it."""
+def _node_of(device: torch.device) -> str:
+    """Return the NUMA node that a device is attached to; "-1" if there is one alone, or it is not known."""
     properties = torch.get_device_module(device).get_device_properties(device)
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        node = int((_SYSTEM / "bus/pci/devices" / address / "numa_node").read_text())
-    except (AttributeError, OSError, ValueError):
-        return None
-    return node if node >= 0 else None  # -1 on machines with a single node
-
-
-def _cores_of_node(node: int | None) -> frozenset[int]:
-    if node is None:
-        return frozenset()
-    return _read_cores(_SYSTEM / f"devices/system/node/node{node}/cpulist")
+        return (_SYSTEM / "bus/pci/devices" / address / "numa_node").read_text().strip()
+    except (AttributeError, OSError):
+        return "-1"
 
 
 def _physical(cores: frozenset[int]) -> int:

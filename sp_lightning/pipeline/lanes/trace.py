@@ -30,41 +30,28 @@ class Lane(enum.Enum):
     TO_HOST = "to host"
     HOST = "host"
 
-    __hash__ = object.__hash__  # members are unique, and enum's own hash is slow: a replay adds to lanes all the time
-
 
 class Kind(enum.Enum):
-    """The purpose that a span of time was spent on."""
+    """The purpose that a span of time was spent on, and the lane that it occupies."""
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    STALL = "stall"
-    LOAD = "load"
-    FETCH = "fetch"
-    SUMS = "sums"
-    GRADIENTS = "gradients"
-    OFFLOAD = "offload"
-    STEP = "step"
-    ADD = "add"
+    FORWARD = "forward", Lane.COMPUTE
+    BACKWARD = "backward", Lane.COMPUTE
+    STALL = "stall", Lane.COMPUTE
+    LOAD = "load", Lane.TO_DEVICE
+    FETCH = "fetch", Lane.TO_DEVICE
+    SUMS = "sums", Lane.TO_DEVICE
+    GRADIENTS = "gradients", Lane.TO_HOST
+    OFFLOAD = "offload", Lane.TO_HOST
+    STEP = "step", Lane.HOST
+    ADD = "add", Lane.HOST
 
-    @property
-    def lane(self) -> Lane:
-        """The lane that it occupies."""
-        return _LANES[self]
+    lane: Lane
 
-
-_LANES = {
-    Kind.FORWARD: Lane.COMPUTE,
-    Kind.BACKWARD: Lane.COMPUTE,
-    Kind.STALL: Lane.COMPUTE,
-    Kind.LOAD: Lane.TO_DEVICE,
-    Kind.FETCH: Lane.TO_DEVICE,
-    Kind.SUMS: Lane.TO_DEVICE,
-    Kind.GRADIENTS: Lane.TO_HOST,
-    Kind.OFFLOAD: Lane.TO_HOST,
-    Kind.STEP: Lane.HOST,
-    Kind.ADD: Lane.HOST,
-}
+    def __new__(cls, value: str, lane: Lane) -> Kind:
+        """Make a member whose value is its name alone."""
+        made = object.__new__(cls)
+        made._value_, made.lane = value, lane
+        return made
 
 
 class Span(NamedTuple):

@@ -41,7 +41,7 @@ class EarlyStep:
         param_group_of: The index of the param group of each of its weights.
         look_up_settings: Returns its param groups as they are now, without parameters.
         clamp: Value to clip gradients to, plus and minus; None not to clip them.
-        keeps_gradients: Whether gradients that arrive in a lower dtype are kept after they have been used.
+        keeps_gradients: Whether gradients are kept after the step.
         settings: The param groups as they were when the first unit was stepped, and not when the scope began: hooks
             before backward may change them.
         stepped: Weights that have taken the step.
@@ -93,7 +93,6 @@ class EarlyStepper:
         steps: Gives steps to the thread.
         take_back: Called with each shipment that was not used after all.
         stats: Counters.
-        spent: Masters, by identity, whose gradients were used, and not kept; outlives an arrangement.
         is_nested: Tells whether the gradient that autograd has just finished may not be the last one for its weight.
     """
 
@@ -102,13 +101,11 @@ class EarlyStepper:
         steps: HostSteps,
         take_back: Callable[[Shipment], None],
         stats: Stats,
-        spent: set[int],
         is_nested: Callable[[], bool],
     ) -> None:
         self._steps = steps
         self._take_back = take_back
         self._stats = stats
-        self._spent = spent
         self._is_nested = is_nested
         self._current: EarlyStep | None = None
         self._arriving: dict[Group, list[Shipment]] = {}
@@ -173,13 +170,12 @@ class EarlyStepper:
         self._current = None
         self._arriving.clear()
         self._awaiting_step.clear()
-        self._spent.clear()
 
     # ------------------------------------------------------------------------------------------- while backward runs
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients that arrive in a lower dtype are kept after the optimizer has used them."""
+        """Whether gradients are kept after the optimizer has used them."""
         return self._current is not None and self._current.keeps_gradients
 
     def wants(self, unit: Unit) -> bool:
@@ -195,7 +191,7 @@ class EarlyStepper:
 
     def has_stepped(self, weight: Weight) -> bool:
         """Tell whether the weight was stepped already, so that another gradient of it would come too late."""
-        return self.awaits_step(weight) or self.gradient_was_used(weight)
+        return self.awaits_step(weight)
 
     def step_in_backward(self, shipment: Shipment) -> None:
         """Take note of gradients on their way to the optimizer; step the unit's group if they are its last."""
@@ -217,7 +213,6 @@ class EarlyStepper:
         del self._arriving[group]
         self._current.stepped.update(gradients)
         self._steps.begin(group, shares, [s.ticket for s in shipments], shipments)
-        self._spent.update(id(w.master) for s in shipments if s.buffer is not None for w in s.weights)
         self._stats.overlapped_steps += group.unit_count
         self._stats.steps_in_backward += group.unit_count
 
@@ -234,20 +229,12 @@ class EarlyStepper:
 
     @property
     def is_concluded(self) -> bool:
-        """Whether no step begun in backward awaits its `step()`, and no gradient is missing because of one."""
-        return not self._awaiting_step and not self._spent
+        """Whether no step begun in backward awaits its `step()`."""
+        return not self._awaiting_step
 
     def awaits_step(self, weight: Weight) -> bool:
         """Tell whether a weight was stepped in backward, and `step()` of its optimizer is still to come."""
         return any(weight in step.stepped for step in self._awaiting_step)
-
-    def gradient_was_used(self, weight: Weight) -> bool:
-        """Tell whether a weight's gradient was used, and not kept."""
-        return id(weight.master) in self._spent
-
-    def forget_spent(self, weight: Weight) -> None:
-        """Forget that a weight's gradient was not kept, as somebody has set `.grad` (`zero_grad` does)."""
-        self._spent.discard(id(weight.master))
 
     def check_not_used(self, weight: Weight) -> None:
         """Check that a gradient that somebody reads or sets was not used in backward.

@@ -7,6 +7,7 @@ offers in return: steps unit by unit while the device computes (overlap.py), and
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -32,6 +33,19 @@ from sp_lightning.pipeline.weights.guard import (
     optimizer_waits,
 )
 from sp_lightning.pipeline.weights.window import Window
+
+
+class Afterwards(enum.Enum):
+    """What becomes of a gradient that an optimizer has used."""
+
+    DROPPED = enum.auto()
+    """It is gone when `step()` returns, as after `zero_grad`: the step has consumed it."""
+
+    KEPT_UNTIL_THE_NEXT_STEP = enum.auto()
+    """It can be read until the next step begins."""
+
+    KEPT_UNTIL_ZEROED = enum.auto()
+    """It stays until the user's `zero_grad`, and is added to if there is none."""
 
 
 class _Listener(Protocol):
@@ -78,7 +92,7 @@ class Optimizers:
     Attributes:
         seen: Optimizers that have stepped weights of the module.
         steps_taken: Number of their steps.
-        expendable: Parameters, by identity, whose gradients were used, and will not be looked at by anybody.
+        afterwards: What becomes of the gradients that the next optimizer step uses.
     """
 
     _parts: OptimizerParts
@@ -100,11 +114,19 @@ class Optimizers:
         self._hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.steps_taken = 0
-        self.expendable: frozenset[int] = frozenset()
+        self.afterwards = Afterwards.DROPPED
+        self._kept: list[nn.Parameter] = []
 
     def work_with(self, parts: OptimizerParts) -> None:
         """Work with the parts of another arrangement from now on."""
         self._parts = parts
+
+    def begin_step(self) -> None:
+        """Drop gradients that were kept until the next step begins."""
+        if self._kept:
+            with self._at_work:
+                self._parts.overlap.drop_gradients(self._kept)
+            self._kept = []
 
     def before_closure(self) -> None:
         """Suspect all weights before a closure: the optimizer may have written to them since its last call."""
@@ -171,6 +193,11 @@ class Optimizers:
             return
         with self._at_work:
             self._parts.overlap.after_step()
+            used = list(parameters_of(optimizer))
+            if self.afterwards is Afterwards.DROPPED:
+                self._parts.overlap.drop_gradients(used)
+            elif self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
+                self._kept += used
             self._parts.window.suspect_all()
             self._stats.optimizer_steps += 1
             self.steps_taken += 1
@@ -212,9 +239,7 @@ class Optimizers:
         with self._at_work:
             return self._parts.overlap.why_not(optimizer)
 
-    def stepping_in_backward(
-        self, optimizer: Optimizer, *, clamp: float | None = None, keep_gradients: bool = False
-    ) -> AbstractContextManager[None]:
+    def stepping_in_backward(self, optimizer: Optimizer, *, clamp: float | None = None) -> AbstractContextManager[None]:
         """Step each unit in the backward pass of this scope as soon as its gradients have landed; they must be final.
 
         `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. It is an
@@ -223,21 +248,8 @@ class Optimizers:
         Args:
             optimizer: The optimizer.
             clamp: Clip gradients to plus and minus this value, as `torch.nn.utils.clip_grad_value_` does.
-            keep_gradients: Keep gradients that arrive in a lower dtype until `zero_grad`. If they are not kept, it is
-                an error to read them after the step.
         """
-        return self._parts.overlap.stepping_in_backward(optimizer, clamp, keep_gradients)
-
-    def give_up_gradients(self, optimizer: Optimizer) -> None:
-        """Declare that nobody will look at the gradients that an optimizer has used in its step.
-
-        They stay until `zero_grad`, unless units are arranged anew before that, for which host memory may be needed:
-        then it is an error to read them.
-
-        Args:
-            optimizer: The optimizer, which has stepped.
-        """
-        self.expendable = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+        return self._parts.overlap.stepping_in_backward(optimizer, clamp, self.afterwards is not Afterwards.DROPPED)
 
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:

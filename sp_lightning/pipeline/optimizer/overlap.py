@@ -19,7 +19,7 @@ memory somebody else holds an alias of cannot be guarded, and are stepped before
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -136,6 +136,11 @@ class Overlap:
         for optimizer in {share.optimizer for share in first_steps}:
             self._put_new_state_in_order(optimizer)
 
+    def drop_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave the weights among these parameters without gradients."""
+        weights = (self._weights.get(id(parameter)) for parameter in parameters)
+        self._gradients.drop_all(weight for weight in weights if weight is not None)
+
     def _put_new_state_in_order(self, optimizer: Optimizer) -> None:
         """Put new state in the order of the parameters, as torch's own code does, not in that of the units' steps."""
         for parameter in parameters_of(optimizer):
@@ -225,7 +230,7 @@ class Overlap:
         Args:
             optimizer: The optimizer.
             clamp: Clip gradients to plus and minus this value.
-            keep: Whether gradients are kept for somebody who may ask for them after the step.
+            keep: Whether gradients are kept after the step.
         """
         if not self._overlaps or self.why_not(optimizer) is not None:
             return nullcontext()

@@ -49,9 +49,9 @@ def atoms_by_policy(tree: Tree, policy: UnitPolicy) -> list[Atom]:
             continue
         covered |= {id(part) for part in module.modules()}
         if tree.may_be_member(module):
+            matched = matched or any(id(parameter) in tree.weights for parameter in module.parameters())
             if tree.bytes_of(module):
                 atoms.append(Atom(name, module))
-            matched = matched or _could_stream(tree, module)
     if not matched and tree.total:
         classes = Counter(type(module).__name__ for module in tree.root.modules())
         common = ", ".join(name for name, _ in classes.most_common(8))
@@ -128,12 +128,6 @@ class _Descent:
             for inner in module.modules()
             for children in [children_of(inner)]
         )
-
-
-def _could_stream(tree: Tree, module: nn.Module) -> bool:
-    """Tell whether it has weights that no resident module holds; single ones may have become resident in a step."""
-    held = {id(p) for part in tree.root.modules() if id(part) in tree.resident_modules for p in part.parameters()}
-    return any(id(p) in tree.weights and id(p) not in held for p in module.parameters())
 
 
 def _as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:

@@ -24,8 +24,7 @@ from torch import nn
 from sp_lightning.pipeline.options import UnitPolicy
 from sp_lightning.pipeline.units.atoms import TYPICAL_UNIT_COUNT, atoms_by_policy, atoms_by_structure
 from sp_lightning.pipeline.units.members import add_remaining_members, make_member, note_special_cases
-from sp_lightning.pipeline.units.sharing import join_sharing
-from sp_lightning.pipeline.units.tree import Atom, Tree
+from sp_lightning.pipeline.units.tree import Atom, Tree, named_own_parameters
 from sp_lightning.pipeline.weights.units import Division, Unit
 
 
@@ -54,7 +53,7 @@ def find_units(
     """
     tree = Tree(root, resident, split, used_outside, on_meta)
     atoms = atoms_by_structure(tree, max_unit_bytes) if policy is None else atoms_by_policy(tree, policy)
-    parts, shared = join_sharing(tree, atoms)
+    parts, shared = _join_sharing(tree, atoms)
     resident_weights = tree.resident_weights | shared
     if policy is None:
         parts = _join_neighbors(tree, parts, max_unit_bytes)
@@ -74,6 +73,33 @@ def find_units(
     division = Division(units, rest, callers, tree.unmanaged)
     division.put_in_order([unit.name for unit in units])
     return division
+
+
+def _join_sharing(tree: Tree, atoms: Sequence[Atom]) -> tuple[list[list[Atom]], set[int]]:
+    """Join leaves that share a weight (a tied embedding and head) into one part, at the position of the first of them.
+
+    Returns:
+        The parts, and the shared weights that are resident instead, by the identity of the parameter: those of blocks,
+        and those that a module outside of all atoms has, too.
+    """
+    inside = {id(module) for atom in atoms for module in atom.module.modules()}
+    named = named_own_parameters(tree.root)
+    resident = {id(p) for _, owner, p in named if id(owner) not in inside and id(p) in tree.weights}
+    owners: dict[int, list[int]] = {}
+    for number, atom in enumerate(atoms):
+        for key in {id(parameter) for parameter in atom.module.parameters()} & tree.weights.keys():
+            owners.setdefault(key, []).append(number)
+    part_of = list(range(len(atoms)))  # by atom, the first atom of its part
+    for key, numbers in owners.items():
+        if len(numbers) < 2 or key in resident or key in tree.resident_weights:
+            continue
+        if any(tree.streamable_children(atoms[number].module) for number in numbers):
+            resident.add(key)
+            continue
+        joined = {part_of[number] for number in numbers}
+        part_of = [min(joined) if part in joined else part for part in part_of]
+    numbers_of = {first: [n for n, part in enumerate(part_of) if part == first] for first in sorted(set(part_of))}
+    return [[atoms[number] for number in numbers] for numbers in numbers_of.values()], resident
 
 
 def _join_neighbors(tree: Tree, parts: Sequence[list[Atom]], largest: int | None) -> list[list[Atom]]:

@@ -1,19 +1,19 @@
-"""A module tree as the search for units sees it: its weights, their bytes, and which of them stay on the device."""
+"""A module tree as the search for units sees it: its weights, their bytes, and which of them stay on the device.
+
+To manage a parameter is to point it to memory of the engine's own, which must be possible without anybody noticing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from sp_lightning.pipeline.torch_private import without_compile
-from sp_lightning.pipeline.units.parameters import (
-    check_parameter,
-    is_manageable,
-    named_own_parameters,
-    tied_by_memory,
-)
+from sp_lightning.pipeline.torch_private import parts_of, without_compile
+from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.lowering import forward_of_class
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized
 from sp_lightning.pipeline.weights.weight import Weight
@@ -37,7 +37,6 @@ class Tree:
         on_meta: Whether parameters may be on the meta device.
 
     Attributes:
-        root: The module.
         weights: Weights that the engine can manage, by the identity of the parameter.
         unmanaged: Parameters that it cannot manage, by name.
         resident_modules: Modules that stay on the device, by identity.
@@ -64,7 +63,7 @@ class Tree:
         self._split = {id(module) for module in split}
         self._collect_weights(on_meta)
         self._keep_resident(resident)
-        self._bytes = {id(module): self._subtree_bytes(module) for module in root.modules()}
+        self._bytes = {id(module): sum(map(self._streamed_bytes, module.parameters())) for module in root.modules()}
         self.total = self.bytes_of(root)
 
     def bytes_of(self, module: nn.Module) -> int:
@@ -87,18 +86,17 @@ class Tree:
             raise ValueError(f"`{type(self.root).__name__}` has no parameters, so there is nothing to stream.")
         for name, _, parameter in named:
             check_parameter(name, parameter, on_meta)
-        tied = set() if on_meta else tied_by_memory(self.root)
+        tied = set() if on_meta else _tied_by_memory(self.root)
         seen: set[int] = set()
         for name, owner, parameter in named:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            if not is_manageable(owner, parameter) or id(parameter) in tied:
+            if not _is_manageable(owner, parameter) or id(parameter) in tied:
                 self.unmanaged[name] = parameter
-            elif is_quantized(parameter):
-                self.weights[id(parameter)] = QuantizedWeight(name, parameter)
             else:
-                self.weights[id(parameter)] = Weight(name, parameter)
+                kind = QuantizedWeight if is_quantized(parameter) else Weight
+                self.weights[id(parameter)] = kind(name, parameter)
 
     def _keep_resident(self, names: Sequence[str]) -> None:
         modules = dict(self.root.named_modules(remove_duplicate=False))
@@ -119,11 +117,103 @@ class Tree:
                 del self.weights[id(weight.master)]
                 self.unmanaged[weight.name] = weight.master
 
-    def _subtree_bytes(self, module: nn.Module) -> int:
-        own = {id(p): self.weights[id(p)].nbytes for p in module.parameters() if id(p) in self.weights}
-        return sum(nbytes for key, nbytes in own.items() if key not in self.resident_weights)
+    def _streamed_bytes(self, parameter: nn.Parameter) -> int:
+        is_streamed = id(parameter) in self.weights and id(parameter) not in self.resident_weights
+        return self.weights[id(parameter)].nbytes if is_streamed else 0
+
+
+class Shape:
+    """Which children each module of a tree has, and how many parameters of its own: whether it is the same tree.
+
+    Args:
+        root: The module at the top. What is in scripted modules cannot change.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._dicts = [each for module in modules for each in (module._modules, module._parameters)]
+        self._sizes = [*map(len, self._dicts)]
+        self._parents = [module._modules for module in modules if module._modules]
+        self._children = self._identities()
+
+    def has_changed(self) -> bool:
+        """Tell whether the tree is another one now: asked in every step, so without a look at the parameters."""
+        return [*map(len, self._dicts)] != self._sizes or self._identities() != self._children
+
+    def _identities(self) -> list[int]:
+        return [id(child) for children in self._parents for child in children.values()]
 
 
 def is_called(module: nn.Module) -> bool:
     """Tell whether a module has a forward at all; parents can only reach into containers without one."""
     return forward_of_class(module) is not nn.Module.forward or "forward" in vars(module)
+
+
+def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield full name, owner and parameter for every place of every parameter (shared ones once per place)."""
+    for module_name, module in root.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{module_name}.{key}" if module_name else key, module, parameter
+
+
+def check_parameter(name: str, parameter: nn.Parameter, on_meta: bool) -> None:
+    """Refuse a parameter that has no shape, or, unless it may be on the meta device, no values.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ValueError(
+            f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example data before the model is "
+            "given to superpipeline."
+        )
+    if parameter.device.type == "meta" and not on_meta:
+        raise ValueError(
+            f"Parameter {name!r} is on the meta device and has no values. Materialize the model on the CPU first "
+            "(`module.to_empty(device='cpu')` and then load or initialize its weights)."
+        )
+
+
+def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that the engine can manage, but that are not on the host."""
+    named = named_own_parameters(root)
+    elsewhere = [p for _, owner, p in named if p.device.type not in ("cpu", "meta") and _is_manageable(owner, p)]
+    tied = _tied_by_memory(root) if elsewhere else ()
+    return [parameter for parameter in dict.fromkeys(elsewhere) if id(parameter) not in tied]
+
+
+def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
+    """Tell whether the engine can point a parameter to other memory: plain and dense, or quantized."""
+    if isinstance(owner, torch.jit.ScriptModule):
+        return False
+    is_plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor
+    return is_quantized(parameter) or (is_plain and parameter.layout is torch.strided and is_dense(parameter))
+
+
+def _tied_by_memory(root: nn.Module) -> set[int]:
+    """Find parameters that share memory with others or with buffers, as after `b.weight.data = a.weight.data`."""
+    owners = [*root.parameters(), *root.buffers()]
+    tensors = [(id(owner), part) for owner in owners for part in parts_of(owner) if _has_memory(part)]
+    tied: set[int] = set()
+    for device in {tensor.device for _, tensor in tensors}:
+        furthest, reached = 0, 0
+        for start, end, key in sorted((*_span(t), key) for key, t in tensors if t.device == device):
+            if start < reached:
+                tied |= {key, furthest}
+            if end > reached:
+                furthest, reached = key, end
+    return tied
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    plain = type(tensor.data) is Tensor and tensor.layout is torch.strided
+    return plain and not (is_lazy(tensor) or tensor.is_meta) and tensor.numel() > 0
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's memory begins and ends, or its whole storage if the tensor has holes."""
+    if is_dense(tensor):
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -29,7 +29,6 @@ from sp_lightning.pipeline.torch_private import (
     sees_torch_functions,
     tensor_hooks,
     without_torch_function,
-    zero_grad_is_calling,
 )
 from sp_lightning.pipeline.weights.operands import instances_in, replace_instances
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
@@ -135,9 +134,8 @@ class Guard:
         return result
 
     def access_gradient(self, accessor: Callable[..., Any], args: tuple[Any, ...], weight: Weight) -> Any:
-        """Read, set or delete a master's `.grad`, on the host: a short path, as `zero_grad` takes it twice for each."""
-        zero_grad = zero_grad_is_calling(above=2) if accessor.__name__ == "__get__" else {}
-        if zero_grad is None or not zero_grad.get("set_to_none", True):
+        """Read, set or delete a master's `.grad`, on the host: a short path, as `zero_grad` takes it for each."""
+        if accessor.__name__ == "__get__":
             self.owner.before_gradient_read(weight)
         else:
             self.owner.before_gradient_set(weight)

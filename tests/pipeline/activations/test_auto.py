@@ -11,17 +11,20 @@ import torch
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations import auto
 from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.activations.footprint import Footprint
+from sp_lightning.pipeline.activations.footprint import Footprint, Measured
 from sp_lightning.pipeline.activations.link import Link
-from sp_lightning.pipeline.activations.measured import Measured
 from sp_lightning.pipeline.activations.meter import Meter
+from sp_lightning.pipeline.activations.offload import Offloader
+from sp_lightning.pipeline.activations.pool import HostPool
+from sp_lightning.pipeline.activations.recompute import SecondForwards
+from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.units import Member
 
 from ...helpers import is_block
 from ...zoo.blocks import chain, rows
-from ..parts import RecordingBackend, host_backend
+from ..parts import RecordingBackend
 
 FAST, SLOW = Link(1e12, 1e12), Link(1.0, 1.0)
 
@@ -33,8 +36,17 @@ def member(name: str) -> Member:
 
 def policy(room: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> AutoPolicy:
     monkeypatch.setattr(Link, "measured", staticmethod(lambda backend, pin: link))
-    backend = RecordingBackend()
-    return AutoPolicy(backend, Meter(backend.device, Stats()), lambda: room, never_again=set(), pin=False)
+    return AutoPolicy(second_forwards(RecordingBackend()), lambda: room, pin=False)
+
+
+def second_forwards(backend: Backend) -> SecondForwards:
+    meter = Meter(backend, Stats())
+    saved = SavedTensors(lambda twin: None, meter, Offloader(backend, HostPool(backend), meter, Stats()))
+    return SecondForwards(saved, backend, Stats(), checks=False)
+
+
+def ran_again(chooser: AutoPolicy, unit: Member, seconds: float) -> None:
+    chooser._second_forwards.times.append((unit.name, 0.0, seconds))
 
 
 def measure(chooser: AutoPolicy, steps: int = 2, size: int = 8, seconds: float = 1.0, **changes: Any) -> dict[str, str]:
@@ -47,7 +59,7 @@ def measure(chooser: AutoPolicy, steps: int = 2, size: int = 8, seconds: float =
         for unit in units:
             if chooser.policy(unit, size, []) == "recompute":
                 chooser.note(unit, size, call)
-                chooser.note_second_forward(unit, 0.0, seconds)
+                ran_again(chooser, unit, seconds)
         chooser.end_backward()
     chooser.conclude_step()
     chooser.begin_step()
@@ -57,16 +69,6 @@ def measure(chooser: AutoPolicy, steps: int = 2, size: int = 8, seconds: float =
 def test_two_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(measure(policy(10**6, FAST, monkeypatch), steps=1).values()) == {"recompute"}
     assert set(measure(policy(10**6, FAST, monkeypatch), steps=2).values()) == {"keep"}
-
-
-def test_a_step_without_a_backward_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user skips the batch after its forward: what backward takes was not seen."""
-    chooser, unit = policy(10**6, FAST, monkeypatch), member("a")
-    measure(chooser, steps=1)
-    chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
-    chooser.conclude_step()
-    chooser.begin_step()
-    assert {chooser.policy(member(name), 8, []) for name in "abc"} == {"recompute"}
 
 
 def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,24 +100,6 @@ def test_a_larger_call_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> Non
     assert measure(chooser, steps=1, size=8) == chosen  # as the largest batch needs
 
 
-def test_memory_outside_of_units_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peak that units do not explain belongs to a loss, or to a norm between them."""
-    chooser = policy(500, SLOW, monkeypatch)
-    units = [member(name) for name in "abc"]
-    for _ in range(2):
-        chooser.conclude_step()
-        chooser.begin_step()
-        for unit in units:
-            chooser.policy(unit, 8, [])
-            chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
-            chooser.note_second_forward(unit, 0.0, 1.0)
-        chooser._meter._recent_peak = 130 + 100  # 130 is what recomputing three units takes
-        chooser.end_backward()
-    chooser.conclude_step()
-    chooser.begin_step()
-    assert sorted(chooser.policy(unit, 8, []) for unit in units) == ["keep", "keep", "recompute"]
-
-
 def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss's is there when all inputs are held and no unit is at work: what units work with must not hide it."""
     chooser = policy(500, SLOW, monkeypatch)
@@ -129,44 +113,18 @@ def test_memory_outside_of_units_at_the_turn_is_seen_where_units_recompute(monke
             chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
             chooser._meter._recent_peak = 10 * number + 110
             chooser._meter._stats.activation_bytes = 10 * number + 10
-            chooser.end_call(unit)
+            chooser.end_call()
         chooser._meter._recent_peak = 30 + 90  # inputs of three units, and the loss
         chooser.begin_backward()
         chooser._meter._recent_peak = 20 + 110  # in backward, when the loss's is free again
         for unit in units:
-            chooser.note_second_forward(unit, 0.0, 1.0)
+            ran_again(chooser, unit, 1.0)
         chooser.end_backward()
     chooser.conclude_step()
     chooser.begin_step()
     assert (chooser.turn_bytes, chooser.outside_bytes) == (90, 0)
     chosen = [chooser.policy(unit, 8, []) for unit in units]
     assert sorted(chosen) == ["keep", "keep", "recompute"]  # 10 + 110 + 110 and 90, and 110 for gradients
-
-
-def test_inputs_as_large_as_the_first_ones_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What their loss takes has not been seen: in the first step there is more on the device than will be."""
-    chooser = policy(10**6, FAST, monkeypatch)
-    measure(chooser, steps=1, size=80, held=90)
-    assert set(measure(chooser, steps=1, size=8).values()) == {"keep"}
-    assert {chooser.policy(member(name), 80, []) for name in "abc"} == {"recompute"}
-
-
-def test_a_smaller_loss_does_not_shrink_the_turns_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    chooser = policy(10**6, FAST, monkeypatch)
-    unit = member("a")
-    for loss in (90, 40):
-        chooser.conclude_step()
-        chooser.begin_step()
-        chooser._meter.begin_step()
-        chooser.policy(unit, 8, [])
-        chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
-        chooser.end_call(unit)
-        chooser._meter._recent_peak = loss
-        chooser.begin_backward()
-        chooser.end_backward()
-    chooser.conclude_step()
-    chooser.begin_step()
-    assert chooser.turn_bytes == 90
 
 
 def test_activations_of_several_backward_passes_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +138,9 @@ def test_activations_of_several_backward_passes_do_not_add_up(monkeypatch: pytes
             for _ in range(calls):
                 chooser.policy(unit, 8, [])
                 chooser.note(unit, 8, Footprint(10, 100, 0, 110, True))
-                chooser.end_call(unit)
+                chooser.end_call()
             chooser.begin_backward()
-            chooser.note_second_forward(unit, 0.0, 1.0)
+            ran_again(chooser, unit, 1.0)
             chooser.end_backward()
     chooser.conclude_step()
     chooser.begin_step()
@@ -216,8 +174,8 @@ def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> 
     """
     monkeypatch.setattr(Link, "measured", staticmethod(lambda backend: SLOW))
     backend, units = TellsMemory(), [member(name) for name in "abc"]
-    meter = Meter(backend.device, Stats())
-    chooser = AutoPolicy(backend, meter, lambda: 600, never_again=set(), pin=False)
+    chooser = AutoPolicy(second_forwards(backend), lambda: 600, pin=False)
+    meter = chooser._meter
 
     def take(nbytes: int) -> None:
         backend.allocate_more(nbytes)
@@ -239,12 +197,12 @@ def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> 
             hold(110)
             take(7)
             hold(-100)
-            chooser.end_call(unit)
+            chooser.end_call()
         take(250)  # the loss
         chooser.begin_backward()
         for unit in reversed(units):
-            chooser.reach(unit)
-            chooser.note_second_forward(unit, 0.0, 1.0)
+            chooser.reach()
+            ran_again(chooser, unit, 1.0)
             hold(100)
             take(30 if unit.name == "b" else 9)
             hold(-110)
@@ -253,7 +211,9 @@ def test_memory_for_operations_is_left_free(monkeypatch: pytest.MonkeyPatch) -> 
     chooser.conclude_step()
     chooser.begin_step()
     assert (chooser.turn_bytes, chooser.outside_bytes, chooser.reserve_bytes) == (250, 0, 0)
-    assert [of[0].working for of in chooser.ways().values()] == [119, 140, 119]
+    assert [of[0].working for of in chooser.ways().values()] == [140] * 3, (
+        "as much for each as for the one that takes most"
+    )
     assert sorted(chooser.policy(unit, 8, []) for unit in units) == ["keep"] * 3  # 330 and 250
 
     chooser._budget = lambda: 479
@@ -296,34 +256,12 @@ def test_costs() -> None:
     assert [way.policy for way in unit.ways(Link(10.0, 20.0), False)] == ["keep", "offload"]
 
 
-def test_inputs_that_are_not_worth_a_copy_stay() -> None:
-    unit = Measured("block", weights=10)
-    unit.add((0, 0), 8, Footprint(40, 60, 60, 100, True, large_inputs=0))
-    assert [way.policy for way in unit.ways(Link(10.0, 20.0), True)] == ["keep", "recompute", "offload"]
-
-
 def test_what_cannot_run_again_follows_its_unit_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = policy(10**6, FAST, monkeypatch)
     measure(chooser, repeatable=False)
     for prescribed, followed in [("recompute", "keep"), ("recompute_offload", "offload"), ("offload", "offload")]:
         chooser.prescribe(dict.fromkeys("abc", prescribed))
         assert {chooser.policy(member(name), 8, []) for name in "abc"} == {followed}
-
-
-def test_calls_of_one_step_add_up() -> None:
-    unit = Measured("block", weights=0)
-    unit.add(0, 8, Footprint(1, 10, 4, 11, True, large_inputs=1))
-    unit.add(0, 9, Footprint(2, 20, 8, 22, True, large_inputs=2))
-    unit.add(1, 3, Footprint(1, 1, 1, 2, True))
-    assert unit.footprint == Footprint(3, 30, 12, 22, True, large_inputs=3)
-    assert unit.size == 9
-
-
-def test_a_link_is_measured() -> None:
-    with host_backend() as backend:
-        link = Link.measured(backend, pin=False)
-        assert 1e6 < link.up < 1e13
-        assert 1e6 < link.down < 1e13
 
 
 @pytest.mark.parametrize("pin_memory", [True, False])

@@ -10,10 +10,12 @@ from sp_lightning.pipeline.activations.saved import Kept
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key
 
+from ..parts import RecordingBackend
+
 
 def meter() -> tuple[Meter, Stats]:
     stats = Stats()
-    return Meter(torch.device("cpu"), stats), stats
+    return Meter(RecordingBackend(), stats), stats
 
 
 def test_memory_counts_once() -> None:
@@ -49,7 +51,7 @@ def test_the_most_that_was_added_since_a_call_ended() -> None:
     kept = [Kept(torch.empty(10), counting), Kept(torch.empty(50), counting)]
     assert counting.added == 240
     del kept[1]
-    counting.begin_stretch()
+    counting.end_stretch()
     assert (counting.added, counting.step_peak) == (0, 240)
     kept.append(Kept(torch.empty(5), counting))
     del kept[1]
@@ -79,6 +81,19 @@ def test_dropping_and_filling() -> None:
     assert stats.activation_bytes == 40
     assert kept.get().sum() == 10
     del kept
+    assert stats.activation_bytes == 0
+
+
+def test_under_auto_only_steps_that_are_measured_count() -> None:
+    stats = Stats()
+    counting = Meter(RecordingBackend(), stats, always=False)
+    before = Kept(torch.empty(10), counting)
+    counting.measure([], operations=False)
+    during = Kept(torch.empty(20), counting)
+    counting.begin_step()
+    after = Kept(torch.empty(30), counting)
+    assert stats.activation_bytes == 80
+    del before, during, after
     assert stats.activation_bytes == 0
 
 

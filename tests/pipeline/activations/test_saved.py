@@ -28,7 +28,7 @@ class Scene:
         self.twin = self.placed.twins[0]
         self.required: list[Twin] = []
         backend, stats = self.placed.backend, Stats()
-        meter = Meter(torch.device("cpu"), stats)
+        meter = Meter(backend, stats)
         self.saved = SavedTensors(self.required.append, meter, Offloader(backend, HostPool(backend), meter, stats))
         self.saved.twins = self.placed.by_memory
 
@@ -69,8 +69,10 @@ def test_tensors_that_are_no_weights_are_kept(scene: Scene) -> None:
     assert scene.required == []
 
 
-def test_a_dropped_graph_is_freed(scene: Scene) -> None:
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_dropped_graph_is_freed(scene: Scene, counts: bool) -> None:
     """A result that its own node saves would hold the node that holds it, in C++ where no collector sees it."""
+    scene.saved.meter.counts = counts
     x = torch.ones(3, requires_grad=True)
     scene.saved.push()
     y = x.exp()
@@ -159,8 +161,10 @@ def test_two_pipelines_hand_on_to_each_other(scene: Scene) -> None:
     assert other.required == [other.twin]
 
 
-def test_an_activation_changed_in_place_raises(scene: Scene) -> None:
+@pytest.mark.parametrize("counts", [True, False])
+def test_an_activation_changed_in_place_raises(scene: Scene, counts: bool) -> None:
     """Saved-tensor hooks switch off autograd's own check."""
+    scene.saved.meter.counts = counts
     x = torch.ones(3, requires_grad=True)
     scene.saved.push()
     y = x.exp()

@@ -52,17 +52,20 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, monkeypatch)
 
 
-def test_cores_near_the_device_but_for_a_quarter(machine: Machine) -> None:
-    assert choose_cores(DEVICE, "auto") == HostCores(3, frozenset({4, 5, 6, 7, 12, 13, 14, 15}))
-
-
-def test_only_cores_that_the_process_may_use(machine: Machine) -> None:
-    machine.allowed = {0, 1, 4, 12, 5}
-    assert choose_cores(DEVICE, "auto") == HostCores(1, frozenset({4, 5, 12}))  # 4 and 12 are one core
-
-
-def test_the_users_number(machine: Machine) -> None:
-    assert choose_cores(DEVICE, 7) == HostCores(7, frozenset({4, 5, 6, 7, 12, 13, 14, 15}))
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (range(16), HostCores(3, frozenset({4, 5, 6, 7, 12, 13, 14, 15}))),  # but for a quarter
+        ({0, 1, 4, 5, 12}, HostCores(1, frozenset({4, 5, 12}))),  # 4 and 12 are one core
+        ({0, 1, 2, 3}, HostCores(3, frozenset())),  # bound to the other node
+        ({4}, HostCores(1, frozenset())),
+    ],
+)
+def test_cores_near_the_device_that_the_process_may_use(machine: Machine, allowed: Any, expected: HostCores) -> None:
+    machine.allowed = set(allowed)
+    assert choose_cores(DEVICE, "auto") == expected
+    assert choose_cores(DEVICE, 7) == HostCores(7, expected.near)
+    assert choose_cores(torch.device("cpu"), "auto") == HostCores(None, frozenset())  # sums are rounded as elsewhere
 
 
 @pytest.mark.parametrize("node", ["-1\n", "", None])
@@ -70,32 +73,6 @@ def test_where_the_system_does_not_tell(machine: Machine, node: str | None) -> N
     path = machine.root / "bus/pci/devices/0000:3b:00.0/numa_node"
     path.unlink() if node is None else path.write_text(node)
     assert choose_cores(DEVICE, "auto") == HostCores(6, frozenset())
-
-
-def test_a_device_that_is_on_no_bus(machine: Machine) -> None:
-    machine.device = SimpleNamespace()
-    assert choose_cores(DEVICE, "auto") == HostCores(6, frozenset())
-
-
-def test_a_system_without_topology(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cores, "_SYSTEM", tmp_path / "nothing")
-    assert choose_cores(DEVICE, "auto") == HostCores(12, frozenset())
-
-
-def test_a_machine_with_one_node_binds_nothing(machine: Machine) -> None:
-    machine.write("devices/system/node/node1/cpulist", "0-15")
-    assert choose_cores(DEVICE, "auto") == HostCores(6, frozenset())
-
-
-def test_a_process_bound_to_the_other_node_stays_there(machine: Machine) -> None:
-    machine.allowed = {0, 1, 2, 3}
-    assert choose_cores(DEVICE, "auto") == HostCores(3, frozenset())
-
-
-@pytest.mark.parametrize("allowed", [{4}, {4, 5}])
-def test_at_least_one(machine: Machine, allowed: set[int]) -> None:
-    machine.allowed = allowed
-    assert choose_cores(DEVICE, "auto").threads == 1
 
 
 @pytest.mark.parametrize(("launched", "expected"), [(False, 1), (True, 3)])
@@ -116,12 +93,6 @@ def test_threads_that_the_user_has_bound_stay_where_they_are(
 ) -> None:
     monkeypatch.setenv(name, "1")
     assert choose_cores(DEVICE, "auto") == HostCores(6, frozenset())
-
-
-def test_on_the_cpu_sums_stay_those_of_plain_training(machine: Machine) -> None:
-    """How many threads share a sum decides how it is rounded."""
-    assert choose_cores(torch.device("cpu"), "auto") == HostCores(None, frozenset())
-    assert choose_cores(torch.device("cpu"), 2) == HostCores(2, frozenset())
 
 
 def seen_by(backend: Any) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import AcceleratorBackend, HostBackend, Kind, Lane, Pipeline, PipelineOptions, Recording
-from sp_lightning.pipeline.lanes.trace import _LANES
 
 from ...helpers import attached
 from ...simulated import Lane as Clock
@@ -230,11 +229,6 @@ def test_a_moment_on_a_device_is_an_event(monkeypatch: pytest.MonkeyPatch) -> No
     assert not end.query()
     assert backend.seconds(begin, end) == 0.001
     backend.close()
-
-
-def test_every_kind_has_a_lane() -> None:
-    assert set(_LANES) == set(Kind)
-    assert {kind.lane for kind in Kind} == set(Lane)
 
 
 def test_a_copy_without_times_is_left_out() -> None:

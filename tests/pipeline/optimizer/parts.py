@@ -42,9 +42,8 @@ def plain_step(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def everything(model: nn.Module, *optimizers: Optimizer) -> list[Any]:
-    """All a user can see after a step."""
+    """All a user can see after a step, which has consumed the gradients."""
     seen: list[Any] = [p.detach().clone() for p in model.parameters()]
-    seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     for optimizer in optimizers:
         states = copy.deepcopy(optimizer.state_dict())["state"]
         seen += list(states)  # in their order

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassAccuracy
 
 from sp_lightning.pipeline.units.moving import move_all_but_parameters
 
@@ -37,22 +36,13 @@ def moved(*modules: nn.Module) -> nn.Module:
     return root
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_buffers() -> None:
-    module = moved(nn.BatchNorm1d(4))
-    assert {buffer.device.type for buffer in module.buffers()} == {"meta"}
-    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
-
-
-def test_a_buffer_that_two_modules_share() -> None:
+    """Those that two modules share, too, and those of scripted ones."""
     first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
     second.running_mean = first.running_mean
-    moved(first, second)
+    module = moved(first, second, torch.jit.script(nn.BatchNorm1d(4)))
     assert first.running_mean is second.running_mean
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_buffers_of_scripted_modules() -> None:
-    module = moved(torch.jit.script(nn.BatchNorm1d(4)))
     assert {buffer.device.type for buffer in module.buffers()} == {"meta"}
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
 
@@ -80,12 +70,6 @@ def test_what_the_root_moves_in_a_to_of_its_own() -> None:
     assert {buffer.device.type for buffer in root.buffers()} == {"meta"}
     assert {parameter.device.type for parameter in root.parameters()} == {"cpu"}
     assert "_apply" not in vars(root)
-
-
-def test_states_of_a_metric() -> None:
-    metric = MulticlassAccuracy(num_classes=3)
-    moved(metric)
-    assert metric.tp.is_meta
 
 
 @pytest.fixture(params=["in place", "overwritten", "swapped"])

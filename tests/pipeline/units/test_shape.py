@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import remove_parametrizations
 
-from sp_lightning.pipeline.units.shape import Shape
+from sp_lightning.pipeline.units.tree import Shape
 
 
 def tree() -> nn.Sequential:
