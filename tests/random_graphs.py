@@ -257,7 +257,6 @@ def examples(draw: st.DrawFn, kinds: Sequence[str] = Leaf.KINDS) -> Example:
         autocast=draw(st.booleans()),
         cast_cache=draw(st.booleans()),
         sanity=draw(st.booleans()),
-        set_to_none=draw(st.booleans()),
     )
     policy = draw(st.sampled_from([None, units_are_leaves, units_are_nodes]))
     activations = draw(st.sampled_from(get_args(ActivationPolicy)))

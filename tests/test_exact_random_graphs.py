@@ -33,7 +33,7 @@ TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
     mixed=False,
     section=sections.SECTION,
     lag=0,
-    plan=Plan(steps=1, accumulate=2, clip=None, autocast=True, cast_cache=False, sanity=False, set_to_none=False),
+    plan=Plan(steps=1, accumulate=2, clip=None, autocast=True, cast_cache=False, sanity=False),
 )
 
 # Found once: the same, and one of the calls is in a checkpoint of the other kind, which has its first forward there.
@@ -50,7 +50,7 @@ ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT = replace(
         ("chain", [("again", 2), ("leaf", "linear")]),
     ],
     units=units_are_nodes,
-    plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False, set_to_none=True),
+    plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False),
 )
 
 # Found once: backward unpacks weights of a unit that it has not reached, as its frozen part has no graph of its own.
@@ -58,7 +58,7 @@ FROZEN_IN_A_CHECKPOINT = replace(
     TWICE_IN_A_REENTRANT_CHECKPOINT,
     trees=[("checkpoint", [("leaf", "block"), ("frozen", ("leaf", "block"))])],
     units=None,
-    plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False, set_to_none=False),
+    plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False),
 )
 
 # Found once: a frozen unit whose checkpoint writes to its weight in backward makes way for another one at once.
@@ -75,7 +75,7 @@ WRITTEN_IN_BACKWARD_AND_EVICTED = replace(
     k=1,
     k_prime=1,
     units=None,
-    plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False, set_to_none=True),
+    plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False),
 )
 
 
