@@ -153,6 +153,8 @@ class OutsideUse:
 
     def before_gradient_read(self, weight: Weight) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it."""
+        if self._backward.running:
+            self._backward.forget_failed()
         self._check_not_used(weight)
         if self._gradient_return.has_arrived(weight):
             raise RuntimeError(
