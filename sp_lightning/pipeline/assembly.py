@@ -27,9 +27,9 @@ from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
-from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
-from sp_lightning.pipeline.weights.schedule import Schedule
+from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.swap import swap_out
 from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.write_back import WriteBack
@@ -48,7 +48,7 @@ class Assembly:
 
     Attributes:
         arrangement: The units, and where their weights lie.
-        schedule: Predicts which use comes next.
+        order: Predicts which use comes next.
         window: Brings groups to the device.
         gradient_return: Moves gradients to the host.
         gradients: The gradients that are on the host.
@@ -70,11 +70,11 @@ class Assembly:
         backend, stats = lasting.backend, lasting.stats
         members = arrangement.streamed_members
         groups = [member.unit.group for member in members if member.unit is not None]
-        self.schedule = Schedule(len(members))
+        self.order = Order(len(members))
         self.window = Window(
             arrangement.groups,
             groups,
-            self.schedule,
+            self.order,
             backend,
             stats,
             on_evict=self._on_evict,
@@ -111,7 +111,7 @@ class Assembly:
         )
         self.backward = BackwardPass(
             window=self.window,
-            schedule=self.schedule,
+            order=self.order,
             gradient_return=self.gradient_return,
             resident=arrangement.resident,
             stats=stats,
@@ -135,7 +135,7 @@ class Assembly:
             arrangement,
             lasting,
             window=self.window,
-            schedule=self.schedule,
+            order=self.order,
             backward=self.backward,
             outside=self.outside,
             write_back=self.write_back,
@@ -260,7 +260,7 @@ class Assembly:
         self._lasting.saved.abandon()
         self._lasting.backend.drain()
         self._lasting.offloader.abandon()
-        self.schedule.abandon()
+        self.order.abandon()
         self.window.abandon()
 
     def _on_evict(self, group: Group) -> None:
@@ -276,5 +276,6 @@ class Assembly:
         self._lasting.activations.end_backward()
         self._lasting.offloader.end_backward()
         if not self._in_step():
+            self.window.end_step()
             self._lasting.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
         self.relax_guard()

@@ -18,8 +18,8 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
 from sp_lightning.pipeline.torch_private import in_backward, in_transform
-from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.guard import Guard
 from sp_lightning.pipeline.weights.hooks import hold_while_needed
 from sp_lightning.pipeline.weights.lowered import Lowering, hide_dtype, watch_leaf
@@ -183,7 +183,7 @@ class OutsideUse:
     def note_write(self, weight: Weight) -> None:
         """Note that a master may be written to: its copies on the device are checked before next use."""
         for group in (weight.twin.group, weight.unit.group):
-            self._window.suspect(group)
+            self._window.note_write(group)
 
     # --------------------------------------------------------------------------------------------------- autocast
 

@@ -51,7 +51,7 @@ class AutoPolicy:
         self._pin = pin
         self._warns = warns
         self._link: Link | None = None
-        self._step = self._pass = 0
+        self._has_had_backward = False  # in this step
         self._units: dict[str, Measured] = {}  # in the order of the forward
         self._chosen: dict[str, Policy] = {}
         self._choice_is_outdated = False
@@ -83,7 +83,8 @@ class AutoPolicy:
 
     def _followed(self, name: str, policy: Policy) -> Policy:
         """Return the policy of a member whose unit has this one."""
-        if policy not in RECOMPUTING or self._units[name].footprint.repeatable:
+        most = self._units[name].most
+        if policy not in RECOMPUTING or (most is not None and most.repeatable):
             return policy
         return "offload" if policy == "recompute_offload" else "keep"
 
@@ -99,7 +100,7 @@ class AutoPolicy:
 
     def update_peaks(self) -> None:
         """Update `turn_bytes`, `outside_bytes` and `reserve_bytes` from what the last step has shown."""
-        working = max((unit.footprint.working for unit in self._units.values()), default=0)
+        working = max((unit.most.working for unit in self._units.values() if unit.most is not None), default=0)
         self.reserve_bytes = 0 if self.counts_operations else working
         if self.in_use:
             used = []
@@ -115,12 +116,12 @@ class AutoPolicy:
 
     def conclude_step(self) -> None:
         """Choose anew if the last step has measured anything, or if the room has changed."""
-        if self._measuring and not self._pass:  # no backward came, so half of the step was not seen
-            for unit in self._units.values():
-                unit.forget(self._step)
-            self._units = {name: unit for name, unit in self._units.items() if unit.passes}
-            self._second_forwards.times.clear()
-            self._choice_is_outdated = True
+        self._take_times()
+        if self._measuring and self._has_had_backward:
+            for name in self._measuring & self._units.keys():
+                self._units[name].steps += 1
+        elif self._measuring:  # no backward came, so half of the step was not seen
+            self._units = {name: unit for name, unit in self._units.items() if unit.most is not None}
         if (self._measuring or self._choice_is_outdated) and self._units:
             self._choose()
         self._choice_is_outdated = self._second_forwards.timed = False
@@ -128,10 +129,10 @@ class AutoPolicy:
 
     def begin_step(self) -> None:
         """Begin a step, for which the one before was concluded."""
-        self._step += 1
-        self._pass = 0
+        for unit in self._units.values():
+            unit.this_pass = None
         self._saved_at_turn = None
-        self._has_turned = False
+        self._has_turned = self._has_had_backward = False
         self.in_use = {}
 
     def policy(self, member: Member, size: int, inputs: Iterable[Tensor]) -> Policy:
@@ -161,7 +162,7 @@ class AutoPolicy:
             weights = sum(weight.compute_bytes for weight in member.unit.weights)
             unit = self._units.setdefault(member.name, Measured(member.unit_name, weights))
             seen = 0 if self._is_first_step else size  # inputs as large as the first step's are measured once more
-            unit.add((self._step, self._pass), seen, call)
+            unit.add(seen, call)
 
     def end_call(self) -> None:
         """Note that a unit's forward has run."""
@@ -184,7 +185,9 @@ class AutoPolicy:
 
     def end_backward(self) -> None:
         """End the last stretch together with backward: between steps users reset memory statistics, too."""
-        self._pass += 1
+        self._has_had_backward = True
+        for name in self._measuring & self._units.keys():
+            self._units[name].end_pass()
         if self._has_turned:
             self.end_call()
         self._has_turned = False
@@ -221,18 +224,22 @@ class AutoPolicy:
                 operations=operations,
             )
             for name, measured in self._units.items()
+            if measured.most is not None
         }
 
     def _take_times(self) -> None:
+        """Take the times of the last step's second forwards, if it had a backward."""
+        seconds: dict[str, float] = {}
         for name, begin, end in self._second_forwards.times:
-            if name in self._measuring and name in self._units:
-                seconds = self._units[name].seconds
-                seconds[self._step] = seconds.get(self._step, 0.0) + self._backend.seconds(begin, end)
+            seconds[name] = seconds.get(name, 0.0) + self._backend.seconds(begin, end)
         self._second_forwards.times.clear()
+        for name in seconds.keys() & self._units.keys() if self._has_had_backward else ():
+            before = self._units[name].seconds
+            self._units[name].seconds = seconds[name] if before is None else min(before, seconds[name])
 
     def _link_for_offloading(self) -> Link | None:
         """Return the speed of copies; None if there is nothing to offload, or no room for it on the host."""
-        large = sum(unit.footprint.large for unit in self._units.values())
+        large = sum(unit.most.large for unit in self._units.values() if unit.most is not None)
         room = available_host_memory()
         if not large or (room is not None and room < _HOST_ROOM * large):
             return None

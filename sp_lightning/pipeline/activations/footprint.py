@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.activations.link import Link
 from sp_lightning.pipeline.activations.offload import MIN_OFFLOAD_BYTES
-from sp_lightning.pipeline.activations.ways import OFFLOADING, Way
+from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.pipeline.torch_private import storage_key
 
 _STEPS_TO_MEASURE = 2  # the first one also warms things up
@@ -59,11 +59,11 @@ class Footprint(NamedTuple):
         ways = [Way("keep", everything, working, 0.0)]
         if self.repeatable:
             ways.append(Way("recompute", self.held, working, forward, repeating=forward))
-        if link is not None:
+        if link is not None and self.large:
             size = self.large
             seconds = link.offload_seconds(size, weights, forward, backward)
             ways.append(Way("offload", everything - size, working, seconds, leaving=size, under_way=size))
-        if link is not None and self.repeatable:
+        if link is not None and self.large_inputs and self.repeatable:
             size = self.large_inputs
             seconds = forward + link.offload_seconds(size, weights, forward, forward + backward)
             held = self.held - size
@@ -85,36 +85,35 @@ class Measured:
         unit: The name of the unit that it belongs to.
         weights: Bytes of weights that travel for that unit.
         size: Bytes of the inputs of its largest call, those of the first step left out.
-        passes: What its calls took between a forward and its backward, by step and number of the pass in it.
-        seconds: How long its second forwards took in each step.
+        most: What its calls took in the pass in which they took most.
+        this_pass: What they have taken since a backward has ended.
+        steps: How many steps were measured.
+        seconds: How long its second forwards took in the fastest step.
     """
 
     def __init__(self, unit: str, weights: int) -> None:
         self.unit = unit
         self.weights = weights
         self.size = 0
-        self.passes: dict[tuple[int, int], Footprint] = {}
-        self.seconds: dict[int, float] = {}
+        self.most: Footprint | None = None
+        self.this_pass: Footprint | None = None
+        self.steps = 0
+        self.seconds: float | None = None
 
-    def add(self, at: tuple[int, int], size: int, call: Footprint) -> None:
-        """Add a call to the pass `at`."""
-        before = self.passes.get(at)
-        self.passes[at] = call if before is None else before.combined_with(call)
+    def add(self, size: int, call: Footprint) -> None:
+        """Add a call."""
+        self.this_pass = call if self.this_pass is None else self.this_pass.combined_with(call)
         self.size = max(self.size, size)
 
-    def forget(self, step: int) -> None:
-        """Discard what it took in this step."""
-        self.passes = {at: call for at, call in self.passes.items() if at[0] != step}
+    def end_pass(self) -> None:
+        """Note that a backward has ended."""
+        found, self.this_pass = [each for each in (self.most, self.this_pass) if each is not None], None
+        self.most = max(found, key=lambda call: call.held + call.saved, default=None)
 
     @property
     def is_measured(self) -> bool:
         """Whether it was measured in enough steps."""
-        return len({step for step, _ in self.passes}) >= _STEPS_TO_MEASURE
-
-    @property
-    def footprint(self) -> Footprint:
-        """What it took in the pass in which it took most."""
-        return max(self.passes.values(), key=lambda call: call.held + call.saved)
+        return self.steps >= _STEPS_TO_MEASURE
 
     def ways(self, link: Link | None, may_recompute: bool, inputs_stay: bool = False, operations: int = 0) -> list[Way]:
         """Return the ways that are open to it; offloading only if there is a link.
@@ -125,10 +124,10 @@ class Measured:
             inputs_stay: Whether its inputs stay on the device whatever is done, because others hold them.
             operations: Bytes that operations take while it computes, besides what is saved.
         """
-        took = self.footprint
+        took = self.most
+        assert took is not None
         took = took._replace(working=took.working + operations, repeatable=may_recompute and took.repeatable)
         if inputs_stay:
             took = took._replace(large=max(0, took.large - took.large_inputs), large_inputs=0)
-        forward = min(self.seconds.values(), default=0.0)
-        ways = took.ways(link, self.weights, forward, _BACKWARD_PER_FORWARD * forward)
-        return [way for way in ways if way.leaving or way.policy not in OFFLOADING]  # else it is equal to another
+        forward = self.seconds or 0.0
+        return took.ways(link, self.weights, forward, _BACKWARD_PER_FORWARD * forward)

@@ -19,9 +19,8 @@ from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.pool import Loan
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.torch_private import weak_storage
-from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 
-_WASTE = 2  # memory is not worth a copy if less than one part in so many of it was saved
+_WASTE = 4  # memory is not worth a copy if less than one part in so many of it was saved
 
 
 class Stage(enum.Enum):
@@ -34,17 +33,15 @@ class Stage(enum.Enum):
     HOST = enum.auto()
     """On the host only."""
     BACK = enum.auto()
-    """On the host; the copy to the device was started, and `unpack` makes computing wait for its ticket."""
+    """The copy to the device was started, and `unpack` makes computing wait for its ticket."""
 
 
 class Activation:
-    """Memory that autograd saved: a storage, or the part of it from the first to the last byte that was saved.
+    """A storage that autograd saved tensors of.
 
     Attributes:
         unit: The name of the unit that saved it first.
-        start: The byte of the storage at which it begins.
-        end: The byte of the storage at which it ends.
-        held: Bytes that stay on the device as long as any of it does: those of the whole storage.
+        nbytes: Its size.
         version: The version that the tensors in it had when they were saved.
         views: The saved tensors that lie in it.
         stage: How far it is on its way to the host and back.
@@ -53,38 +50,23 @@ class Activation:
         ticket: The copy that nothing has waited for yet.
     """
 
-    def __init__(self, tensor: Tensor, start: int, end: int, meter: Meter, leftovers: deque[Leftover]) -> None:
-        self.unit = ""
-        self.host: Loan | None = None
-        self._meter = meter
-        self._counted = meter.add(tensor)
-        self.start, self.end = start, end
-        self.held = tensor.untyped_storage().nbytes()
+    def __init__(self, tensor: Tensor, unit: str, meter: Meter, leftovers: deque[Leftover]) -> None:
+        self.unit = unit
+        self.nbytes = tensor.untyped_storage().nbytes()
         self.version = tensor._version
         self.views: list[View] = []
         self.stage = Stage.DEVICE
+        self.host: Loan | None = None
         self.device: Tensor | None = None
         self.ticket: Ticket | None = None
+        self._meter = meter
+        self._counted = meter.add(tensor)
         self._storage = weak_storage(tensor)  # while this lives, no other storage gets the same identity
         self._leftovers = leftovers
 
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self.end - self.start
-
     def is_worth_a_copy(self) -> bool:
         """Tell whether enough of it was saved: a column of a large matrix would take all of the matrix along."""
-        saved = sum(min(view.tensor.nbytes, self.nbytes) for view in self.views if view.tensor is not None)
-        return saved * _WASTE + ALIGNMENT >= self.nbytes
-
-    def include(self, tensor: Tensor, start: int, end: int) -> bool:
-        """Include a tensor of the same storage, growing if nothing was copied yet; return False if it does not fit."""
-        if tensor._version != self.version:
-            return False
-        if self.stage is Stage.DEVICE:
-            self.start, self.end = min(self.start, start), max(self.end, end)
-        return self.start <= start and end <= self.end
+        return _WASTE * sum(view.tensor.nbytes for view in self.views if view.tensor is not None) >= self.nbytes
 
     def add(self, tensor: Tensor) -> View:
         """Record a saved tensor that lies in it."""
@@ -98,8 +80,7 @@ class Activation:
         """Return its bytes where they were computed."""
         tensor = self.views[0].tensor
         assert tensor is not None
-        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return empty.set_(tensor.untyped_storage(), self.start, (self.nbytes,), (1,))
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
     def release(self) -> None:
         """Release the memory that it was computed in, now that the host has a copy."""
@@ -113,16 +94,16 @@ class Activation:
         self.stage, self.device, self.ticket = Stage.BACK, device, ticket
         self._counted = self._meter.add(device)
 
-    def release_fetched(self) -> None:
-        """Release the memory that it was fetched into."""
-        self._meter.remove(self._counted)
-        self.stage, self.device, self.ticket, self._counted = Stage.HOST, None, None, 0
+    def stay(self) -> None:
+        """Forget a copy to the host that may have failed."""
+        assert self.host is not None
+        self._leftovers.append(Leftover(self.host, None, None))
+        self.stage, self.host, self.ticket = Stage.DEVICE, None, None
 
     def __del__(self) -> None:
         self._meter.remove(self._counted)
         if self.host is not None:  # autograd may free it in any thread: only leave a note
-            device = None if self.ticket is None else self.device
-            self._leftovers.append(Leftover(self.host, device, self.ticket))
+            self._leftovers.append(Leftover(self.host, None if self.ticket is None else self.device, self.ticket))
 
 
 class View:
@@ -130,41 +111,32 @@ class View:
 
     Attributes:
         tensor: An alias of the tensor, without its graph; None once it was released.
-        version: Its version when it was saved.
+        shape: Its shape.
     """
 
-    __slots__ = ("_changed", "_layout", "tensor", "version")
+    __slots__ = ("_changed", "_layout", "_version", "shape", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor.detach()  # the tensor itself may hold the node that saves it
-        self.version = tensor._version
+        self.shape = tensor.shape
+        self._version = tensor._version
         self._changed = False
-        self._layout: tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+        self._layout = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
     @property
     def changed_in_place(self) -> bool:
         """Whether it was written to after it was saved, and before it was released; see [Note: changes in place]."""
-        return self._changed if self.tensor is None else self.tensor._version != self.version
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the tensor."""
-        return self._layout[2] if self.tensor is None else self.tensor.shape
+        return self._changed if self.tensor is None else self.tensor._version != self._version
 
     def release(self) -> None:
-        """Release the tensor, and remember what is needed to make it again."""
-        tensor = self.tensor
-        if tensor is not None:
-            self._changed = self.changed_in_place
-            offset = int(tensor.storage_offset()) * tensor.element_size()
-            self._layout = tensor.dtype, offset, tensor.size(), tensor.stride()
-            self.tensor = None
+        """Release the tensor."""
+        self._changed = self.changed_in_place
+        self.tensor = None
 
-    def rebuild_in(self, memory: Tensor, start: int) -> Tensor:
-        """Make the tensor again, in memory that holds its storage from byte `start` on."""
+    def rebuild_in(self, memory: Tensor) -> Tensor:
+        """Make the tensor again, in memory that holds its storage."""
         dtype, offset, size, stride = self._layout
-        first = (offset - start) // dtype.itemsize
-        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), first, size, stride)
+        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
 
 
 class Offloaded(NamedTuple):
@@ -180,13 +152,3 @@ class Leftover(NamedTuple):
     host: Loan
     device: Tensor | None
     ticket: Ticket | None
-
-
-def extent(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor begins and ends in its storage, in bytes; the beginning is rounded down to be aligned."""
-    elements = tensor.numel()
-    if not tensor.is_contiguous():
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    # torch chooses kernels by a tensor's alignment, and another kernel may round in another way
-    return start // ALIGNMENT * ALIGNMENT, start + elements * tensor.element_size()

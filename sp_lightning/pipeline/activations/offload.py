@@ -31,7 +31,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.memory import Activation, Leftover, Offloaded, Stage, extent
+from sp_lightning.pipeline.activations.memory import Activation, Leftover, Offloaded, Stage
 from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -64,7 +64,6 @@ class Bundle:
 
     def add(self, activation: Activation) -> None:
         """Record an activation that a call of the unit saved."""
-        activation.unit = activation.unit or self.name
         self._activations[id(activation)] = ref(activation)
 
     def alive(self) -> list[Activation]:
@@ -102,7 +101,6 @@ class Offloader:
         self.open: list[Bundle | None] = []
         self._last_bundle: Bundle | None = None
         self._leaving: list[_Leaving] = []
-        self._fetched: list[ref[Activation]] = []
         self._leftovers: deque[Leftover] = deque()
         self._closed = False
 
@@ -174,11 +172,11 @@ class Offloader:
         key = self._memory_that_may_leave(tensor)
         if key == 0:
             return None
-        start, end = extent(tensor)
         with self._lock:
             activation = self._by_memory.get(key)
-            if activation is None or not activation.include(tensor, start, end):
-                activation = self._by_memory[key] = Activation(tensor, start, end, self._meter, self._leftovers)
+            if activation is None or activation.version != tensor._version:
+                activation = Activation(tensor, bundle.name, self._meter, self._leftovers)
+                self._by_memory[key] = activation
             bundle.add(activation)
             return Offloaded(activation, activation.add(tensor))
 
@@ -209,7 +207,7 @@ class Offloader:
                 self._backend.trace.wait(activation.ticket, "activations")
                 activation.ticket = None
             assert activation.device is not None
-            return view.rebuild_in(activation.device, activation.start)
+            return view.rebuild_in(activation.device)
 
     # ----------------------------------------------------------------------------------------------------- backward
 
@@ -220,17 +218,15 @@ class Offloader:
             wanted = [*reversed(bundle.alive()), *reversed(bundle.before.alive() if bundle.before else [])]
             needed = {*wanted, *(activation for other in bundle.around for activation in other.alive())}
             self._release_sent(needed)
-            self._release_fetched_except(needed)
             self._reclaim_host_memory()
             for activation in wanted:
                 if activation.stage is Stage.HOST:
                     self._fetch(activation)
 
     def end_backward(self) -> None:
-        """Free the device memory of what a retained graph still holds; it waits on the host for the next backward."""
+        """Free what backward has used."""
         with self._lock:
             self._release_sent(set())
-            self._release_fetched_except(set())
             self._reclaim_host_memory()
 
     def _fetch(self, activation: Activation) -> None:
@@ -244,19 +240,8 @@ class Offloader:
         ticket = self._backend.upload(device, activation.host.bytes)
         activation.begin_fetch(device, ticket)
         self._backend.trace.moved(Kind.FETCH, activation.unit, activation.nbytes, ticket)
-        self._fetched.append(ref(activation))
         self._stats.bytes_to_device += activation.nbytes
         self._stats.fetched_bytes += activation.nbytes
-
-    def _release_fetched_except(self, needed: set[Activation], landed: bool = False) -> None:
-        """Free the device memory of what was fetched and backward is past, where a retained graph still holds it."""
-        fetched = [activation for found in self._fetched if (activation := found()) is not None]
-        self._fetched = [ref(activation) for activation in fetched if activation in needed]
-        for activation in fetched:
-            if activation not in needed:
-                if activation.ticket is not None and not landed:
-                    self._backend.wait(activation.ticket)
-                activation.release_fetched()
 
     def _reclaim_host_memory(self, landed: bool = False) -> None:
         """Give the pool back the host memory of what autograd has dropped in the meantime."""
@@ -271,18 +256,15 @@ class Offloader:
     def abandon(self) -> None:
         """Return to idle after an exception, when no copy is under way: no call is open, nothing leaves or comes.
 
-        A copy may have failed, so what was leaving stays on the device, and what was being fetched is still on the
-        host.
+        A copy may have failed, so what was leaving stays on the device.
         """
         with self._lock:
             self.open.clear()
             self._last_bundle = None
-            for activation in [sent.activation for sent in self._leaving if sent.activation.stage is Stage.LEAVING]:
-                assert activation.host is not None
-                self._leftovers.append(Leftover(activation.host, None, None))
-                activation.stage, activation.host, activation.ticket = Stage.DEVICE, None, None
+            for activation, _ in self._leaving:
+                if activation.stage is Stage.LEAVING:
+                    activation.stay()
             self._leaving.clear()
-            self._release_fetched_except(set(), landed=True)
             self._reclaim_host_memory(landed=True)
 
     def close(self) -> None:

@@ -241,8 +241,9 @@ def test_the_probe_of_the_link_fits_free_memory(monkeypatch: pytest.MonkeyPatch)
 def test_costs() -> None:
     """Copies that computing hides cost a little, what sticks out costs all of its time."""
     unit = Measured("block", weights=10)
-    unit.add((0, 0), 8, Footprint(40, 60, 100, 100, True, large_inputs=30))
-    unit.seconds[0] = 3.0
+    unit.add(8, Footprint(40, 60, 100, 100, True, large_inputs=30))
+    unit.end_pass()
+    unit.seconds = 3.0
     ways = {way.policy: way for way in unit.ways(Link(up=100.0, down=100.0), True)}
     assert (ways["keep"].seconds, ways["keep"].held) == (0, 100)
     assert (ways["recompute"].seconds, ways["recompute"].repeating, ways["recompute"].held) == (3.0, 3.0, 40)

