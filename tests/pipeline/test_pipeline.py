@@ -25,8 +25,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.weights.guard import _guarded
-from sp_lightning.pipeline.weights.suspension import guards_suspended
+from sp_lightning.pipeline.weights.guard import optimizer_is_stepping
 from sp_lightning.pipeline.weights.window import Window
 
 from ..helpers import collect_garbage
@@ -102,7 +101,7 @@ def test_an_interrupted_optimizer_step_leaves_no_trace(inside: bool) -> None:
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         with scope():
-            assert not guards_suspended()
+            assert not optimizer_is_stepping()
             loss = model(torch.ones(1, 8)).square().mean() + sum(p.square().sum() for p in model.parameters())
             loss.backward()
         return [p.grad for p in model.parameters()]
@@ -455,12 +454,9 @@ def test_findings_about_removed_weights_are_forgotten() -> None:
                 model(torch.ones(2, 8)).sum().backward()
         learned = pipeline._lasting.learned
         assert learned.lowered == set(map(id, model.parameters()))
-        watched = set(learned.observed)
         model[0].weight = nn.Parameter(torch.ones(8, 8))
         pipeline.rebuild()
         assert learned.lowered == {id(p) for p in model.parameters() if p is not model[0].weight}
-        assert len(watched - set(learned.observed)) == 1
-        assert len(learned.observed) == len(watched)
 
 
 def test_weights_used_outside_of_units_are_known_when_they_change_their_names() -> None:
@@ -491,61 +487,6 @@ def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:
         pipeline.rebuild()
         with pytest.raises(RuntimeError, match=r"weight 'scale' of a graph that was built before"):
             loss.backward()
-
-
-class Projects(nn.Linear):
-    """Gives its weight other memory in its forward, as projections and quantizers do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
-        return super().forward(x)
-
-
-class Wraps(nn.Module):
-    """A unit whose own code does that to a part of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.part.weight.data = self.part.weight.data * 0.5
-        return self.part(x).tanh()
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("make", [lambda: Projects(8, 8), Wraps])
-def test_data_that_a_forward_sets_is_kept(make: Callable[[], nn.Module], activations: Any) -> None:
-    """It was lost, and the weight went on in memory that no transfer reached."""
-
-    def story(model: nn.Module) -> list[Tensor]:
-        optimizer = SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(torch.full((2, 8), 1.0 + step)).square().sum().backward()
-            optimizer.step()
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*[make() for _ in range(4)])
-    expected = story(copy.deepcopy(model))
-    with attached(model, units=type(model[0]), k=1, activations=activations):
-        actual = story(model)
-    assert all(map(torch.equal, expected, actual))
-
-
-def test_data_of_another_shape_is_refused() -> None:
-    class Grows(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.weight.data = torch.ones(2, 8)
-            return x
-
-    model = nn.Sequential(Grows(8, 8), Grows(8, 8))
-    with (
-        attached(model, units=Grows),
-        pytest.raises(RuntimeError, match=r"weight '0.weight' a `.data` of shape \(2, 8\)"),
-    ):
-        model(torch.ones(1, 8))
 
 
 class Sparse(nn.Linear):
@@ -835,18 +776,6 @@ def test_an_optimizer_of_another_model_is_not_ours() -> None:
         theirs.step()
         assert pipeline.stats.optimizer_steps == 1
         assert pipeline.optimizers.step_by_unit
-
-
-def test_an_interrupt_while_masters_are_guarded() -> None:
-    """What is half done is undone."""
-    model = layers()
-    with attached(model) as pipeline:
-        guard = pipeline._assembly.guard
-        guard.arm()
-        pipeline.arrangement.weights[0].master.__class__ = nn.Parameter
-        _guarded.pop(id(pipeline.arrangement.weights[0].master))
-        pipeline.reset()
-        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
 def test_replicas_have_no_units_of_their_own_on_the_device() -> None:
