@@ -292,7 +292,7 @@ def test_unmanaged_weights_stay_on_the_device_until_they_are_given_back(monkeypa
     def move(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         moves.append((device.type, len(list(parameters))))
 
-    for user in ("assembly", "pipeline"):
+    for user in ("engine", "pipeline"):
         monkeypatch.setattr(f"sp_lightning.pipeline.{user}.move_unmanaged", move)
     pipeline = Pipeline(model, "meta:0", options=PipelineOptions(k=2, units=nn.Linear), backend=RecordingBackend())
     pipeline.rebuild()
@@ -321,7 +321,7 @@ def test_nothing_is_rearranged_under_a_graph_that_waits() -> None:
     model = layers()
     with attached(model) as pipeline:
         output = model(torch.ones(2, 8))
-        pipeline._lasting.learned.outdated = True
+        pipeline._engine.learned.outdated = True
         before = pipeline.arrangement
         with torch.no_grad():
             model(torch.ones(2, 8))
@@ -397,7 +397,7 @@ def test_a_graph_that_is_kept_after_its_backward_is_not_waited_for() -> None:
             losses[-1].backward(retain_graph=True)
             assert not pipeline._graphs.waiting()
         before = pipeline.stats.arrangements
-        pipeline._lasting.learned.outdated = True
+        pipeline._engine.learned.outdated = True
         with pipeline.step():
             assert pipeline.stats.arrangements == before + 1
 
@@ -452,7 +452,7 @@ def test_findings_about_removed_weights_are_forgotten() -> None:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
             for _ in range(2):
                 model(torch.ones(2, 8)).sum().backward()
-        learned = pipeline._lasting.learned
+        learned = pipeline._engine.learned
         assert learned.lowered == set(map(id, model.parameters()))
         model[0].weight = nn.Parameter(torch.ones(8, 8))
         pipeline.rebuild()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import ref
 
 import torch
@@ -164,24 +164,31 @@ Packed: TypeAlias = _Handle | Offloaded | Kept | _Delegated | tuple[Tensor, int]
 """What autograd holds in place of a saved tensor; where nobody counts, the tensor itself with its version."""
 
 
+class BringsWeights(Protocol):
+    """What brings weights back for backward."""
+
+    def bring_for_backward(self, twin: Twin) -> None:
+        """Bring a weight that backward is about to read to the device."""
+
+
 class SavedTensors:
     """Pushes and pops the engine's pair of saved-tensor hooks.
 
     Args:
-        require: Called with a twin before backward reads it.
         meter: Counts the device memory that saved tensors hold.
         offloader: Takes the tensors that may be offloaded.
 
     Attributes:
         twins: Twins by the identity of their memory.
+        backward: Brings their weights to the device before backward reads them.
         recording: Holds what the call that is under way saves; None if nothing of it is to be dropped.
     """
 
-    def __init__(self, require: Callable[[Twin], None], meter: Meter, offloader: Offloader) -> None:
+    def __init__(self, meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
         self.twins: dict[int, Twin] = {}
         self.recording: Recording | None = None
-        self.require = require
+        self.backward: BringsWeights | None = None
         self._offloader = offloader
         self._pushed = 0
 
@@ -224,7 +231,7 @@ class SavedTensors:
     def let_go(self) -> None:
         """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see Announcement)."""
         self.twins = {}
-        del self.require
+        self.backward = None
 
     def handle(self, tensor: Tensor) -> _Handle | None:
         """Return a handle for a weight or a view of one; None for other tensors."""
@@ -249,6 +256,11 @@ class SavedTensors:
         if self.meter.counts:
             return Kept(tensor, self.meter)
         return (tensor.detach() if tensor.requires_grad else tensor), tensor._version  # see `Kept`
+
+    def require(self, twin: Twin) -> None:
+        """Bring a weight that backward is about to read to the device."""
+        assert self.backward is not None
+        self.backward.bring_for_backward(twin)
 
     def unpack(self, packed: Packed) -> Tensor:
         """Return the saved tensor, ready for backward to read.

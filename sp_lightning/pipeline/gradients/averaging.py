@@ -12,7 +12,8 @@ what it has not reached. Then all tell each other which weights they have reache
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,23 +26,30 @@ from sp_lightning.pipeline.gradients.unit_gradients import Gradient, UnitGradien
 _NONE, _DENSE, _SPARSE = range(3)  # kinds of gradients
 
 
+class CountsSteps(Protocol):
+    """What counts optimizer steps."""
+
+    @property
+    def steps_taken(self) -> int:
+        """How many were taken in this process."""
+
+
 class Averaging:
     """Averages the gradients of an arrangement's weights.
 
     Args:
         replicas: The processes.
         unmanaged: Parameters that the engine does not manage: autograd accumulates their gradients on the device.
-        steps_taken: Returns the number of optimizer steps taken, those of one process alone not counted: it must be the
-            same in all processes whenever gradients are averaged.
+        optimizers: Counts optimizer steps, of which each process must have taken as many.
 
     Attributes:
         replicas: The processes.
     """
 
-    def __init__(self, replicas: Replicas, unmanaged: Sequence[nn.Parameter], steps_taken: Callable[[], int]) -> None:
+    def __init__(self, replicas: Replicas, unmanaged: Sequence[nn.Parameter], optimizers: CountsSteps) -> None:
         self.replicas = replicas
         self._unmanaged = unmanaged
-        self._steps_taken = steps_taken
+        self._optimizers = optimizers
         self._units: list[UnitGradients] = []
         self._order: list[UnitGradients] = []
         self._complete: dict[UnitGradients, None] = {}
@@ -124,7 +132,8 @@ class Averaging:
         order = [numbers[unit] for unit in self._complete]
         order += [number for number in reversed(range(len(self._units))) if self._units[number] not in self._complete]
         flags = [*(gradient in arrived for gradient in gradients), *map(_kind_of_gradient, self._unmanaged)]
-        message = torch.tensor([self._steps_taken(), *order, *flags], dtype=torch.int32, device="cpu")
+        own_steps = self._optimizers.steps_taken - self.replicas.steps_alone
+        message = torch.tensor([own_steps, *order, *flags], dtype=torch.int32, device="cpu")
         answers = [torch.empty_like(message) for _ in range(self.replicas.count)]
         dist.all_gather(answers, message, group=self.replicas.host_group)
         steps = [int(answer[0]) for answer in answers]

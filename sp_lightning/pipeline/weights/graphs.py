@@ -57,6 +57,7 @@ class Graphs:
     Attributes:
         current: The graph that is being built.
         calls: How many calls of units have begun.
+        scopes: How many scopes of the step under way are open, one inside of the other.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,13 @@ class Graphs:
         self._announcements: weakref.WeakSet[Announcement] = weakref.WeakSet()
         self.current = Graph(0)
         self.calls = 0
+        self.scopes = 0
         self._has_warned = False
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the scope of a step is open."""
+        return self.scopes > 0
 
     def begin(self) -> None:
         """Begin the graph of a new step."""

@@ -102,9 +102,14 @@ class Segment:
         self._are_other_versions()
         self._sample = None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a master may have been given other memory since the last look."""
+        return not self._all_plain or self._pointers != [master.data_ptr() for master in self._masters]
+
     def _have_moved(self) -> bool:
         """Find masters that were given other memory, and tell whether one has, or had, such memory."""
-        if self._all_plain and self._pointers == [master.data_ptr() for master in self._masters]:
+        if not self.is_elsewhere:
             return False
         moved = [weight.follow() for weight in self.weights]
         at_home = all(weight.host is weight.home for weight in self.weights)

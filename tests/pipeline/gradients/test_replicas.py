@@ -306,7 +306,7 @@ def as_few_operations_as_possible() -> None:
         assert sums.call_count == (0 if accumulates else units)
         assert messages.call_count == (1 if accumulates else units + 1), "and one when backward is over"
         assert len(uploads) == pipeline.stats.loads - loads + units * comes_back
-        assert pipeline._assembly.stream.device_bytes() < 2.5 * largest, "two staging buffers"
+        assert pipeline._engine.stream.device_bytes() < 2.5 * largest, "two staging buffers"
     pipeline.detach()
 
 
