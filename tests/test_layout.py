@@ -94,7 +94,7 @@ def test_no_import_leads_back():
     for _ in range(len(files).bit_length()):  # each round reaches twice as far
         leads_to = {name: near.union(*(leads_to[other] for other in near)) for name, near in leads_to.items()}
     room = "sp_lightning.pipeline.weights"
-    nouns = {f"{room}.{name}" for name in ("device", "host", "master_memory", "rooms", "units", "weight")}
+    nouns = {f"{room}.{name}" for name in ("group", "segment", "units", "weight")}
     assert {name for name, all_imports in leads_to.items() if name in all_imports} == nouns
 
 

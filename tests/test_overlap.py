@@ -22,7 +22,7 @@ from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.gradients import buffers
 from sp_lightning.pipeline.optimizer.host_steps import HostSteps
 from sp_lightning.pipeline.weights import sections
-from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.group import Group
 
 from .helpers import Run, Trace, assert_same_story, assert_same_trace, attached, frozen, note_state, slow_host
 from .lightning_modules import trainer

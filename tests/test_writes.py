@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from .helpers import Run, assert_same_story, note_gradients, note_state
+from .helpers import Run, assert_same_story, note_state
 from .lightning_modules import trainer
 from .zoo.blocks import WIDTH, Block, Chain, chain
 
@@ -355,7 +354,6 @@ BETWEEN = "weight '{}' was changed between forward and backward"
         (replace, Convolves, "keep", "32-true", None),
         (replace, Convolves, "offload", "32-true", None),
         (replace, Convolves, "recompute", "32-true", CANNOT_RUN_AGAIN),
-        (replace, Convolves, "keep", "bf16-mixed", BETWEEN.format("net.blocks.3.conv.weight")),
     ],
 )
 def test_data_that_is_changed_between_forward_and_backward(
@@ -372,32 +370,6 @@ def test_data_that_is_changed_between_forward_and_backward(
         return
     with pytest.raises(RuntimeError, match=error):
         edited_between(strategy, edit, precision, block)
-
-
-@pytest.mark.parametrize("activations", ["keep", "offload"])
-@pytest.mark.parametrize("in_scope", [True, False])
-def test_data_that_is_changed_between_forward_and_backward_of_a_loop(in_scope: bool, activations: str) -> None:
-    """Also without the scope of a step, and where units send copies because somebody holds what masters lay in."""
-
-    def story(run: Run) -> None:
-        weights = list(run.model.parameters())
-        held = [weight.data for weight in weights]
-        for number in range(4):
-            run.model.uses_weight = number == 1  # from then on, units are arranged anew
-            with run.step() if in_scope else nullcontext():
-                loss = run.model(run.rows(number)).square().mean()
-                for weight in weights:
-                    weight.data.mul_(0.9)
-                loss.backward()
-            note_gradients(run.trace, f"step {number}", dict(run.model.named_parameters()))
-        for number, tensor in enumerate(held):
-            run.note(f"held {number}", tensor)
-        if run.pipe is not None:
-            sends_copies = [group for group in run.pipe.arrangement.groups if group.host.sends_copies]
-            assert sends_copies
-            assert not any(weight.lowered for group in sends_copies for weight in group.host.weights)
-
-    assert_same_story(story, partial(InAnotherOrder, uses_weight=False), k=2, activations=activations)
 
 
 class AveragesBetween(Trains):
@@ -430,25 +402,19 @@ def test_averages_that_travel_with_weights_may_change_between_forward_and_backwa
 
 
 def test_memory_that_is_swapped_within_a_step() -> None:
-    """Weights have to lie in memory of ours: values are moved there, over those that somebody holds."""
+    """Weights are sent from where they lie; what somebody holds of them stays as it is."""
     model = Chain([Block() for _ in range(4)])
     pipe = Pipeline(model, "cpu", options=PipelineOptions(k=2, units=Block))
     weight = model.blocks[1].up.weight
     before, x = weight.detach().clone(), torch.ones(1, WIDTH)
     try:
         with pipe.step(), torch.no_grad():
-            held = weight.data.clone()
+            whole, held = model(x), weight.data
             weight.data = weight.data * 0.5
-            halved = model(x)
+            assert not torch.equal(model(x), whole)
             weight.data = held
-            assert not torch.equal(model(x), halved)
+            assert torch.equal(model(x), whole)
         assert torch.equal(weight, before)
-        with pipe.step():
-            held = weight.data
-            weight.data = weight.data * 0.5
-            with pytest.raises(RuntimeError, match=r"'blocks.1.up.weight' was given other memory.*p.data.clone"):
-                model(x)
-        assert torch.equal(held, before)
     finally:
         pipe.detach()
 
@@ -605,38 +571,3 @@ def test_hooks_on_backward_of_modules_that_are_stepped_in_backward() -> None:
     assert all(map(torch.equal, expected, train_with(overlap_optimizer=False)))
     with pytest.raises(RuntimeError, match="was changed in backward after the optimizer had stepped it"):
         train_with()
-
-
-class InAnotherOrder(Chain):
-    """Calls its blocks in another order than they are listed in, and may use a weight outside of its block, too."""
-
-    def __init__(self, uses_weight: bool) -> None:
-        super().__init__([Block() for _ in range(4)])
-        self.uses_weight = uses_weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in (2, 0, 3, 1):
-            x = self.blocks[index](x)
-        return x + self.blocks[1].up.weight.sum() if self.uses_weight else x
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("uses_weight", [True, False])
-def test_aliases_follow_weights_whose_units_are_arranged_anew(uses_weight: bool, overlap: bool) -> None:
-    """An average that holds a `state_dict()` would go on with old weights, and what it writes would be lost."""
-
-    def story(run: Run) -> None:
-        optimizer = SGD(run.model.parameters(), lr=0.1, momentum=0.9)
-        held = run.model.state_dict()
-        aliases = [parameter.data for parameter in run.model.parameters()][::2]
-        for number in range(4):
-            for alias in aliases:
-                alias.clamp_(-0.1, 0.1)
-            run.normal_step(f"step {number}", optimizer, number)
-            for name, alias in held.items():
-                run.note(f"step {number} / held / {name}", alias)
-        if run.pipe is not None:
-            assert run.pipe.stats.arrangements > 1
-
-    build = partial(InAnotherOrder, uses_weight)
-    assert_same_story(story, build, k=4, k_prime=2, overlap_optimizer=overlap)

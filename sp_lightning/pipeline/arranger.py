@@ -141,7 +141,7 @@ class Arranger:
 
     def _has_replaced_weights(self) -> bool:
         with self._lasting.at_work:
-            return any(weight.is_replaced for weight in self.arrangement.weights)
+            return any(weight.is_converted for weight in self.arrangement.weights)
 
     def _follow_plan(self) -> None:
         """Adopt the window that the planner wants."""
@@ -165,11 +165,6 @@ class Arranger:
     def _rearrange_for(self, autocast: torch.dtype | None) -> None:
         self._is_arranged = False
         self.assembly.uninstall()
-        for weight in self.arrangement.weights:
-            if weight.is_replaced:  # whoever still holds our memory keeps the values in it
-                self._lasting.memory.leave(weight)
-            else:  # otherwise memory from `p.data = ...` would stay outside of the memory that is sent
-                weight.readopt()
         module = self._lasting.module
         self._learned.forget_all_but({*map(id, module.modules()), *map(id, module.parameters())})
         try:

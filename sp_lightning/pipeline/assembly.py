@@ -27,11 +27,11 @@ from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unmanaged
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
-from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.first_call import stop_watching_for_first_call, watch_for_first_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, register_gate, remove_gate
+from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.resting import put_to_rest
-from sp_lightning.pipeline.weights.schedule import Schedule
 from sp_lightning.pipeline.weights.swap import swap_out
 from sp_lightning.pipeline.weights.window import Window
 from sp_lightning.pipeline.write_back import WriteBack
@@ -50,7 +50,7 @@ class Assembly:
 
     Attributes:
         arrangement: The units, and where their weights lie.
-        schedule: Predicts which use comes next.
+        order: Predicts which use comes next.
         window: Brings groups to the device.
         gradient_return: Moves gradients to the host.
         gradients: The gradients that are on the host.
@@ -73,11 +73,11 @@ class Assembly:
         backend, stats = lasting.backend, lasting.stats
         members = arrangement.streamed_members
         groups = [member.unit.group for member in members if member.unit is not None]
-        self.schedule = Schedule(len(members))
+        self.order = Order(len(members))
         self.window = Window(
             arrangement.groups,
             groups,
-            self.schedule,
+            self.order,
             backend,
             stats,
             on_evict=self._on_evict,
@@ -114,7 +114,7 @@ class Assembly:
         )
         self.backward = BackwardPass(
             window=self.window,
-            schedule=self.schedule,
+            order=self.order,
             gradient_return=self.gradient_return,
             resident=arrangement.resident,
             stats=stats,
@@ -138,7 +138,7 @@ class Assembly:
             arrangement,
             lasting,
             window=self.window,
-            schedule=self.schedule,
+            order=self.order,
             backward=self.backward,
             outside=self.outside,
             write_back=self.write_back,
@@ -274,7 +274,7 @@ class Assembly:
         self._lasting.saved.abandon()
         self._lasting.backend.drain()
         self._lasting.offloader.abandon()
-        self.schedule.abandon()
+        self.order.abandon()
         self.window.abandon()
 
     def _on_evict(self, group: Group) -> None:
@@ -290,5 +290,6 @@ class Assembly:
         self._lasting.activations.end_backward()
         self._lasting.offloader.end_backward()
         if not self._in_step():
+            self.window.end_step()
             self._lasting.graphs.begin()  # the one that checkpoints have built meanwhile has had its backward
         self.relax_guard()

@@ -17,10 +17,10 @@ from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, when_backward_ends
 from sp_lightning.pipeline.weights.at_work import EngineAtWork
-from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.resting import wake
-from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin
@@ -32,7 +32,7 @@ class BackwardPass:
 
     Args:
         window: Brings groups to the device.
-        schedule: Records the order in which units are used.
+        order: Records the order in which units are used.
         gradient_return: Brings gradients to the host.
         resident: The unit of resident weights.
         stats: Counters.
@@ -52,7 +52,7 @@ class BackwardPass:
         self,
         *,
         window: Window,
-        schedule: Schedule,
+        order: Order,
         gradient_return: GradientReturn,
         resident: Unit,
         stats: Stats,
@@ -65,7 +65,7 @@ class BackwardPass:
         self.closed = False
         self.task = -1
         self._window = window
-        self._schedule = schedule
+        self._order = order
         self._gradient_return = gradient_return
         self._resident = resident
         self._stats = stats
@@ -114,7 +114,7 @@ class BackwardPass:
         with self._at_work:
             self.note()
             self._graphs.add(graph)
-            self._schedule.visit(member.index, Pass.BACKWARD)
+            self._order.visit(member.index, Pass.BACKWARD)
             self._gradient_return.ship_all_but([unit, self._resident])
             for group in groups:
                 self._window.bring(group)
@@ -149,7 +149,7 @@ class BackwardPass:
             self._stats.heals += not group.loaded
             follows = self.running and not is_expected
             if follows:  # nodes that no unit announces: the gradient of a gradient
-                self._schedule.visit(twin.weight.unit.members[0].index, Pass.BACKWARD)
+                self._order.visit(twin.weight.unit.members[0].index, Pass.BACKWARD)
             self._window.bring(group)
             if follows:
                 self.in_use = [group]

@@ -25,11 +25,11 @@ from sp_lightning.pipeline.torch_private import in_backward, storage_key
 from sp_lightning.pipeline.under_autocast import UnderAutocast, without_autocast_cache
 from sp_lightning.pipeline.units.tensors import replace_tensors, tensors_in
 from sp_lightning.pipeline.weights.compiled import run_uncompiled
-from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.hooks import before_backward
+from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.schedule import Pass, Schedule
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.window import Window
@@ -43,7 +43,7 @@ class Calls:
         arrangement: The arrangement.
         lasting: The parts that outlive it.
         window: Brings groups to the device.
-        schedule: Records which members are used.
+        order: Records which members are used.
         backward: Follows backward passes.
         outside: Makes weights resident that cannot stay in their group.
         write_back: Copies what is written to weights on the device to the masters.
@@ -57,7 +57,7 @@ class Calls:
         lasting: Lasting,
         *,
         window: Window,
-        schedule: Schedule,
+        order: Order,
         backward: BackwardPass,
         outside: OutsideUse,
         write_back: WriteBack,
@@ -74,7 +74,7 @@ class Calls:
         self._stats = lasting.stats
         self._at_work = lasting.at_work
         self._window = window
-        self._schedule = schedule
+        self._order = order
         self._backward = backward
         self._outside = outside
         self._write_back = write_back
@@ -184,7 +184,7 @@ class Calls:
             if self._backward.running and direction is not Pass.BACKWARD:
                 self._backward.abandon()  # it ended with an exception that the user caught within the step
             if member.is_streamed:
-                self._schedule.visit(member.index, direction)
+                self._order.visit(member.index, direction)
                 self._learned.note_call(member.unit_name)
             self._under_autocast.begin_call(member)
             self._outside.unblock(member)

@@ -20,7 +20,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.at_work import EngineAtWork
 from sp_lightning.pipeline.weights.graphs import Graphs
-from sp_lightning.pipeline.weights.master_memory import MasterMemory
+from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.weights.weight import Twin
 
 
@@ -76,7 +76,7 @@ class Lasting:
         self.stats = Stats()
         self.at_work = EngineAtWork()
         self.learned = Learned()
-        self.memory = MasterMemory()
+        self.memory = HostMemory()
         self.graphs = Graphs()
         self.pool = HostPool(backend)
         self.meter = Meter(backend, self.stats, always=options.activations != "auto" or options.debug)

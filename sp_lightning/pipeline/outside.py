@@ -19,8 +19,8 @@ from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, in_transform, running_node
-from sp_lightning.pipeline.weights.device import Group
 from sp_lightning.pipeline.weights.graphs import Graph
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.guard import Guard
 from sp_lightning.pipeline.weights.hooks import hold_while_needed
 from sp_lightning.pipeline.weights.lowered import guard_lowered
@@ -181,7 +181,7 @@ class OutsideUse:
     def note_alias(self, weight: Weight) -> None:
         """Note that somebody gets an alias of a master: its copies on the device are checked before next use."""
         for group in (weight.twin.group, weight.unit.group):
-            self._window.suspect(group)
+            self._window.note_write(group)
 
     def casts_in_new_graph(self, weight: Weight) -> list[range] | None:
         """Return which elements of a weight a graph that is being built in backward casts, to add to; None if none is.

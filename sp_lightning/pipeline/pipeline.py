@@ -133,7 +133,7 @@ class Pipeline:
         try:
             self._arranger = Arranger(lasting, planner, progress, keeper=self, in_step=lambda: self._depth > 0)
         except BaseException:
-            lasting.memory.release_all_but([])
+            lasting.memory.keep([])
             self._backend.close()
             raise
         listen_to_optimizers(self.optimizers)
@@ -217,7 +217,7 @@ class Pipeline:
         self._saved.let_go()
         self._activations.second_forwards.let_go()
         self._offloader.close()
-        self._lasting.memory.release_all_but([])
+        self._lasting.memory.keep([])
         move_unmanaged(self.arrangement.unmanaged.values(), _HOST)
         bring_states_home(self.arrangement.weights)
         move_all_but_parameters(self.module, _HOST)
@@ -301,6 +301,7 @@ class Pipeline:
                 self._depth -= 1
                 if self._depth == 0 and not in_backward():
                     self._assembly.write_back.end_step()
+                    self._assembly.window.end_step()
                     self._graphs.begin()  # whoever still holds the old graph waits for its backward
                 self._assembly.relax_guard()
 
@@ -330,7 +331,7 @@ class Pipeline:
             self._backend.trace.begin_step()
             self._activations.begin_step()
             self._lasting.meter.begin_step()
-            self._assembly.schedule.begin_step()
+            self._assembly.order.begin_step()
             if torch.is_grad_enabled():
                 self._assembly.gradient_return.reserve()
         self._offloader.begin()

@@ -110,7 +110,7 @@ def summarize(assembly: Assembly, lasting: Lasting) -> Summary:
         gradient_bytes=assembly.gradient_return.device_bytes(),
         resident=tuple(weight.name for weight in arrangement.resident.weights),
         resident_bytes=sum(weight.compute_bytes for weight in arrangement.resident.weights),
-        host_bytes=sum(group.host.host_bytes() for group in arrangement.groups if group.unit_count),
+        host_bytes=sum(group.host_bytes() for group in arrangement.groups if group.unit_count),
         host_gradient_bytes=assembly.gradient_return.host_bytes(),
         optimizer_bytes=lasting.optimizers.state_bytes(arrangement.parameters_on_device),
         host_activation_bytes=lasting.pool.held,

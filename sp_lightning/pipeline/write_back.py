@@ -9,7 +9,7 @@ import torch
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import as_bytes
-from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
 
@@ -68,7 +68,7 @@ class WriteBack:
 
     def before_discard(self, group: Group) -> None:
         """Write back what was written to a group on the device, where its weights are about to be discarded."""
-        self.write(weight for weight in group.host.weights if weight.twin.group is group)
+        self.write(weight for weight in group.weights if weight.twin.group is group)
 
     def write(self, weights: Iterable[Weight]) -> None:
         """Copy weights that were written to on the device to the masters, which hold the authoritative values."""
@@ -103,7 +103,9 @@ class WriteBack:
         self._stats.write_backs += 1
         group = weight.twin.group
         if not group.suspect:  # else a change of another weight, which is still to be found, would look checked
-            group.state = group.host.state()
+            for segment in group.segments:
+                if not segment.sends_copies:
+                    segment.look_anew()
 
 
 def _touched(weights: Iterable[Weight]) -> list[Twin]:

@@ -28,7 +28,7 @@ from functools import lru_cache
 from sp_lightning.pipeline.activations.offload import UNITS_THAT_STAY
 from sp_lightning.pipeline.activations.ways import Way, peak
 from sp_lightning.pipeline.lanes.trace import Lane
-from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
+from sp_lightning.pipeline.weights.places import place_in_arena, travel_together
 from sp_lightning.planning.workload import Choice, Machine, UnitWork, Workload
 
 
@@ -207,5 +207,7 @@ class _Step:
         if self._workload.stepping != "in backward":
             return 0.0
         if len(streamed) > self._slots:
-            return backward * self._slots / len(streamed) - self._machine.up(streamed[0].weight_bytes)
+            at_the_end = backward * self._slots / len(streamed) - self._machine.up(streamed[0].weight_bytes)
+            kept = sum(self._machine.up(unit.bytes_after_step) for unit in self._layout.kept)
+            return max(at_the_end, min(kept, backward - landed - self._loads_backward))
         return backward - landed - self._machine.step(self._layout.groups[-1:])

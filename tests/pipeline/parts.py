@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.worker import Job
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.device import Group
-from sp_lightning.pipeline.weights.host import GroupHost
-from sp_lightning.pipeline.weights.sections import Section
+from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -146,60 +145,43 @@ class RecordingBackend(Backend):
 
 
 @dataclass
-class FakeSource:
-    """What a group sends."""
+class FakeSegment:
+    """Host memory without weights; a test says by `edited` that somebody has written to it."""
 
     bytes: Tensor
+    epoch: int = 0
+    edited: bool = False
+    looks: int = 0
+    sends_copies: bool = False
+    weights: Sequence[Weight] = ()
+    offsets: Sequence[int] = ()
 
     @property
     def nbytes(self) -> int:
         return self.bytes.nbytes
 
-
-@dataclass
-class FakeHost:
-    """The host side of a group without weights; a test says by `version` that masters have changed."""
-
-    source: FakeSource
-    version: int = 0
-    looks: int = 0
-    sends_copies: bool = False
-    weights: Sequence[Weight] = ()
-    sections: list[Section] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.sections = [Section(None, 0, self.source.bytes.nbytes)]
-
-    def state(self) -> FakeState:
-        return FakeState(self.version)
-
-    def readopt(self) -> None:
-        """Nothing has been given other memory."""
-
-    def prepare(self, state: FakeState) -> Tensor:
-        return self.source.bytes
-
-    def are_little(self, _: object) -> bool:
-        return True
-
-    def changed_ranges(self, *_: object) -> list[tuple[int, int]]:
-        return [(0, self.source.bytes.nbytes)]
-
-    def has_changed(self, since: FakeState) -> bool:
+    def check(self) -> None:
         self.looks += 1
-        return since.version != self.version
+        if self.edited:
+            self.note_change()
 
+    def look_anew(self) -> None:
+        self.edited = False
 
-@dataclass(frozen=True)
-class FakeState:
-    """The state of masters that have a version and nothing else."""
+    def note_change(self) -> None:
+        self.epoch += 1
+        self.edited = False
 
-    version: int
+    begin_stepping = note_change
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """As `MasterState` has them."""
-        return (self.version,)
+    def refresh_copies(self) -> None:
+        """There are none."""
+
+    def take_sample(self) -> None:
+        """`edited` shows every change."""
+
+    def ranges(self) -> list[tuple[int, Tensor]]:
+        return [(0, self.bytes)]
 
 
 def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
@@ -207,8 +189,8 @@ def slots(count: int, window: int, nbytes: int = 4) -> list[Group]:
     arena = torch.zeros(window * nbytes, dtype=torch.uint8)
     groups = []
     for index in range(count):
-        host = FakeHost(FakeSource(torch.full((nbytes,), index, dtype=torch.uint8)))
-        group = Group(index, 1, host, resident=False)  # type: ignore[arg-type]
+        segment = FakeSegment(torch.full((nbytes,), index, dtype=torch.uint8))
+        group = Group(index, 1, [segment], resident=False)  # type: ignore[list-item]
         slot = index % window
         group.place = arena[slot * nbytes : (slot + 1) * nbytes]
         groups.append(group)
@@ -248,12 +230,12 @@ def place(
         weight.unit = unit
         weight.compute_dtype = lowered or weight.compute_dtype
         unit.weights.append(weight)
-    host = GroupHost(unit.weights, backend, pin=False)
-    group = unit.group = Group(0, 1, host, resident=False)
+    segment = Segment(unit.weights, backend, pin=False)
+    group = unit.group = Group(0, 1, [segment], resident=False)
     group.place = backend.allocate(group.nbytes)
-    group.state = host.state()
-    group.place.copy_(host.prepare(group.state))
-    for weight, offset in zip(unit.weights, host.source_offsets, strict=True):
+    segment.refresh_copies()
+    group.place.copy_(segment.source.bytes)
+    for weight, offset in zip(unit.weights, group.offsets, strict=True):
         data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
         weight.twin = Twin(weight, group, data)
         weight.twin.parameter.requires_grad_(weight.master.requires_grad)

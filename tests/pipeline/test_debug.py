@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.debug import AccessCheck
 from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.pipeline.weights.device import Residency
+from sp_lightning.pipeline.weights.group import Residency
 
 from .parts import Placed, place
 

@@ -36,7 +36,7 @@ from sp_lightning.pipeline.torch_private import (
     post_accumulate_hooks,
     without_torch_function,
 )
-from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight

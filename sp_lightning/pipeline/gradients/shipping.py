@@ -22,7 +22,7 @@ from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import tensor_hooks
-from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 

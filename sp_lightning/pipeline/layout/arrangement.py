@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
@@ -22,10 +23,10 @@ from sp_lightning.pipeline.sizes import parse_bytes
 from sp_lightning.pipeline.torch_private import is_compiled, storage_key, without_torch_function
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.device import Group, overlaps, place_in_arena
-from sp_lightning.pipeline.weights.host import GroupHost, must_stay_apart
-from sp_lightning.pipeline.weights.master_memory import MasterMemory
+from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.places import overlaps, place_in_arena
 from sp_lightning.pipeline.weights.resting import put_to_rest, wake
+from sp_lightning.pipeline.weights.segment import HostMemory, Segment
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
@@ -72,7 +73,7 @@ class Arrangement:
         module: nn.Module,
         options: PipelineOptions,
         learned: Learned,
-        memory: MasterMemory,
+        memory: HostMemory,
         backend: Backend,
         autocast: torch.dtype | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -122,9 +123,7 @@ class Arrangement:
         processes = 1 if replicas is None else replicas.on_this_machine
         self.host_share = HostShare(self.all_units, backend, options.pin_memory, processes)
         parts = [*self._layout.parts, [self.resident]]
-        apart = [part for part in parts if must_stay_apart(_weights_of(part), memory)]
-        moving = max(map(sent_bytes, parts)) + sum(map(sent_bytes, apart))
-        self.host_share.check(moving, at_once=1 if memory else processes)
+        self.host_share.check(max(map(sent_bytes, parts)), at_once=1 if memory else processes)
         self.groups: list[Group] = []
         self.twins: dict[int, Twin] = {}
         self._lay_out(learned, progress or (lambda done, total: None))
@@ -135,9 +134,11 @@ class Arrangement:
         """Decide in which dtype each weight is sent, and its gradient comes back."""
         if self.autocast is not None:
             lowered = learned.lowered - learned.used_as_is
-            for weight in [weight for unit in self.units for weight in unit.weights]:  # resident ones do not travel
-                if id(weight.master) in lowered:
-                    weight.compute_dtype = self.autocast
+            for segment in chain.from_iterable(map(_parts_of, self.units)):  # resident weights do not travel
+                casts = [weight for weight in segment if id(weight.master) in lowered]
+                if 2 * _bytes_of(casts) >= _bytes_of(segment):  # else most would be copied for the sake of a few
+                    for weight in casts:
+                        weight.compute_dtype = self.autocast
         for weight in [weight for unit in self.all_units for weight in unit.weights]:
             weight.averaged = averaged
 
@@ -145,9 +146,11 @@ class Arrangement:
         """Give a weight memory of its own on the device, in its own dtype, for the rest of this arrangement."""
         wake(weight.twin)
         lowered, weight.compute_dtype = weight.lowered, weight.dtype
-        piece = weight.unit.group.host.piece_of(weight)
-        host = GroupHost([weight], self._backend, pin=False, memory=MasterMemory.of_one(weight, piece))
-        group = Group(-1, unit_count=0, host=host, resident=True, name=weight.name)
+        beside = weight.unit.group
+        segment = next(segment for segment in beside.segments if weight in segment.weights)
+        own = Segment([weight], self._backend, pin=False, memory=segment.piece_of(weight, self._backend))
+        group = Group(-1, unit_count=0, segments=[own], resident=True, name=weight.name)
+        beside.apart.append(group)
         group.place = self._backend.allocate(group.nbytes)
         self.groups.append(group)
         data = tensor_in(group.place, 0, weight.host, weight.compute_dtype)
@@ -167,7 +170,7 @@ class Arrangement:
         for unit in self.all_units:
             unit.members.clear()  # saved weights lead to units, and must not lead to the module (see Announcement)
         for weight in self.weights:  # the garbage collector would only free memory with this object, a part of cycles
-            del weight.host
+            del weight.host, weight.home
         self.weights_by_memory.clear()  # others may get that memory
         if not any(group.handles for group in self.groups):  # else a graph holds weights
             self._give_up_device_memory()
@@ -188,7 +191,7 @@ class Arrangement:
     def find_masters(self) -> None:
         """Find out where masters lie now: the next arrangement has failed, and may have moved some of them."""
         for weight in self.weights:
-            weight.host = self._memory.tensor_of(weight)
+            weight.host = weight.home = weight.values()
         self._note_memory()
 
     def _note_memory(self) -> None:
@@ -197,12 +200,12 @@ class Arrangement:
     def release_host_memory(self) -> None:
         """Let go of host memory, except for that in which masters lie."""
         for group in self.groups:
-            group.host.release()
+            group.release_copies()
 
     @property
     def is_pinned(self) -> bool:
         """Whether all host memory that is sent is pinned; units that live on the device have none."""
-        return all(group.host.source.pinned for group in self.groups if group.nbytes)
+        return all(segment.source.pinned for group in self.groups if group.nbytes for segment in group.segments)
 
     def device_bytes(self) -> int:
         """Return the device memory for weights, and for all state of units that live on the device."""
@@ -222,7 +225,7 @@ class Arrangement:
         except BaseException:
             self.release_host_memory()
             raise
-        self._memory.release_all_but([room for group in self.groups for room in group.host.rooms])
+        self._memory.keep([segment for group in self.groups for segment in group.segments])
         self._make_twins()
         for member in self.members:
             member.twins = self.twins
@@ -246,12 +249,11 @@ class Arrangement:
             self.groups.append(self._make_group(len(self.groups), [self.resident]))
 
     def _make_group(self, index: int, units: Sequence[Unit]) -> Group:
-        weights = _weights_of(units)
-        host = GroupHost(weights, self._backend, self.host_share.pin, self._memory)
-        self._memory.keep(host.rooms, self._backend)
+        parts = chain.from_iterable(map(_parts_of, units))
+        segments = [Segment(part, self._backend, self.host_share.pin, self._memory.find(part)) for part in parts]
         name = ", ".join(unit.name for unit in units)
         is_kept = units[0] in self._layout.kept
-        group = Group(index, len(units), host, resident=units[0].resident, has_own_place=is_kept, name=name)
+        group = Group(index, len(units), segments, resident=units[0].resident, has_own_place=is_kept, name=name)
         for unit in units:
             unit.group = group
         return group
@@ -270,11 +272,17 @@ class Arrangement:
 
     def _make_twins(self) -> None:
         for group in self.groups:
-            for weight, offset in zip(group.host.weights, group.host.source_offsets, strict=True):
+            for weight, offset in zip(group.weights, group.offsets, strict=True):
                 data = tensor_in(group.place, offset, weight.host, weight.compute_dtype)
                 weight.twin = weight.make_twin(group, data, self.compiled)
                 self.twins[weight.twin.key] = weight.twin
 
 
-def _weights_of(units: Sequence[Unit]) -> list[Weight]:
-    return [weight for unit in units for weight in unit.weights]
+def _parts_of(unit: Unit) -> list[list[Weight]]:
+    """Return what of a unit is sent together: its frozen weights, and its trained ones."""
+    parts = [[weight for weight in unit.weights if weight.master.requires_grad is trained] for trained in (False, True)]
+    return [part for part in parts if part]
+
+
+def _bytes_of(weights: Sequence[Weight]) -> int:
+    return sum(weight.nbytes for weight in weights)

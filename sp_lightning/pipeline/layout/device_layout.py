@@ -9,8 +9,7 @@ from sp_lightning.pipeline.layout.window_plan import WindowPlan
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.sizes import readable_bytes
 from sp_lightning.pipeline.weights.buffers import lay_out
-from sp_lightning.pipeline.weights.device import place_in_arena, travel_together
-from sp_lightning.pipeline.weights.host import is_little_of
+from sp_lightning.pipeline.weights.places import place_in_arena, travel_together
 from sp_lightning.pipeline.weights.units import Division, Unit
 
 _DEFAULT_SLOTS = 2  # one computes, one arrives
@@ -139,5 +138,4 @@ def sent_bytes(units: Sequence[Unit]) -> int:
 def stepped_bytes(unit: Unit) -> int:
     """Return the bytes that are sent of a unit after a step, if the weights that are not stepped still lie there."""
     _, stepped = lay_out([weight.compute_bytes for weight in unit.weights if weight.master.requires_grad])
-    everything = sent_bytes([unit])
-    return stepped if is_little_of(stepped, everything) else everything
+    return stepped

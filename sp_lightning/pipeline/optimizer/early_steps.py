@@ -27,7 +27,7 @@ from sp_lightning.pipeline.optimizer.host_steps import HostSteps, Share
 from sp_lightning.pipeline.optimizer.stepping import has_state
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks
-from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -203,7 +203,7 @@ class EarlyStepper:
         gradients = {w: g for s in shipments for w, g in zip(s.weights, s.arrived, strict=True)}
         if len(gradients) < len(_trainable(group)):
             return
-        if group.handles or any(weight.twin.is_aliased for weight in group.host.weights):
+        if group.handles or any(weight.twin.is_aliased for weight in group.weights):
             self._give_back(group)
             return
         assert self._current is not None
@@ -251,7 +251,7 @@ class EarlyStepper:
 
 
 def _trainable(group: Group) -> list[Weight]:
-    return [weight for weight in group.host.weights if weight.master.requires_grad]
+    return [weight for weight in group.weights if weight.master.requires_grad]
 
 
 def _equal(left: Any, right: Any) -> bool:

@@ -24,7 +24,7 @@ from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.optimizer.runs import State, StepInputs
 from sp_lightning.pipeline.optimizer.stepping import UnitStep, has_state, keeps_state
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.weights.window import Window
 
@@ -55,7 +55,7 @@ class Share:
         state = self.optimizer.state
         for weight in self.gradients if keeps_state(self.optimizer, self.settings) else ():
             state.setdefault(weight.master, {})
-        return [state.get(weight.master, {}) for weight in group.host.weights]
+        return [state.get(weight.master, {}) for weight in group.weights]
 
 
 class _GroupStep:
@@ -73,7 +73,6 @@ class _GroupStep:
         self._group = group
         self._calls = [(unit_step, share, share.look_up_state(group)) for unit_step, share in calls]
         self._after = after
-        self._before = group.state
         self._under_way: list[Iterator[None]] = []
 
     def step_section(self, is_last: bool) -> None:
@@ -84,15 +83,14 @@ class _GroupStep:
             for sections in self._under_way:
                 next(sections)
             if is_last:
-                self._group.state = self._group.host.note_copies()
+                self._group.note_stepped()
 
     def _begin(self) -> None:
-        host = self._group.host
-        if not host.copies_match(self._before):
-            host.refresh_copies([weight for _, share, _ in self._calls for weight in share.gradients])
+        group = self._group
+        group.refresh_other_copies({weight for _, share, _ in self._calls for weight in share.gradients})
         for unit_step, share, states in self._calls:
-            gradients = [share.gradients.get(weight) for weight in host.weights]
-            inputs = StepInputs(gradients, states, host.copies())
+            gradients = [share.gradients.get(weight) for weight in group.weights]
+            inputs = StepInputs(gradients, states, group.copies())
             sections = unit_step.sections(share.optimizer, share.settings, share.scaling, inputs, self._wait_for_all)
             self._under_way.append(sections)
 
@@ -141,7 +139,7 @@ class HostSteps:
         copies = self._window.copies_of(group)
         moved = sum(2 * w.master.nbytes + gradient.nbytes for s in shares for w, gradient in s.gradients.items())
         tickets: dict[Hashable, Ticket] = {}
-        for cut, start, end in group.host.sections:
+        for cut, start, end in group.sections:
             tickets[cut] = self._backend.work(
                 partial(step.step_section, is_last=cut is None),
                 [*copies, *tickets.values(), *(ticket.until(cut) for ticket in after)],
@@ -152,7 +150,7 @@ class HostSteps:
             self._backend.trace.moved(Kind.STEP, group.name, nbytes, tickets[cut])
         group.being_stepped = Ticket.of_parts(tickets)
         self._under_way.append(group)
-        if any(weight.twin.group is not group for weight in group.host.weights):
+        if group.apart:
             # weights made resident are in groups that do not wait for this one's step
             self.finish_optimizer(group)
 
@@ -162,7 +160,7 @@ class HostSteps:
             self._unit_steps[optimizer] = {}
         unit_steps = self._unit_steps[optimizer]
         if group not in unit_steps:
-            unit_steps[group] = UnitStep([weight.layout for weight in group.host.weights])
+            unit_steps[group] = UnitStep([weight.layout for weight in group.weights])
         return unit_steps[group]
 
     def finish_optimizer(self, group: Group) -> None:

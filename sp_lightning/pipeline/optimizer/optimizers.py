@@ -175,7 +175,7 @@ class Optimizers:
         """Raise if a forward that is under way computes with weights that are to be stepped: it has the old values."""
         groups = [group for group in self._parts.window.groups if group.users]
         stepped = set(map(id, parameters_of(optimizer))) if groups else set()
-        for weight in [weight for group in groups for weight in group.host.weights]:
+        for weight in [weight for group in groups for weight in group.weights]:
             if id(weight.master) in stepped and weight.twin.group.users:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} is to step weight {weight.name!r} inside of a forward that computes "

@@ -38,7 +38,7 @@ from sp_lightning.pipeline.optimizer.stepping import (
 )
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, without_torch_function
-from sp_lightning.pipeline.weights.device import Group
+from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -173,7 +173,7 @@ class Overlap:
         return settings
 
     def _may_step(self, weight: Weight) -> bool:
-        weight.readopt()
+        weight.follow()
         gradient, master = self._gradients.get(weight), weight.master
         if gradient is None or gradient.layout is not torch.strided:
             return False

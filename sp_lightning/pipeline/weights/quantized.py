@@ -20,10 +20,9 @@ from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.weights.device import Group
+    from sp_lightning.pipeline.weights.group import Group
 
 _HOST = torch.device("cpu")
-_BYTES_PER_SAMPLE = 4096  # a row or two
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
@@ -140,8 +139,7 @@ class QuantizedWeight(Weight):
         parts = parts_of(master)
         self._form = _form_of(parts)
         _, self._nbytes = lay_out([part.nbytes for part in parts])
-        self.host = torch.empty(self._nbytes, dtype=torch.uint8, device="meta")
-        self.most_samples = self._nbytes // _BYTES_PER_SAMPLE
+        self.host = self.home = torch.empty(self._nbytes, dtype=torch.uint8, device="meta")
         self.dtype = self.compute_dtype = torch.uint8
 
     @property
@@ -177,44 +175,37 @@ class QuantizedWeight(Weight):
         for part, place in zip(parts, places, strict=True):
             place.copy_(part)
         _lay(self.master, places)
-        self.host = host
+        self.host = self.home = host
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether a part of the master was given other memory."""
-        parts = parts_of(self.master)
-        offsets, _ = lay_out([part.nbytes for part in parts])
-        start = self.host.data_ptr()
-        return any(part.data_ptr() != start + offset for part, offset in zip(parts, offsets, strict=True))
+    def lies_in(self, memory: Tensor) -> bool:
+        """Tell whether the parts of the master lie just where this tensor of bytes has them."""
+        offsets, nbytes = lay_out([part.nbytes for part in parts_of(self.master)])
+        start = memory.data_ptr()
+        places = zip(parts_of(self.master), offsets, strict=True)
+        return nbytes == memory.nbytes and all(part.data_ptr() == start + offset for part, offset in places)
+
+    def follow(self) -> bool:
+        """If a part of the master was given other memory, move the values back into ours; tell whether it was."""
+        if self.lies_in(self.home):
+            return False
+        if self.is_converted:
+            raise RuntimeError(
+                f"The quantized weight {self.name!r} was converted, or made trainable, while a graph waits for its "
+                "backward or an optimizer has not stepped yet. Do so between steps."
+            )
+        self.adopt(self.home)
+        self.replacements += 1
+        return True
 
     @property
     def is_aliased(self) -> bool:
         """Whether others hold memory of the master, and so could look at it unnoticed."""
         return any(users_of_storage(part) > 1 for part in parts_of(self.master))
 
-    def is_held_in(self, memory: Tensor) -> bool:
-        """Tell whether the master lies in this memory, and others hold it, too."""
-        return parts_of(self.master)[0].data_ptr() == memory.data_ptr() and self.is_aliased
-
     @property
-    def is_replaced(self) -> bool:
+    def is_converted(self) -> bool:
         """Whether the master has become another tensor, whose values cannot simply be moved back into our memory."""
         return self.master.requires_grad or _form_of(parts_of(self.master)) != self._form
-
-    def readopt(self) -> None:
-        """If a part of the master is elsewhere, move the values back into our memory."""
-        if not self.is_elsewhere:
-            return
-        if self.is_replaced:
-            raise RuntimeError(
-                f"The quantized weight {self.name!r} was converted, or made trainable, while a graph waits for its "
-                "backward or an optimizer has not stepped yet. Do so between steps."
-            )
-        self.adopt(self.host)
-        self.replacements += 1
-
-    def check_not_held(self) -> None:
-        """Do nothing: memory that parts of the master have left belongs to whoever still holds it."""
 
     def values(self) -> Tensor:
         """Return a copy of the values in the form that `host` has."""

@@ -15,7 +15,7 @@ from torch import nn
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.weights.device import Group
+    from sp_lightning.pipeline.weights.group import Group
 
 
 @dataclass

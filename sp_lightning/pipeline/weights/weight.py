@@ -19,14 +19,13 @@ from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, TwinParameter
 
 if TYPE_CHECKING:
-    from sp_lightning.pipeline.weights.device import Group
+    from sp_lightning.pipeline.weights.group import Group
     from sp_lightning.pipeline.weights.units import Unit
 
 
 _DATA: Any = Tensor.data
 _OWN_USERS_OF_TWIN = 2  # of its memory: its data and its parameter, which may hold an alias
 _OWN_USERS_OF_MASTER = 2  # of its memory: the master itself, and `Weight.host`
-_OWN_USERS_WHILE_ARRANGED = 3  # the master, the piece that it lies in, and the new `Weight.host`
 
 
 def outdated_graph_error(what: str) -> RuntimeError:
@@ -187,27 +186,26 @@ class Weight:
     Attributes:
         kind: The master's class, while it is not guarded.
         host: The master's memory as a plain tensor.
+        home: The memory that the engine has for it; `host` is other memory after `p.data = ...`.
         dtype: The dtype of its values in memory.
         compute_dtype: The dtype in which it is sent: its own, or the one that autocast lowers it to.
         averaged: Whether its gradient is averaged over several processes.
         unit: The unit that it belongs to.
         last_graph: The number of the graph that last used it under autocast.
         last_region: The number of the `with torch.autocast(...)` in which it did; None without autocast's cache.
-        replacements: How often values were moved back from other memory that the master was given.
-        most_samples: How many of its elements are looked at, at most, to find changes that torch does not count.
+        replacements: How often the master was found in other memory.
         lowered_leaves: The leaf of an earlier twin, if it was lowered until something used it as it is.
         twin: Its current twin.
     """
 
     unit: Unit
     twin: Twin
-    most_samples = 1 << 17
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
         self.master = master
         self.kind = type(master)
-        self.host = master.data
+        self.host = self.home = master.data
         self.dtype = master.dtype
         self.compute_dtype = master.dtype
         self.averaged = False
@@ -263,70 +261,52 @@ class Weight:
         """Move the master's values into `host` and point the master there; the Parameter object stays the same."""
         host.copy_(self.master.data)
         self.master.data = host
-        self.host = host
+        self.host = self.home = host
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the master was given other memory (`p.data = ...`)."""
-        return self.master.data_ptr() != self.host.data_ptr()
+    def lies_in(self, memory: Tensor) -> bool:
+        """Tell whether the master lies just where this tensor does."""
+        master = self.master
+        return (master.data_ptr(), master.dtype, master.shape, master.stride()) == (
+            memory.data_ptr(),
+            memory.dtype,
+            memory.shape,
+            memory.stride(),
+        )
+
+    def follow(self) -> bool:
+        """Find the master where `p.data = ...` has put it, and tell whether it has, or had, other memory than ours.
+
+        Ours stays as it is: an average that is swapped in keeps the weights themselves there (`backup = p.data`).
+        """
+        if self.host is self.home and self.master.data_ptr() == self.home.data_ptr():
+            return False
+        if self.is_converted:
+            raise RuntimeError(
+                f"Weight {self.name!r} was {self.home.dtype} of shape {list(self.home.shape)} and is "
+                f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "
+                "or an optimizer has not stepped yet. Convert the module between steps."
+            )
+        if self.master.data_ptr() != self.host.data_ptr():
+            is_home = self.master.data_ptr() == self.home.data_ptr()
+            self.host = self.home if is_home else self.master.data
+            self.replacements += 1
+        return True
 
     @property
     def is_aliased(self) -> bool:
         """Whether others hold the master's memory, and so could look at it unnoticed."""
         return users_of_storage(self.host) > _OWN_USERS_OF_MASTER
 
-    def is_held_in(self, memory: Tensor) -> bool:
-        """Tell whether the master lies in this memory, and others hold it, too, while units are arranged anew.
-
-        Args:
-            memory: The tensor through which the engine holds it.
-        """
-        return self.master.data_ptr() == memory.data_ptr() and users_of_storage(memory) > _OWN_USERS_WHILE_ARRANGED
-
     @property
-    def is_replaced(self) -> bool:
-        """Whether the master was given other memory whose values cannot simply be moved back into ours.
-
-        Either somebody keeps our memory, as an EMA does that swaps the weights back later, or dtype or shape differ
-        (`module.double()`), or the order in which values lie in memory (`module.to(memory_format=...)`).
-        """
-        return self.is_elsewhere and (self._is_converted or self._is_reordered or users_of_storage(self.host) > 1)
-
-    @property
-    def _is_converted(self) -> bool:
-        return self.master.dtype != self.host.dtype or self.master.shape != self.host.shape
-
-    @property
-    def _is_reordered(self) -> bool:
-        if self.master.stride() == self.host.stride():
-            return False
-        like = torch.empty_like(self.master, device="meta")  # as the master, if that fills its memory
-        return like.stride() == self.master.stride()
-
-    def readopt(self) -> None:
-        """If the master is elsewhere, move its values back into our memory."""
-        if not self.is_elsewhere:
-            return
-        if self._is_converted:
-            raise RuntimeError(
-                f"Weight {self.name!r} was {self.host.dtype} of shape {list(self.host.shape)} and is "
-                f"{self.master.dtype} of shape {list(self.master.shape)} now, while a graph waits for its backward "
-                "or an optimizer has not stepped yet. Convert the module between steps."
-            )
-        self.adopt(self.host)
-        self.replacements += 1
-
-    def check_not_held(self) -> None:
-        """Raise if the master is elsewhere, and somebody holds our memory, whose values are about to be overwritten.
-
-        Between steps, the next arrangement makes new memory instead.
-        """
-        if users_of_storage(self.host) > 1:
-            raise RuntimeError(
-                f"Weight {self.name!r} was given other memory (`p.data = ...`) in the middle of a step, or while a "
-                "graph waits for its backward, and somebody still holds what it had (`kept = p.data`), which is about "
-                "to be overwritten. Hold a copy (`p.data.clone()`), or swap weights between steps, in a hook."
-            )
+    def is_converted(self) -> bool:
+        """Whether the master has become another tensor: `module.double()`, `module.to(memory_format=...)`."""
+        master, home = self.master, self.home
+        return (master.dtype, master.shape, master.device, master.stride()) != (
+            home.dtype,
+            home.shape,
+            home.device,
+            home.stride(),
+        )
 
     def values(self) -> Tensor:
         """Return the master's values; `host` is gone if units are arranged anew after a step has begun."""

@@ -8,12 +8,8 @@ autograd runs nodes in the reverse order of their creation, so by then the nodes
 
 [Note: while masters are being stepped]
 The optimizer may still be stepping a group's masters when the group is needed again. Its H2D copy then begins when they
-have been stepped, section by section (sections.py), and nothing reads the masters before the step is done. Other copies
-do not wait for that: the optimizer steps groups in another order than that in which they were asked for.
-
-[Note: what still lies in its place]
-An optimizer outdates a group on the device, but mostly not all of it: beside adapters lies a frozen base. If no other
-group has come into its place until it is needed again, only what has changed is sent.
+have been stepped, and nothing reads the masters before the step is done. Other copies do not wait for that: the
+optimizer steps groups in another order than that in which they were asked for.
 
 [Note: while copies read the masters]
 Computing waits for a copy to the device, but the host goes on: when a forward returns, copies that it has asked for may
@@ -23,16 +19,21 @@ waits for it if computing uses it, and guards stay until then.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+
+from torch import Tensor
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.weights.device import Group, Residency
-from sp_lightning.pipeline.weights.lookahead import Lookahead
-from sp_lightning.pipeline.weights.schedule import Schedule
+from sp_lightning.pipeline.weights.group import NOTHING, Group, Residency
+from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.weight import Weight
+
+_USES_AHEAD = 16  # that a prefetch looks at; more would cost more than they help
+_GROUPS_AHEAD = 3
 
 
 class Window:
@@ -40,8 +41,8 @@ class Window:
 
     Args:
         groups: All groups, resident ones included; others may be added to this list.
-        group_of_member: The group of each streamed member, by its index in the schedule.
-        schedule: Predicts what is used next.
+        group_of_member: The group of each streamed member, by its index in the order.
+        order: Predicts what is used next.
         backend: Makes the copies.
         stats: Counts them.
         on_evict: Called with a group before its place is given to another one.
@@ -53,45 +54,56 @@ class Window:
         self,
         groups: Sequence[Group],
         group_of_member: Sequence[Group],
-        schedule: Schedule,
+        order: Order,
         backend: Backend,
         stats: Stats,
         on_evict: Callable[[Group], None],
         before_discard: Callable[[Group], None],
     ) -> None:
         self.groups = groups
+        self._group_of_member = list(group_of_member)
+        self._order = order
         self._backend = backend
         self._stats = stats
         self._on_evict = on_evict
         self._before_discard = before_discard
+        self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
-        self._ahead = Lookahead(schedule, group_of_member)
+        most = max(Counter(map(id, group_of_member)).values(), default=0)
+        self._horizon = max(_USES_AHEAD, _GROUPS_AHEAD * most)
 
     def begin_step(self) -> None:
-        """Start copying what the step needs first: resident weights, and the groups that the schedule expects."""
+        """Start copying what the step needs first: resident weights, and the groups that are used first."""
         for group in [group for group in self.groups if group.resident]:
             self._verify(group)
             if not group.loaded:
                 self._load(group)
         self.prefetch()
 
+    def end_step(self) -> None:
+        """Remember samples of what stays on the device, so that edits past versions show in the next step."""
+        for group in self.groups:
+            if group.loaded and not self._is_being_stepped(group):
+                for segment in group.segments:
+                    segment.take_sample()
+
     def suspect_all(self) -> None:
         """Check every group for changed masters before it is used again."""
-        self._ahead.forget()
         for group in self.groups:
             group.suspect = True
 
-    def suspect(self, group: Group) -> None:
-        """Check this group's masters before it is used again: someone may be about to write to them."""
-        group.suspect, group.state, group.in_place = True, None, None
-        self._ahead.note_lost(group)
+    def note_write(self, group: Group) -> None:
+        """Treat this group's masters as changed: someone may be about to write to them."""
+        group.suspect = True
+        for segment in group.segments:
+            segment.note_change()
 
     def abandon(self) -> None:
         """After an exception: treat every group as absent, with no call inside."""
-        self._ahead.forget()
         for group in self.groups:
             group.users, group.suspect = 0, True
-            group.residency, group.in_place = Residency.ABSENT, None
+            self._mark_absent(group)
+            group.clear_place()
             group.tickets.clear()
             group.used_copies.clear()
 
@@ -101,47 +113,62 @@ class Window:
 
     def bring(self, group: Group) -> None:
         """Make the group's weights readable for everything that is launched on the device from now on."""
-        self._verify(group)
+        if group.suspect:
+            self._verify(group)
+        if group.residency is Residency.READABLE:
+            return
         if not group.loaded:
             self._stats.misses += 1
             self._load(group)
-        if not group.readable:
-            used = [*group.used_copies, *group.tickets]
-            self._wait_for_copies(group)
-            group.used_copies = [ticket for ticket in used if not ticket.done]
-            group.residency = Residency.READABLE
+        used = [*group.used_copies, *group.tickets]
+        self._wait_for_copies(group)
+        group.used_copies = [ticket for ticket in used if not ticket.done]
+        group.residency = Residency.READABLE
 
     def prefetch(self, in_use: Sequence[Group] = ()) -> None:
         """Start copies for upcoming uses, as far as there is room.
 
         Args:
-            in_use: Groups that backward is reading, although no call is inside of them.
+            in_use: Groups that backward is reading, although no call is inside of them: not to be reloaded now.
         """
-        for number, group in self._ahead.uncovered(in_use):
-            if group not in in_use:
+        self._fetch_used_next(in_use)
+        for group in [group for group in self._outdated if group not in in_use] if self._outdated else ():
+            del self._outdated[group]
+            if group.residency is Residency.ABSENT:
+                self._load(group)
+
+    def _fetch_used_next(self, in_use: Sequence[Group]) -> None:
+        needed: set[Group] = set(in_use)
+        for member in self._order.upcoming(self._horizon):
+            group = self._group_of_member[member]
+            if group in needed:
+                continue
+            if group.suspect:
                 self._verify(group)
-            if not group.loaded and group not in in_use:
-                other = self._needed_before(number, group, in_use)
-                if other is not None:
-                    self._ahead.block(number, group, other)
+            if group.residency is Residency.ABSENT:
+                if self._must_stay(self._in_the_way_of(group), needed):
                     return
                 self._load(group)
-            self._ahead.cover(number, group, group.loaded and not (group.suspect and group in in_use))
+            needed.add(group)
 
-    def _needed_before(self, number: int, group: Group, in_use: Sequence[Group]) -> Group | None:
-        """Return a group that cannot be evicted for this use; see [Note: when a group may be evicted]."""
-        for other in self._in_the_way_of(group):
-            if other.users or other in in_use or self._ahead.next_use(other) < number or self._awaits_step(other):
-                return other
-        return None
+    def _must_stay(self, groups: Iterable[Group], needed: Collection[Group]) -> bool:
+        """Tell whether one of the groups cannot be evicted for a prefetch; see [Note: when a group may be evicted]."""
+        return any(group.users or group in needed or self._awaits_step(group) for group in groups)
 
     def outdate(self, group: Group, weights: Collection[Weight]) -> None:
-        """Discard the group's copy on the device: an optimizer is about to step the masters of these weights."""
-        in_place = group.state if group.loaded else group.in_place
-        group.suspect, group.state = False, None
-        self._discard(group)
-        if group.host.are_little(weights):
-            group.in_place, group.outdated = in_place, frozenset(weights)
+        """Discard what the device has of these weights: an optimizer is about to step their masters."""
+        if group.readable:
+            self._before_discard(group)
+        self._mark_absent(group)
+        stepped = set(weights)
+        for segment in group.segments:
+            if group.suspect:
+                segment.check()
+            if not stepped.isdisjoint(segment.weights):
+                segment.begin_stepping()
+        group.suspect = False
+        for other in group.apart:
+            self.note_write(other)
 
     def finish_optimizer(self, group: Group) -> None:
         """Wait until the optimizer is done with the group's masters.
@@ -198,21 +225,20 @@ class Window:
         if not group.suspect or self._is_being_stepped(group):
             return
         group.suspect = False
-        if not (group.loaded or group.host.sends_copies):
-            group.state = None  # else other values may be loaded under it: an average, say, that is swapped in and out
-            return
-        if group.state is None or group.host.has_changed(group.state):
-            group.state = None
-            self._discard(group)
-
-    def _discard(self, group: Group) -> None:
-        if group.readable:
-            self._before_discard(group)
-        self._mark_absent(group)
+        for segment, epoch in zip(group.segments, group.lying, strict=True):
+            if epoch != NOTHING or segment.sends_copies:
+                segment.check()
+            else:
+                segment.look_anew()
+        if group.loaded and group.is_outdated():
+            if group.readable:
+                self._before_discard(group)
+            self._mark_absent(group)
 
     def _mark_absent(self, group: Group) -> None:
-        group.residency, group.in_place = Residency.ABSENT, None
-        self._ahead.note_lost(group)
+        group.residency = Residency.ABSENT
+        if not group.conflicts:
+            self._outdated[group] = None
 
     def _in_the_way_of(self, group: Group) -> list[Group]:
         """Return the groups on the device that occupy its place, or part of it."""
@@ -224,19 +250,20 @@ class Window:
         self._wait_for_copies(group)
         for other in group.conflicts & self._last_in_place:
             self._wait_for_copies(other)  # if nobody has used them: copies to the device need not keep their order
-            other.in_place = None
+            other.clear_place()
         if group.conflicts:
             self._last_in_place -= group.conflicts
             self._last_in_place.add(group)
-        if self._is_being_stepped(group):
-            self._upload_behind_step(group)
-        else:
-            if group.state is None:
-                group.state = group.host.state()
-            group.host.prepare(group.state)
-            for begin, end in self._missing(group):
-                self._upload(group, begin, end)
-        group.residency, group.in_place = Residency.COMING, None
+        step = group.being_stepped if self._is_being_stepped(group) else None
+        for number, segment in enumerate(group.segments):
+            if group.lying[number] == segment.epoch:
+                continue  # it still lies there: only the others were stepped
+            if step is None:
+                segment.refresh_copies()
+            for begin, source in segment.ranges():
+                self._upload(group, group.place_of(number, begin, source.nbytes), source, step)
+            group.lying[number] = segment.epoch
+        group.residency = Residency.COMING
         if group.resident:
             self._stats.resident_loads += 1
         else:
@@ -247,25 +274,7 @@ class Window:
             self._backend.trace.wait(group.tickets[0], "weights")
             del group.tickets[0]  # only now: a copy that failed has not come
 
-    def _upload_behind_step(self, group: Group) -> None:
-        """Send each section of the group when it has been stepped; see [Note: while masters are being stepped]."""
-        assert group.being_stepped is not None
-        missing = self._missing(group)
-        for cut, first, last in group.host.sections:
-            for begin, end in [(max(begin, first), min(end, last)) for begin, end in missing]:
-                if begin < end:
-                    self._upload(group, begin, end, group.being_stepped.until(cut))
-
-    def _missing(self, group: Group) -> list[tuple[int, int]]:
-        """Return which bytes of the group do not lie in its place; see [Note: what still lies in its place]."""
-        if group.in_place is None:
-            return [(0, group.nbytes)]
-        return group.host.changed_ranges(group.in_place, group.state, group.outdated)
-
-    def _upload(self, group: Group, begin: int, end: int, after: Ticket | None = None) -> None:
-        source, place = group.host.source.bytes, group.place
-        if end - begin < group.nbytes:
-            source, place = source[begin:end], place[begin:end]
+    def _upload(self, group: Group, place: Tensor, source: Tensor, after: Ticket | None) -> None:
         group.tickets.append(self._backend.upload(place, source, after))
         self._backend.trace.moved(Kind.LOAD, group.name, source.nbytes, group.tickets[-1])
         self._stats.bytes_to_device += source.nbytes
@@ -281,10 +290,11 @@ class Window:
         was_readable = group.readable
         self._on_evict(group)
         self._mark_absent(group)
+        group.clear_place()
         if was_readable:  # otherwise a copy into the place may still run, and only another copy is ordered after that
             self._backend.invalidate(group.place)
 
 
 def _readers(group: Group) -> Iterable[Group]:
     """Return the group and all others that its masters are copied with: weights that were made resident."""
-    return dict.fromkeys([group, *(weight.twin.group for weight in group.host.weights)])
+    return [group, *group.apart]

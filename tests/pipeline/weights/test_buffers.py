@@ -70,14 +70,11 @@ def test_bytes_of_a_tensor_are_its_memory() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hide memory from forked processes")
 def test_forked_processes_share_nothing_with_a_device() -> None:
-    """Beside an accelerator, a shared page would be copied behind its back; masters once lowered were shared."""
+    """Beside an accelerator, a shared page would be copied behind its back."""
     code = """
         import os, torch
         from types import SimpleNamespace
         from sp_lightning.pipeline.weights.buffers import HostBuffer
-        from sp_lightning.pipeline.weights.host import GroupHost
-        from sp_lightning.pipeline.weights.master_memory import MasterMemory
-        from sp_lightning.pipeline.weights.weight import Weight
 
         def seen_by_a_worker(memory):
             child = os.fork()
@@ -92,18 +89,6 @@ def test_forked_processes_share_nothing_with_a_device() -> None:
             attached = seen_by_a_worker(memory)
             buffer.release()
             print(kind, attached, seen_by_a_worker(memory))
-
-            weight, kept, seen = Weight("w", torch.nn.Parameter(torch.ones(2))), MasterMemory(), []
-            for dtype in (torch.float32, torch.bfloat16, torch.float32):
-                weight.compute_dtype = dtype
-                (room,) = GroupHost([weight], backend, False, kept).rooms
-                kept.keep([room], backend)
-                memory = room.memory.bytes.fill_(7)
-                seen.append(seen_by_a_worker(memory))
-            kept.release_all_but([])
-            print("as sent, lowered, as sent, released:", *seen, seen_by_a_worker(memory))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    masters = "as sent, lowered, as sent, released:"
-    expected = ["cpu 7 7", f"{masters} 7 7 7 7", "cuda 0 7", f"{masters} 0 0 0 7"]
-    assert done.stdout.splitlines() == expected, done.stderr
+    assert done.stdout.splitlines() == ["cpu 7 7", "cuda 0 7"], done.stderr

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from typing_extensions import override
 
-from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.weights.device import Group
-from sp_lightning.pipeline.weights.schedule import Pass, Schedule
-from sp_lightning.pipeline.weights.sections import Section
+from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.window import Window
 
 from ..parts import InterruptedTicket, PendingTicket, RecordingBackend, slots
@@ -26,7 +22,7 @@ class Scene:
 
     def __init__(self, count: int, k: int) -> None:
         self.groups = slots(count, k)
-        self.schedule = Schedule(count)
+        self.order = Order(count)
         self.backend = RecordingBackend()
         self.stats = Stats()
         self.evicted: list[int] = []
@@ -34,7 +30,7 @@ class Scene:
         self.window = Window(
             self.groups,
             self.groups,
-            self.schedule,
+            self.order,
             self.backend,
             self.stats,
             on_evict=lambda group: self.evicted.append(group.index),
@@ -44,7 +40,7 @@ class Scene:
     def use(self, index: int, direction: Pass = Pass.INFERENCE) -> None:
         """What the pipeline does when a unit is called."""
         group = self.groups[index]
-        self.schedule.visit(index, direction)
+        self.order.visit(index, direction)
         self.window.bring(group)
         group.users += 1
         self.window.prefetch()
@@ -61,7 +57,7 @@ class Scene:
 
     def change(self, index: int) -> None:
         """Someone wrote to the masters of a group."""
-        self.groups[index].host.version += 1  # type: ignore[attr-defined]
+        self.groups[index].segments[0].edited = True  # type: ignore[attr-defined]
 
 
 def test_an_absent_group_is_a_miss() -> None:
@@ -171,7 +167,7 @@ def test_a_prefetch_does_not_evict_groups_in_use() -> None:
     for index in (0, 1):
         scene.window.bring(scene.groups[index])
         scene.groups[index].users += 1
-    scene.schedule.visit(1, Pass.INFERENCE)
+    scene.order.visit(1, Pass.INFERENCE)
     scene.window.prefetch()
     assert scene.evicted == []
     assert scene.loaded() == [0, 1]
@@ -181,7 +177,7 @@ def test_a_prefetch_does_not_evict_groups_that_are_used_sooner() -> None:
     """After 0 comes 1, then 2 (in slot 0); 3 (in slot 1) must not push out 1."""
     scene = Scene(4, 2)
     scene.window.bring(scene.groups[1])
-    scene.schedule.visit(0, Pass.INFERENCE)
+    scene.order.visit(0, Pass.INFERENCE)
     scene.window.prefetch()
     assert scene.loaded() == [1, 2]
     assert scene.evicted == []
@@ -191,7 +187,7 @@ def test_a_prefetch_does_not_evict_groups_that_backward_reads() -> None:
     """No call is inside of it, its nodes run all the same."""
     scene = Scene(4, 1)
     scene.window.bring(scene.groups[2])
-    scene.schedule.visit(2, Pass.BACKWARD)
+    scene.order.visit(2, Pass.BACKWARD)
     scene.window.prefetch(in_use=[scene.groups[2]])
     assert scene.loaded() == [2]
     scene.window.prefetch()
@@ -203,7 +199,7 @@ def test_a_prefetch_looks_at_all_that_comes_until_a_place_is_taken() -> None:
     scene = Scene(6, 3)
     scene.groups[1].users = 1
     scene.window.bring(scene.groups[1])
-    scene.schedule.visit(1, Pass.INFERENCE)
+    scene.order.visit(1, Pass.INFERENCE)
     scene.window.prefetch()
     assert scene.loaded() == [1, 2, 3]
 
@@ -236,7 +232,7 @@ def test_unchanged_masters_are_not_sent_again() -> None:
     scene.window.bring(scene.groups[0])
     scene.window.bring(scene.groups[0])
     assert scene.stats.loads == 2
-    assert scene.groups[0].host.looks == 1  # type: ignore[attr-defined]
+    assert scene.groups[0].segments[0].looks == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("by", ["bring", "prefetch"])
@@ -250,7 +246,6 @@ def test_changed_masters_are_sent_again(by: str) -> None:
     else:
         scene.window.prefetch()
     assert scene.stats.loads == 3
-    assert not scene.groups[1].host.has_changed(scene.groups[1].state)
 
 
 def test_only_suspect_groups_are_checked() -> None:
@@ -259,7 +254,7 @@ def test_only_suspect_groups_are_checked() -> None:
     scene.window.prefetch()
     scene.change(1)
     scene.window.bring(scene.groups[1])
-    assert scene.groups[1].host.looks == 0  # type: ignore[attr-defined]
+    assert scene.groups[1].segments[0].looks == 0  # type: ignore[attr-defined]
 
 
 def test_stale_bytes_are_not_readable() -> None:
@@ -268,7 +263,7 @@ def test_stale_bytes_are_not_readable() -> None:
     for index in (0, 1):
         scene.window.bring(scene.groups[index])
     scene.groups[0].users = 1
-    scene.schedule.visit(3, Pass.INFERENCE)
+    scene.order.visit(3, Pass.INFERENCE)
     scene.change(1)
     scene.window.suspect_all()
     scene.window._verify(scene.groups[1])
@@ -310,7 +305,7 @@ def test_a_step_outdates_the_copy_on_the_device() -> None:
     scene.window.bring(scene.groups[0])
     stepping(scene, 0)
     group = scene.groups[0]
-    assert (group.loaded, group.readable, group.suspect, group.state) == (False, False, False, None)
+    assert (group.loaded, group.readable, group.suspect) == (False, False, False)
 
 
 @pytest.mark.parametrize("by", ["bring", "prefetch", "begin_step"])
@@ -328,30 +323,8 @@ def test_masters_that_are_being_stepped_are_sent_after_that(by: str) -> None:
     }[by]()
     assert scene.backend.calls[0] == ("after", ticket)
     assert scene.groups[0].loaded
-    assert scene.groups[0].host.looks == 0  # type: ignore[attr-defined]
-    assert scene.groups[0].state is None
+    assert scene.groups[0].segments[0].looks == 0  # type: ignore[attr-defined]
     assert not ticket.done
-
-
-def test_sections_are_sent_after_their_own_part_of_the_step() -> None:
-    scene = Scene(2, 2)
-    group = scene.groups[0]
-    cuts = [(0, number) for number in range(2)]
-    group.host.sections = [Section(cuts[0], 0, 1), Section(cuts[1], 1, 2), Section(None, 2, group.nbytes)]
-    parts = [PendingTicket() for _ in range(3)]
-    scene.window.outdate(group, ())
-    group.being_stepped = Ticket.of_parts(dict(zip([*cuts, None], parts, strict=True)))
-    scene.backend.calls.clear()
-    scene.window.bring(group)
-    begins = [group.place.data_ptr() + begin for begin in (0, 1, 2)]
-    sizes = [1, 1, group.nbytes - 2]
-    calls = []
-    for part, begin, size in zip(parts, begins, sizes, strict=True):
-        calls += [("after", part), ("upload", (begin, size))]
-    assert scene.backend.calls[:-3] == calls
-    assert scene.backend.said("wait") == ["wait"] * 3
-    assert scene.stats.loads == 1
-    assert scene.stats.bytes_to_device == group.nbytes
 
 
 def test_a_copy_behind_a_step_is_waited_for_before_its_place_is_given_away() -> None:
@@ -394,13 +367,12 @@ def test_stepped_masters_are_checked_again() -> None:
     group = scene.groups[0]
     ticket = stepping(scene, 0)
     scene.window.bring(group)
-    group.state = group.host.state()  # the step's own work notes what it left
     ticket.finish()
     scene.window.suspect_all()
     scene.window.bring(group)
     assert scene.stats.loads == 1
     assert group.being_stepped is None
-    assert group.host.looks == 1  # type: ignore[attr-defined]
+    assert group.segments[0].looks == 1  # type: ignore[attr-defined]
     scene.change(0)
     scene.window.suspect_all()
     scene.window.bring(group)
@@ -417,7 +389,6 @@ def test_a_check_during_a_step_is_postponed() -> None:
     scene.window.suspect_all()
     scene.window.bring(group)
     assert group.suspect
-    group.state = group.host.state()
     scene.change(0)
     ticket.finish()
     scene.window.bring(group)
@@ -459,158 +430,6 @@ def test_an_error_of_a_step_surfaces_once(by: str) -> None:
     with pytest.raises(ArithmeticError, match="the optimizer is lost"):
         use()
     use()
-
-
-# ------------------------------------------------------------------------------------ how far ahead the window has seen
-
-
-class Afresh(Window):
-    """Goes through all that comes at every prefetch, as if for the first time: what it loads is right, and slow."""
-
-    schedule: Schedule
-
-    @override
-    def prefetch(self, in_use: Sequence[Group] = ()) -> None:
-        soon, now = set(in_use), self.schedule.now
-        for number in range(now + 1, now + 1 + self.schedule.horizon):
-            group = self.groups[self.schedule.expected(number)]
-            if group in soon:
-                continue
-            self._verify(group)
-            if not group.loaded:
-                there = [other for other in group.conflicts if other.loaded]
-                if any(other.users or other in soon or self._awaits_step(other) for other in there):
-                    return
-                self._load(group)
-            soon.add(group)
-
-
-class Twice:
-    """The same things happen to two scenes, of which one goes through all that comes at every prefetch."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.count = self.random.randint(2, 8)
-        k = self.random.randint(1, self.count)
-        self.scenes = Scene(self.count, k), Scene(self.count, k)
-        afresh = self.scenes[1]
-        window = Afresh(
-            afresh.groups,
-            afresh.groups,
-            afresh.schedule,
-            afresh.backend,
-            afresh.stats,
-            on_evict=afresh.window._on_evict,
-            before_discard=afresh.window._before_discard,
-        )
-        window.schedule, afresh.window = afresh.schedule, window
-        self.inside: list[int] = []
-        self.steps: dict[int, list[PendingTicket]] = {}
-        self.position, self.forward = 0, True
-        self.calls = self.random.choice([1, 1, 3])  # of each unit, in a row
-
-    def both(self, action: Callable[[Scene], Any]) -> None:
-        for scene in self.scenes:
-            action(scene)
-
-    def use(self, index: int, direction: Pass) -> None:
-        def begin(scene: Scene) -> None:
-            group = scene.groups[index]
-            scene.schedule.visit(index, direction)
-            if not scene.window.is_blocked(group):
-                scene.window.bring(group)
-                group.users += 1
-            scene.window.prefetch()
-
-        if any(other.index in self.steps for other in self.scenes[0].groups[index].conflicts):
-            self.end_steps()  # what was prefetched there would be waited for
-        blocked = self.scenes[0].window.is_blocked(self.scenes[0].groups[index])
-        self.both(begin)
-        if not blocked:
-            self.inside.append(index)
-
-    def leave(self) -> None:
-        if self.inside:
-            index = self.inside.pop()
-
-            def end(scene: Scene) -> None:
-                scene.groups[index].users -= 1
-                scene.window.prefetch()
-
-            self.both(end)
-
-    def go_on(self) -> None:
-        """The next unit of a training step."""
-        if self.position == 0 and self.forward:
-            self.both(lambda scene: scene.schedule.begin_step())
-        for _ in range(self.calls):
-            self.leave()
-            self.use(self.position, Pass.FORWARD if self.forward else Pass.BACKWARD)
-        self.position += 1 if self.forward else -1
-        if not 0 <= self.position < self.count:
-            self.position, self.forward = self.position - (1 if self.forward else -1), not self.forward
-
-    def step(self) -> None:
-        """An optimizer begins to step masters."""
-        index = self.random.randrange(self.count)
-        if index not in self.steps and index not in self.inside:
-            self.steps[index] = []
-            self.both(lambda scene: self.steps[index].append(stepping(scene, index)))
-
-    def end_steps(self) -> None:
-        for index, tickets in self.steps.items():
-            for scene, ticket in zip(self.scenes, tickets, strict=True):
-                scene.change(index)
-                scene.groups[index].state = scene.groups[index].host.state()
-                ticket.finish()
-        self.steps.clear()
-
-    def write(self) -> None:
-        """Somebody writes to masters in the middle of a step."""
-        index = self.random.randrange(self.count)
-        if index not in self.steps:
-            self.both(lambda scene: (scene.change(index), scene.window.suspect(scene.groups[index])))
-
-    def act(self) -> None:
-        surprise = self.random.randrange(self.count), self.random.choice(list(Pass))
-        in_use = self.random.sample(range(self.count), min(2, self.count - 1))
-        what: list[tuple[int, Callable[[], None]]] = [
-            (20, self.go_on),
-            (2, self.leave),
-            (2, lambda: self.use(*surprise)),
-            (2, lambda: self.both(lambda scene: scene.window.prefetch([scene.groups[index] for index in in_use]))),
-            (2, self.step),
-            (2, self.end_steps),
-            (2, self.write),
-            (1, lambda: self.both(lambda scene: scene.window.suspect_all())),
-            (1, lambda: self.both(lambda scene: scene.window.begin_step())),
-        ]
-        weights, actions = zip(*what, strict=True)
-        self.random.choices(actions, weights)[0]()
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_a_continued_prefetch_loads_what_a_fresh_one_would(seed: int) -> None:
-    twice = Twice(seed)
-    for _ in range(150):
-        twice.act()
-        ours, afresh = twice.scenes
-        assert ours.loaded() == afresh.loaded()
-        assert ours.stats == afresh.stats
-
-
-def test_a_group_that_backward_reads_is_looked_at_when_it_does_not_any_more() -> None:
-    scene = Scene(3, 3)
-    for index in range(3):
-        scene.window.bring(scene.groups[index])
-    scene.change(1)
-    scene.window.suspect(scene.groups[1])
-    scene.window.prefetch(in_use=[scene.groups[1]])
-    assert scene.groups[1].loaded
-    assert scene.stats.loads == 3
-    scene.window.prefetch()
-    assert not scene.groups[1].host.has_changed(scene.groups[1].state)
-    assert scene.stats.loads == 4
 
 
 def calls_in(action: Callable[[], None]) -> int:

@@ -1,0 +1,99 @@
+"""The order in which units are used: recorded as it happens, used to fetch ahead, never trusted.
+
+The uses of each step are recorded. The next step follows the record of the last one that began with the same use; where
+it leaves that path, it is looked for further on in the record (a layer was dropped, another branch was taken). What no
+record knows is expected in the order of the modules. A wrong prediction costs a wait, never a wrong number: whoever
+needs a unit makes sure that it is there.
+"""
+
+from __future__ import annotations
+
+import enum
+
+_RECORDED_PER_MEMBER = 16  # uses of a step, so that generating a long text does not fill memory with its record
+
+
+class Pass(enum.IntEnum):
+    """The kind of pass that uses a unit; each has an order of its own."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    INFERENCE = 2
+
+
+class Order:
+    """Records which members (modules whose calls enter a unit) are used, and predicts which are used next.
+
+    Args:
+        members: The number of members. Until more is known they are expected to be used in order.
+    """
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+        self._longest = _RECORDED_PER_MEMBER * members
+        self._records: dict[int, list[int]] = {}  # by the first use of the step
+        self._followed: list[int] = []  # the record that the step under way repeats
+        self._position = 0  # in it, of the latest use
+        self._last = -1  # the latest use; -1 if nothing is known of what comes next
+        self._recording: list[int] | None = None  # of the step under way, once it has used something
+
+    def begin_step(self) -> None:
+        """Note that the next use is the first one of a step."""
+        if self._recording is not None:
+            self._records[self._recording[0]] = self._recording
+            if self._position != len(self._followed) - 1:
+                self._followed, self._position = self._recording, len(self._recording) - 1
+            self._recording = None
+
+    def visit(self, member: int, direction: Pass) -> None:
+        """Note that `member` is used now."""
+        use = direction * self._members + member
+        if use == self._last and direction is Pass.BACKWARD:
+            return  # backward announces itself more than once for one call
+        self._last = use
+        if self._recording is None:
+            self._recording = []
+            self._followed, self._position = self._records.get(use, []), -1
+        if len(self._recording) < self._longest:
+            self._recording.append(use)
+        self._position += 1
+        if self._position >= len(self._followed) or self._followed[self._position] != use:
+            self._position = self._find(use)
+
+    def _find(self, use: int) -> int:
+        """Return where a use that was not expected stands in the record; past its end if it does not stand there."""
+        if use in self._followed[self._position :]:
+            return self._followed.index(use, self._position)
+        return self._followed.index(use) if use in self._followed else len(self._followed)
+
+    def upcoming(self, count: int) -> list[int]:
+        """Return the members that are expected to be used next, in order."""
+        return [use % self._members for use in self._expected(count)] if self._members else []
+
+    def abandon(self) -> None:
+        """After an exception: what comes next does not follow from what came last."""
+        self._recording = None
+        self._followed, self._position, self._last = [], 0, -1
+
+    def _expected(self, count: int) -> list[int]:
+        uses: list[int] = []
+        if self._position < len(self._followed):
+            uses = self._followed[self._position + 1 : self._position + 1 + count]
+            if len(uses) < count and len(self._followed) < self._longest:
+                uses += self._followed[: count - len(uses)]  # after the end comes a step like this one
+        last = uses[-1] if uses else self._last
+        while len(uses) < count:
+            last = self._next_in_order(last)
+            uses.append(last)
+        return uses
+
+    def _next_in_order(self, use: int) -> int:
+        if use < 0:
+            return 0
+        direction, member = divmod(use, self._members)
+        last = self._members - 1
+        if direction == Pass.FORWARD:
+            return use + 1 if member < last else Pass.BACKWARD * self._members + last
+        if direction == Pass.BACKWARD:
+            return use - 1 if member > 0 else 0
+        return use + 1 if member < last else Pass.INFERENCE * self._members
