@@ -26,11 +26,11 @@ from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.leaf import take_gradient
 from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.resting import wake
-from sp_lightning.pipeline.weights.swap import swap_in, swap_out
+from sp_lightning.pipeline.weights.swap import leave_unit, swap_in
 from sp_lightning.pipeline.weights.units import Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.write_back import WriteBack
+from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class BackwardPass:
@@ -182,7 +182,8 @@ class BackwardPass:
                 self._stream.send(left, is_last=False)
             for group in groups:
                 self._window.bring(group)
-            if unit not in self._reached:
+            if not unit.is_reached:
+                unit.is_reached = True
                 self._reached.append(unit)
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
                 if all(group in groups or _is_valid(group) for group in other.groups):
@@ -218,17 +219,6 @@ class BackwardPass:
                 self.in_use = [group]
                 self._window.prefetch(self.in_use)
 
-    def has_reached(self, unit: Unit | None) -> bool:
-        """Tell whether backward has reached a unit, so that its modules hold twins."""
-        return unit in self._reached
-
-    def evict(self, group: Group) -> None:
-        """Put masters back into the modules of a group whose place is about to be given away."""
-        for unit in [unit for unit in self._reached if unit.group is group]:
-            self._write_back.write_in_backward(unit.weights)
-            self._reached.remove(unit)
-            _take_twins_from(unit)
-
     @torch.no_grad()
     def abandon(self) -> None:
         """Reset after an exception that ended the pass before autograd could call back."""
@@ -241,7 +231,8 @@ class BackwardPass:
     def _end(self) -> None:
         with self._at_work:
             for unit in self._reached:
-                self._write_back.write_in_backward(unit.weights)
+                if unit.is_reached:
+                    self._write_back.write_in_backward(unit.weights)
             self._leave_units()
             for graph in self._graphs:
                 graph.done = True
@@ -253,7 +244,8 @@ class BackwardPass:
 
     def _leave_units(self) -> None:
         for unit in self._reached:
-            _take_twins_from(unit)
+            if unit.is_reached:
+                leave_unit(unit)
         self._reached.clear()
         self.in_use = []
 
@@ -276,9 +268,3 @@ def _refuse(weight: Weight, gradients: Sequence[Tensor | None]) -> None:
 def _is_valid(group: Group) -> bool:
     """Tell whether a group's twins have their values, without bringing it."""
     return group.readable and not group.suspect
-
-
-def _take_twins_from(unit: Unit) -> None:
-    for member in unit.members:
-        if not member.running_calls:
-            swap_out(member)
