@@ -157,6 +157,9 @@ class OutsideUse:
             self._backward.forget_failed()
         self._check_not_used(weight)
         if self._stream.of(weight).under_way:
+            with self._at_work:
+                self._backward.forget_failed()
+        if self._stream.of(weight).under_way:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "

@@ -6,12 +6,14 @@ micro-batch is averaged.
 [Note: the order of units]
 A collective operation makes every process wait for the others, and must be for the same weights in all of them. So all
 of them average units in one order: that in which the first process's backward completed them last time. A unit that is
-complete earlier waits for its turn. When a process's own backward has ended, it averages what is left, with zeros for
+complete earlier waits for its turn. A message before the first one makes sure that all processes are about to average
+the same. When a process's own backward has ended, it averages what is left, with zeros for
 what it has not reached. Then all tell each other which weights they have reached: others keep no gradient.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
@@ -55,6 +57,8 @@ class Averaging:
         self._complete: dict[UnitGradients, None] = {}
         self._started: set[UnitGradients] = set()
         self._deferred: list[tuple[nn.Parameter, int]] = []
+        self._has_begun = False
+        self._signature = 0
         self._turn = 0
         self._under_way: tuple[UnitGradients, StagingBuffer, list[dist.Work]] | None = None
 
@@ -63,7 +67,39 @@ class Averaging:
         self._units = list(units)
         self._order = sorted(self._units[::-1], key=lambda unit: unit.unit.resident)  # noqa: C415
 
+        names = [(weight.name, str(weight.dtype)) for unit in self._units for weight in unit.unit.weights]
+        self._signature = zlib.crc32(repr([names, [len(unit.unit.weights) for unit in self._units]]).encode())
+
     # ------------------------------------------------------------------------------------------- while backward runs
+
+    def begin(self) -> None:
+        """Make sure, before a backward pass averages its first unit, that all processes are at the same point.
+
+        Raises:
+            RuntimeError: They have taken different numbers of optimizer steps, or have different units.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
+        answers = self._exchange([self._optimizers.steps_taken - self.replicas.steps_alone, self._signature])
+        steps, signatures = [int(answer[0]) for answer in answers], {int(answer[1]) for answer in answers}
+        if len(set(steps)) > 1:
+            raise RuntimeError(
+                f"The processes have taken different numbers of optimizer steps ({steps}) when they average gradients. "
+                "Every process has to run backward equally often between two steps: `training_step` may not return "
+                "None in some of them only."
+            )
+        if len(signatures) > 1:
+            raise RuntimeError(
+                "The processes have different units, as some of them use a weight outside of its module that others do "
+                "not. Name it in `resident=`."
+            )
+
+    def _exchange(self, numbers: Sequence[int]) -> list[Tensor]:
+        message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        answers = [torch.empty_like(message) for _ in range(self.replicas.count)]
+        dist.all_gather(answers, message, group=self.replicas.host_group)
+        return answers
 
     def next_after(self, unit: UnitGradients) -> Iterator[UnitGradients]:
         """Note that a unit is complete, and yield those whose turn it is, which are complete as well."""
@@ -121,31 +157,17 @@ class Averaging:
                 yield self._order[self._turn - 1]
 
     def agree(self, arrived: Collection[Gradient]) -> set[Gradient]:
-        """Tell the other processes which weights this one has reached, and return those that any has.
-
-        Raises:
-            RuntimeError: The processes have taken different numbers of optimizer steps.
-        """
+        """Tell the other processes which weights this one has reached, and return those that any has."""
         self.replicas.passes += 1
         gradients = [gradient for unit in self._units for gradient in unit.gradients]
         numbers = {unit: number for number, unit in enumerate(self._units)}
         order = [numbers[unit] for unit in self._complete]
         order += [number for number in reversed(range(len(self._units))) if self._units[number] not in self._complete]
         flags = [*(gradient in arrived for gradient in gradients), *map(_kind_of_gradient, self._unmanaged)]
-        own_steps = self._optimizers.steps_taken - self.replicas.steps_alone
-        message = torch.tensor([own_steps, *order, *flags], dtype=torch.int32, device="cpu")
-        answers = [torch.empty_like(message) for _ in range(self.replicas.count)]
-        dist.all_gather(answers, message, group=self.replicas.host_group)
-        steps = [int(answer[0]) for answer in answers]
-        if len(set(steps)) > 1:
-            raise RuntimeError(
-                f"The processes have taken different numbers of optimizer steps ({steps}) when they average gradients. "
-                "Every process has to run backward equally often between two steps: `training_step` may not return "
-                "None in some of them only."
-            )
-        first = 1 + len(order)
+        answers = self._exchange([*order, *flags])
+        first = len(order)
         reached = torch.stack(answers)[:, first:].amax(0).tolist()
-        self._order = [self._units[number] for number in answers[0][1:first].tolist()]
+        self._order = [self._units[number] for number in answers[0][:first].tolist()]
         self._deferred = list(zip(self._unmanaged, reached[len(gradients) :], strict=True))
         self._reset()
         return {gradient for gradient, flag in zip(gradients, reached, strict=False) if flag}
@@ -182,6 +204,7 @@ class Averaging:
         self._turn = 0
         self._complete.clear()
         self._started.clear()
+        self._has_begun = False
 
 
 def _kind_of_gradient(parameter: nn.Parameter) -> int:

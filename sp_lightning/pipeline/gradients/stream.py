@@ -142,6 +142,7 @@ class GradientStream:
             self._begin(unit)
         if self._averages:
             assert self._averaging is not None
+            self._averaging.begin()
             self._averaging.check_not_started(unit)
             earlier = gradient.on_device
             tensor = tensor if earlier is None else earlier.to(weight.dtype) + tensor
@@ -501,6 +502,7 @@ class GradientStream:
 
     def _finish_averaging(self, averaging: Averaging) -> None:
         """Average what is left in the order of all processes, and take back what none of them has a gradient of."""
+        averaging.begin()
         missing: list[tuple[Gradient, bool]] = []
         for unit in averaging.left():
             if not unit.gathered:
