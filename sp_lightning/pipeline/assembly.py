@@ -28,11 +28,10 @@ from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_unm
 from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, remove_gate
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.swap import swap_out
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.write_back import WriteBack
+from sp_lightning.pipeline.weights.write_back import WriteBack
 
 _HOST = torch.device("cpu")
 
@@ -71,16 +70,15 @@ class Assembly:
         members = arrangement.streamed_members
         groups = [member.unit.group for member in members if member.unit is not None]
         self.order = Order(len(members))
+        self.write_back = WriteBack(backend, stats, lasting.at_work)
         self.window = Window(
             arrangement.groups,
             groups,
             self.order,
             backend,
             stats,
-            on_evict=self._on_evict,
-            before_discard=lambda group: self.write_back.before_discard(group),
+            self.write_back,
         )
-        self.write_back = WriteBack(lasting, self.window)
         self.gradient_return = GradientReturn(
             arrangement.all_units,
             backend,
@@ -116,7 +114,7 @@ class Assembly:
             resident=arrangement.resident,
             stats=stats,
             at_work=lasting.at_work,
-            before_leave=lambda unit: self.write_back.write_in_backward(unit.weights),
+            write_back=self.write_back,
             on_begin=self._begin_backward,
             on_end=self._end_backward,
         )
@@ -262,10 +260,6 @@ class Assembly:
         self._lasting.offloader.abandon()
         self.order.abandon()
         self.window.abandon()
-
-    def _on_evict(self, group: Group) -> None:
-        self.write_back.write_again()  # while the group can be read
-        self.backward.evict(group)
 
     def _begin_backward(self) -> None:
         self.arm_guard()

@@ -26,7 +26,7 @@ from sp_lightning.pipeline.weights.lowered import Lowering, hide_dtype, watch_le
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.write_back import WriteBack
+from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class OutsideUse:
@@ -96,7 +96,7 @@ class OutsideUse:
             self._window.finish_optimizer(weight.unit.group)
             self._write_back.served.add(weight)
             twin = self._twin_as_is(weight)
-            in_use = twin.group.users > 0 or self._backward.has_reached(weight.unit)
+            in_use = twin.group.users > 0 or weight.unit.is_reached
             if not (twin.group.resident or (in_use and twin.group.loaded)):
                 twin = self.make_resident(weight)
                 self._learned.touched_outside.append(weight)

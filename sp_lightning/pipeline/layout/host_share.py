@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 
 import torch
 
 from sp_lightning.pipeline.gradients.buffers import gradient_bytes
-from sp_lightning.pipeline.gradients.gradient_layout import GradientLayout
 from sp_lightning.pipeline.host_memory import available_host_memory, total_host_memory
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.sizes import readable_bytes
@@ -36,17 +36,16 @@ class HostShare:
         weights = [weight for unit in units for weight in unit.weights]
         self._weight_bytes = sum(weight.compute_bytes for weight in weights)
         self._copy_bytes = sum(weight.compute_bytes for weight in weights if weight.lowered)
-        trainable = ([weight for weight in unit.weights if weight.master.requires_grad] for unit in units)
-        self._gradient_bytes = sum(GradientLayout.in_master_dtypes(own).nbytes for own in trainable)
+        self._gradient_bytes = sum(map(gradient_bytes, units))
         gradients = [weight.master.grad for weight in weights if weight.master.grad is not None]
         present = sum(gradient.nbytes for gradient in gradients if gradient.layout is torch.strided)
-        self._new_gradient_bytes = max(0, sum(map(gradient_bytes, units)) - present)
-        self._total = total_host_memory()
+        self._new_gradient_bytes = max(0, self._gradient_bytes - present)
+        self._total = total_host_memory() or 0
         self._may_pin = backend.can_pin and pin_memory is not False
-        has_limit = self._may_pin and pin_memory is not True and self._total is not None
-        self._limit = int(_PINNED_SHARE * (self._total or 0)) // processes if has_limit else None
-        self.pin = self._may_pin and self._is_within_limit(self._weight_bytes)
-        self.pin_gradients = self._may_pin and self._is_within_limit(self._weight_bytes + self._gradient_bytes)
+        has_limit = pin_memory is not True and self._total
+        self._limit = int(_PINNED_SHARE * self._total) // processes if has_limit else sys.maxsize
+        self.pin = self._may_pin and self._weight_bytes <= self._limit
+        self.pin_gradients = self._may_pin and self._weight_bytes + self._gradient_bytes <= self._limit
 
     def check(self, moving: int, at_once: int) -> None:
         """Refuse an arrangement that does not fit, and warn if not all of it can be pinned.
@@ -72,7 +71,7 @@ class HostShare:
             warnings.warn(
                 f"Pinning {readable_bytes(self._weight_bytes)} of weights and {readable_bytes(self._gradient_bytes)} "
                 f"of gradients would page-lock more than {_PINNED_SHARE:.0%} of the host's "
-                f"{readable_bytes(self._total or 0)}. {'Gradients' if self.pin else 'Both'} are left as "
+                f"{readable_bytes(self._total)}. {'Gradients' if self.pin else 'Both'} are left as "
                 "they are, which makes copies slow. `pin_memory=True` page-locks everything.",
                 stacklevel=2,
             )
@@ -81,10 +80,7 @@ class HostShare:
         """Return how many bytes may be pinned besides weights and gradients; None if there is no limit."""
         if not self._may_pin:
             return 0
-        if self._limit is None:
+        if self._limit == sys.maxsize:
             return None
         taken = self.pin * self._weight_bytes + self.pin_gradients * self._gradient_bytes
         return max(0, self._limit - taken)
-
-    def _is_within_limit(self, nbytes: int) -> bool:
-        return self._limit is None or nbytes <= self._limit
