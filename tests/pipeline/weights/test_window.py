@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sp_lightning.pipeline.weights.at_work import EngineAtWork
 
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.group import Group
