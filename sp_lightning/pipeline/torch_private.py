@@ -213,21 +213,6 @@ def weak_storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def users_of_storage(tensor: Tensor) -> int:
-    """Count the tensors and storage objects that hold this memory, to tell whether a user kept an old gradient."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
-
-
-def users_of_tensor(tensor: Tensor) -> int:
-    """Count the owners of this very tensor: Python as a whole is one, each Parameter whose `.grad` it is another.
-
-    Python's reference count includes the latter only in some versions of torch.
-    """
-    untyped: Any = tensor  # only some versions of torch declare the method
-    return int(untyped._use_count())
-
-
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """Return the hooks of `Tensor.register_hook`: the graph holds the twin, so the master's are called by hand."""
     return list((parameter._backward_hooks or {}).values())

@@ -51,8 +51,6 @@ from sp_lightning.pipeline.torch_private import (
     top_saved_tensor_hooks,
     unpacks_a_checkpoint,
     use_expandable_segments,
-    users_of_storage,
-    users_of_tensor,
     weak_storage,
     when_backward_ends,
     without_compile,
@@ -224,16 +222,6 @@ def test_torch_function_is_switched_off() -> None:
         loud + 1
 
 
-def test_parameters_that_have_a_tensor_as_gradient_are_counted() -> None:
-    tensor = torch.ones(3)
-    names = [tensor, tensor]
-    assert users_of_tensor(names[0]) == 1
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    for parameter in parameters:
-        parameter.grad = tensor
-    assert users_of_tensor(tensor) == 3
-
-
 @pytest.mark.parametrize(
     "view", [lambda w: w.t(), lambda w: w[0], lambda w: w.data, lambda w: w.detach(), lambda w: w.view(-1)]
 )
@@ -247,18 +235,6 @@ def test_views_share_the_key_of_their_memory(view: Any) -> None:
     vmap(lambda x: (pytest.fail("functorch's wrappers have no memory") if storage_key(x) else None, x)[1])(
         torch.ones(2, 2)
     )
-
-
-def test_users_of_memory_are_counted() -> None:
-    """One for the tensor itself; one more for each view, alias or storage object that someone keeps."""
-    tensor = torch.ones(4)
-    assert users_of_storage(tensor) == 1
-    view = tensor[1:]
-    assert users_of_storage(tensor) == 2
-    alias = tensor.detach()
-    assert users_of_storage(tensor) == 3
-    del view, alias
-    assert users_of_storage(tensor) == 1
 
 
 def test_an_identity_is_not_used_again_while_it_is_kept() -> None:

@@ -26,7 +26,6 @@ from sp_lightning.pipeline.activations.meter import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.torch_private import (
     contains_others,
-    parts_of,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     storage_key,
@@ -39,7 +38,7 @@ from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 class _Handle:
     """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
-    __slots__ = ("_group", "_replacements", "_version", "_views", "alias", "twin")
+    __slots__ = ("_group", "_replacements", "_version", "alias", "twin")
 
     def __init__(self, twin: Twin, alias: Tensor) -> None:
         self.twin = twin
@@ -47,9 +46,8 @@ class _Handle:
         self._version = twin.version()
         self._group = twin.group
         self._group.handles += 1
-        self._views = 0 if alias is twin.parameter else len(parts_of(alias))
-        twin.saved_views += self._views
-        has_old_memory = self._views > 0 or twin.weight.lowered  # in plain training: a view, or what autocast made
+        # in plain training, a view, or what autocast made, would still have the old memory
+        has_old_memory = alias is not twin.parameter or twin.weight.lowered
         self._replacements = twin.replacements() if has_old_memory else None
 
     @property
@@ -60,7 +58,6 @@ class _Handle:
 
     def __del__(self) -> None:
         self._group.handles -= 1
-        self.twin.saved_views -= self._views
 
 
 class Recording(ABC):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.torch_private import storage_key, users_of_storage, without_torch_function
+from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, TwinParameter
 
@@ -22,8 +22,6 @@ Group: TypeAlias = Any  # units and groups are made of weights, and import this 
 Unit: TypeAlias = Any
 
 _DATA: Any = Tensor.data
-_OWN_USERS_OF_TWIN = 2  # of its memory: its data and its parameter, which may hold an alias
-_OWN_USERS_OF_MASTER = 2  # of its memory: the master itself, and `Weight.host`
 
 
 def outdated_graph_error(what: str) -> RuntimeError:
@@ -50,7 +48,6 @@ class Twin:
         parameter: The leaf that graphs are built on.
         key: The identity of its memory.
         required_gradient: Whether the leaf required a gradient when the engine last set that.
-        saved_views: How many saved tensors of live graphs are views of it.
         gradient_hook: Collects its gradients, once it requires one.
     """
 
@@ -63,7 +60,6 @@ class Twin:
         self.parameter.__dict__.update(twin_of=weight.name, master=weight.master)  # it may outlive this object
         self.key = storage_key(data)
         self.required_gradient = False
-        self.saved_views = 0
         self.gradient_hook: RemovableHandle | None = None
         self._changes_seen = self._changes_of_leaf()
         self._write_backs = 0
@@ -76,7 +72,7 @@ class Twin:
     def moved_to(self, group: Group, data: Tensor) -> Twin:
         """Return a twin with the same leaf over other memory: graphs that have the leaf still accumulate in it."""
         moved = copy(self)
-        moved.group, moved.data, moved.key, moved.saved_views = group, data, storage_key(data), 0
+        moved.group, moved.data, moved.key = group, data, storage_key(data)
         moved.lay_leaf()
         return moved
 
@@ -120,11 +116,6 @@ class Twin:
     def changed_in_place(self) -> bool:
         """Whether a forward has written into the twin (`nn.Embedding(max_norm=...)` does) since the last write-back."""
         return self._changes_of_leaf() != self._changes_seen
-
-    @property
-    def is_aliased(self) -> bool:
-        """Whether others hold its memory without a handle, as a checkpoint does until backward has read it."""
-        return users_of_storage(self.data) > _OWN_USERS_OF_TWIN + (self._alias is not None) + self.saved_views
 
     @property
     def is_replaced(self) -> bool:
@@ -285,11 +276,6 @@ class Weight:
             self.host = self.home if is_home else self.master.data
             self.replacements += 1
         return True
-
-    @property
-    def is_aliased(self) -> bool:
-        """Whether others hold the master's memory, and so could look at it unnoticed."""
-        return users_of_storage(self.host) > _OWN_USERS_OF_MASTER
 
     @property
     def is_converted(self) -> bool:
