@@ -46,17 +46,6 @@ class FollowsBackward(Protocol):
 class BackwardPass:
     """Follows backward passes, one after the other.
 
-    Args:
-        follower: Is told when a pass begins, and when it has ended.
-        window: Brings groups to the device.
-        order: Records the order in which units are used.
-        stream: Brings gradients to the host.
-        overlap: Steps units in backward.
-        write_back: Copies what is written to weights on the device to the masters.
-        resident: The unit of resident weights.
-        stats: Counters.
-        at_work: Context entered around the engine's own work.
-
     Attributes:
         running: Whether a pass is open.
         task: Autograd's number of the pass (its graph task).

@@ -13,9 +13,6 @@ _STALE_AFTER = 100  # steps; nobody accumulates losses for longer before one bac
 class Graph:
     """Stands for the graph of one step, and lives for as long as autograd holds nodes of it.
 
-    Args:
-        number: The number of the step.
-
     Attributes:
         number: The number of the step.
         has_calls: Whether units were called in it, so that their nodes tell when backward runs through it.
@@ -33,9 +30,6 @@ class Announcement:
 
     A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes
     hold, so the module would never be freed if that led to it.
-
-    Args:
-        action: What a call does.
     """
 
     def __init__(self, action: Callable[..., None]) -> None:

@@ -29,12 +29,6 @@ _WORD = 4  # bytes
 class Segment:
     """Weights that lie together in host memory, and are sent in one copy.
 
-    Args:
-        weights: The weights, in the order in which they are sent.
-        backend: Pins the memory.
-        pin: Whether to pin the memory that is sent.
-        memory: Memory in which the masters already lie like this; otherwise they move into new memory.
-
     Attributes:
         weights: The weights.
         memory: The memory that the masters lie in.

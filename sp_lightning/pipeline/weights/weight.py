@@ -35,12 +35,6 @@ def outdated_graph_error(what: str) -> RuntimeError:
 class Twin:
     """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away.
 
-    Args:
-        weight: The weight it is the twin of.
-        group: The group that has to be on the device for its values to be valid.
-        data: Its values as a tensor outside of autograd.
-        compiled: Whether torch compiles the model.
-
     Attributes:
         weight: The weight it is the twin of.
         group: The group that has to be on the device for its values to be valid.
@@ -165,10 +159,6 @@ class Twin:
 
 class Weight:
     """A weight of the model.
-
-    Args:
-        name: Its first name in the module tree.
-        master: The user's Parameter.
 
     Attributes:
         kind: The master's class, while it is not guarded.
