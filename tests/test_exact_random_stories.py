@@ -469,7 +469,7 @@ ACTION = st.one_of(st.sampled_from(STEPS), st.sampled_from(CHANGES))
 
 @settings(max_examples=60)
 @given(
-    forest=st.lists(trees(Leaf.KINDS), min_size=1, max_size=3),
+    forest=st.lists(trees(), min_size=1, max_size=3),
     actions=st.lists(st.tuples(ACTION, st.integers(0, 999)), min_size=3, max_size=20),
     window=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     units=st.sampled_from([None, units_are_leaves, units_are_nodes]),
