@@ -29,12 +29,11 @@ from sp_lightning.pipeline.units.tree import weights_on_accelerators
 from sp_lightning.pipeline.weights.compiled import compiled_call
 from sp_lightning.pipeline.weights.first_call import stop_watching_for_first_call, watch_for_first_call
 from sp_lightning.pipeline.weights.gates import Gatekeeper, install_gate, register_gate, remove_gate
-from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.order import Order
 from sp_lightning.pipeline.weights.resting import put_to_rest
 from sp_lightning.pipeline.weights.swap import swap_out
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.write_back import WriteBack
+from sp_lightning.pipeline.weights.write_back import WriteBack
 
 _HOST = torch.device("cpu")
 
@@ -74,16 +73,15 @@ class Assembly:
         members = arrangement.streamed_members
         groups = [member.unit.group for member in members if member.unit is not None]
         self.order = Order(len(members))
+        self.write_back = WriteBack(backend, stats, lasting.at_work)
         self.window = Window(
             arrangement.groups,
             groups,
             self.order,
             backend,
             stats,
-            on_evict=self._on_evict,
-            before_discard=lambda group: self.write_back.before_discard(group),
+            self.write_back,
         )
-        self.write_back = WriteBack(lasting, self.window)
         self.gradient_return = GradientReturn(
             arrangement.all_units,
             backend,
@@ -119,7 +117,7 @@ class Assembly:
             resident=arrangement.resident,
             stats=stats,
             at_work=lasting.at_work,
-            before_leave=lambda unit: self.write_back.write_in_backward(unit.weights),
+            write_back=self.write_back,
             on_begin=self._begin_backward,
             on_end=self._end_backward,
         )
@@ -276,10 +274,6 @@ class Assembly:
         self._lasting.offloader.abandon()
         self.order.abandon()
         self.window.abandon()
-
-    def _on_evict(self, group: Group) -> None:
-        self.write_back.write_again()  # while the group can be read
-        self.backward.evict(group)
 
     def _begin_backward(self) -> None:
         self.arm_guard()

@@ -21,10 +21,11 @@ from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.resting import wake
-from sp_lightning.pipeline.weights.swap import swap_in, swap_out
+from sp_lightning.pipeline.weights.swap import leave_unit, swap_in
 from sp_lightning.pipeline.weights.units import Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin
 from sp_lightning.pipeline.weights.window import Window
+from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class BackwardPass:
@@ -37,7 +38,7 @@ class BackwardPass:
         resident: The unit of resident weights.
         stats: Counters.
         at_work: Context entered around the engine's own work.
-        before_leave: Called with each unit that it has reached, before masters return to the unit's modules.
+        write_back: Copies what was written to weights on the device to masters.
         on_begin: Called when a pass opens.
         on_end: Called when a pass has ended.
 
@@ -57,7 +58,7 @@ class BackwardPass:
         resident: Unit,
         stats: Stats,
         at_work: EngineAtWork,
-        before_leave: Callable[[Unit], None],
+        write_back: WriteBack,
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -70,7 +71,7 @@ class BackwardPass:
         self._resident = resident
         self._stats = stats
         self._at_work = at_work
-        self._before_leave = before_leave
+        self._write_back = write_back
         self._on_begin = on_begin
         self._on_end = on_end
         self.in_use: list[Group] = []
@@ -119,7 +120,8 @@ class BackwardPass:
             for group in groups:
                 self._window.bring(group)
             self._gradient_return.fetch_sums(unit)
-            if unit not in self._reached:
+            if not unit.is_reached:
+                unit.is_reached = True
                 self._reached.append(unit)
             for other in unit.members:  # checkpoints inside of the unit call its parts, and not the unit
                 if all(group in groups or _is_valid(group) for group in other.groups):
@@ -159,17 +161,6 @@ class BackwardPass:
         """Tell whether autograd runs a backward inside of the one that opened the pass, as reentrant checkpoints do."""
         return graph_task() != self.task
 
-    def has_reached(self, unit: Unit | None) -> bool:
-        """Tell whether backward has reached a unit, so that its modules hold twins."""
-        return unit in self._reached
-
-    def evict(self, group: Group) -> None:
-        """Put masters back into the modules of a group whose place is about to be given away."""
-        for unit in [unit for unit in self._reached if unit.group is group]:
-            self._before_leave(unit)
-            self._reached.remove(unit)
-            _take_twins_from(unit)
-
     @torch.no_grad()
     def abandon(self) -> None:
         """Reset after an exception that ended the pass before autograd could call back."""
@@ -181,7 +172,8 @@ class BackwardPass:
     def _end(self) -> None:
         with self._at_work:
             for unit in self._reached:
-                self._before_leave(unit)
+                if unit.is_reached:
+                    self._write_back.write_in_backward(unit.weights)
             self._leave_units()
             for graph in self._graphs:
                 graph.done = True
@@ -192,7 +184,8 @@ class BackwardPass:
 
     def _leave_units(self) -> None:
         for unit in self._reached:
-            _take_twins_from(unit)
+            if unit.is_reached:
+                leave_unit(unit)
         self._reached.clear()
         self.in_use = []
 
@@ -200,9 +193,3 @@ class BackwardPass:
 def _is_valid(group: Group) -> bool:
     """Tell whether a group's twins have their values, without bringing it."""
     return group.readable and not group.suspect
-
-
-def _take_twins_from(unit: Unit) -> None:
-    for member in unit.members:
-        if not member.running_calls:
-            swap_out(member)

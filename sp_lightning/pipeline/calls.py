@@ -33,7 +33,7 @@ from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.swap import swap_in, swap_out
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.write_back import WriteBack
+from sp_lightning.pipeline.weights.write_back import WriteBack
 
 
 class Calls:
@@ -224,7 +224,7 @@ class Calls:
                 self._gradient_return.adopt_requires_grad(entry.weight.twin)
             if member.entered == 1 and not is_backward:
                 _warn_of_kept_views(member)
-            if not member.running_calls and not self._backward.has_reached(member.unit):
+            if not member.running_calls and not (member.unit is not None and member.unit.is_reached):
                 swap_out(member)
             if self._activations.may_offload and member.is_streamed:
                 self._offloader.leave()

@@ -14,6 +14,15 @@ UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Mo
 
 ActivationPolicy: TypeAlias = Literal["keep", "recompute", "offload", "recompute_offload", "auto"]
 
+_CHOICES = {
+    "activations": get_args(ActivationPolicy),
+    "overlap_optimizer": (True, False, "auto"),
+    "pin_memory": (True, False, "auto"),
+    "resident_optimizer": (True, False),
+    "compile": (True, False),
+    "debug": (True, False),
+}
+
 
 @dataclass(frozen=True)
 class PipelineOptions:
@@ -60,18 +69,13 @@ class PipelineOptions:
         if (
             isinstance(names, str)
             or not isinstance(names, Sequence)
-            or not all(isinstance(name, str) for name in names)
+            or not all(isinstance(each, str) for each in names)
         ):
             raise ValueError(f"`resident={self.resident!r}` must be a list of module or parameter names.")
-        if self.activations not in get_args(ActivationPolicy):
-            allowed = ", ".join(map(repr, get_args(ActivationPolicy)))
-            raise ValueError(f"`activations={self.activations!r}` must be one of {allowed}.")
-        for name in ("overlap_optimizer", "resident_optimizer", "pin_memory", "compile", "debug"):
+        for name, allowed in _CHOICES.items():
             value = getattr(self, name)
-            has_auto = name in ("overlap_optimizer", "pin_memory")
-            if not (isinstance(value, bool) or (has_auto and value == "auto")):
-                allowed = "True, False or 'auto'" if has_auto else "True or False"
-                raise ValueError(f"`{name}={value!r}` must be {allowed}.")
+            if not any(type(value) is type(choice) and value == choice for choice in allowed):
+                raise ValueError(f"`{name}={value!r}` must be one of {', '.join(map(repr, allowed))}.")
 
 
 def _check_count(name: str, value: object) -> None:

@@ -28,7 +28,7 @@ from sp_lightning.pipeline.weights.resting import wake
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.weights.window import Window
-from sp_lightning.pipeline.write_back import WriteBack
+from sp_lightning.pipeline.weights.write_back import WriteBack
 
 _CASTS = "superpipeline casts"  # a key in the metadata of a node
 
@@ -91,7 +91,7 @@ class OutsideUse:
             self._window.finish_optimizer(weight.unit.group)
             self._write_back.served.add(weight)
             twin = self._twin_as_is(weight)
-            in_use = twin.group.users > 0 or self._backward.has_reached(weight.unit)
+            in_use = twin.group.users > 0 or weight.unit.is_reached
             if not (twin.group.resident or (in_use and twin.group.loaded)):
                 twin = self.make_resident(weight)
                 self._learned.touched_outside.append(weight)

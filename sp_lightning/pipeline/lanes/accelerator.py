@@ -24,11 +24,8 @@ from sp_lightning.pipeline.torch_private import use_expandable_segments
 class _StreamTicket(Ticket):
     """A copy that is done once an event on a copy stream has completed.
 
-    Args:
-        event: Recorded on the stream after the copy.
-        begin: Recorded before it, if the copy is timed; else None.
-        issued: For a copy after work on the host, done once the thread has issued the copy; else None. To wait for an
-            event that was never recorded does nothing.
+    One that comes after work on the host has been `issued` by the worker before that: to wait for an event that was
+    never recorded does nothing. The event at its `begin` is there if copies are timed.
     """
 
     def __init__(self, event: Any, begin: Any, issued: Ticket | None = None) -> None:
@@ -62,13 +59,7 @@ class _StreamTicket(Ticket):
 
 
 class AcceleratorBackend(Backend):
-    """CUDA, and any other type of device for which torch has streams and events.
-
-    Args:
-        device: The device that forward and backward run on.
-        poison: Fill unused memory with NaN.
-        cores: The cores on which work on host memory runs, and near which host memory is pinned.
-    """
+    """CUDA, and any other type of device for which torch has streams and events."""
 
     def __init__(self, device: torch.device, poison: bool = False, cores: HostCores = ANYWHERE) -> None:
         super().__init__(device, poison)

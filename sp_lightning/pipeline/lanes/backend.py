@@ -56,15 +56,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Backend(Lanes):
-    """A device, as the engine sees it.
-
-    Args:
-        device: The device that forward and backward run on.
-        poison: Fill unused memory with NaN, so that no read of it goes unnoticed.
-
-    Attributes:
-        trace: Records what the backend is asked to do, and for what.
-    """
+    """A device, as the engine sees it. With `poison`, unused memory is filled with NaN, so that a read is noticed."""
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
         super().__init__()

@@ -29,12 +29,9 @@ def full_device(device: torch.device | str | None) -> torch.device:
 
 
 def make_backend(device: torch.device, options: PipelineOptions, processes: int = 1) -> Backend:
-    """Make the backend for a device; `debug` poisons unused memory, and delays copies on the emulated device.
+    """Make the backend for a device, on a machine that so many `processes` share.
 
-    Args:
-        device: The device that forward and backward run on.
-        options: The user's choices.
-        processes: How many processes like this one share the machine.
+    `debug` poisons unused memory, and delays copies on the emulated device.
     """
     cores = choose_cores(device, options.host_threads, processes)
     if device.type == "cpu":

@@ -21,14 +21,8 @@ class HostBackend(Backend):
     """The CPU as the device: "device" memory is other host memory, and copies run on threads.
 
     Training with `accelerator="cpu"` uses it as it is. With `max_delay` and `poison` it is the emulated device that
-    the tests use as a race detector: copies take a random time, and unused memory is full of NaN.
-
-    Args:
-        device: The CPU.
-        poison: Fill unused memory with NaN.
-        max_delay: Longest random delay before a copy or a job on the host, in seconds.
-        seed: Seed of the delays.
-        cores: The cores on which work on host memory runs.
+    the tests use as a race detector: before a copy or a job on the host comes a random delay of at most so many
+    seconds, and unused memory is full of NaN.
     """
 
     def __init__(

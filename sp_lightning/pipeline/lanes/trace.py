@@ -55,15 +55,9 @@ class Kind(enum.Enum):
 
 
 class Span(NamedTuple):
-    """One piece of work on a lane.
+    """One piece of work on a lane, in seconds since the start of the recording.
 
-    Attributes:
-        lane: The lane it occupied.
-        kind: Its purpose.
-        name: The unit that it was for; for a stall, what computing waited for.
-        begin: When it began, in seconds since the start of the recording.
-        end: When it ended, in seconds since the start of the recording.
-        nbytes: Bytes that it moved.
+    Its name is that of the unit that it was for; of a stall, what computing waited for.
     """
 
     lane: Lane
@@ -97,11 +91,7 @@ class _Entry(NamedTuple):
 
 
 class Trace:
-    """A log of what a backend is asked to do, and for what. While nothing is recorded, a call costs next to nothing.
-
-    Args:
-        lanes: The backend.
-    """
+    """A log of what a backend is asked to do, and for what. While nothing is recorded, a call costs next to nothing."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes

@@ -14,14 +14,7 @@ from sp_lightning.pipeline.lanes.lanes import Origin, Ticket
 
 
 class Job(Ticket):
-    """A job for a worker, and the ticket for it.
-
-    Args:
-        action: The work.
-        after: Tickets that have to be done before it starts. If one of them failed, the job fails with it.
-        cleanup: Called afterwards in any case.
-        rank: Urgency; the lowest runs first.
-    """
+    """A job for a worker, and the ticket for it; `Backend.work` says what its parts mean."""
 
     def __init__(
         self,
@@ -98,10 +91,6 @@ class Worker:
     A job is ready when all tickets that it comes after are done. Of the ready ones, the lowest rank runs first, and
     among equals the one submitted first. If none is ready, the thread waits for the tickets of the one submitted first:
     copies end in the order in which they begin, and a job is always submitted after the jobs that it waits for.
-
-    Args:
-        name: The thread's name.
-        on_start: Called in the thread before its first job.
     """
 
     def __init__(self, name: str, on_start: Callable[[], None] = lambda: None) -> None:

@@ -149,7 +149,7 @@ class Arrangement:
         beside = weight.unit.group
         segment = next(segment for segment in beside.segments if weight in segment.weights)
         own = Segment([weight], self._backend, pin=False, memory=segment.piece_of(weight, self._backend))
-        group = Group(-1, unit_count=0, segments=[own], resident=True, name=weight.name)
+        group = Group(-1, units=[], segments=[own], resident=True, name=weight.name)
         beside.apart.append(group)
         group.place = self._backend.allocate(group.nbytes)
         self.groups.append(group)
@@ -253,7 +253,7 @@ class Arrangement:
         segments = [Segment(part, self._backend, self.host_share.pin, self._memory.find(part)) for part in parts]
         name = ", ".join(unit.name for unit in units)
         is_kept = units[0] in self._layout.kept
-        group = Group(index, len(units), segments, resident=units[0].resident, has_own_place=is_kept, name=name)
+        group = Group(index, units, segments, resident=units[0].resident, has_own_place=is_kept, name=name)
         for unit in units:
             unit.group = group
         return group

@@ -19,12 +19,7 @@ _SMALL_LEAF_BYTES = 256 << 20  # unless they are larger than this: a large model
 
 
 def atoms_by_structure(tree: Tree, largest: int | None) -> list[Atom]:
-    """Find the modules that are not divided further, in the order of the tree.
-
-    Args:
-        tree: The module tree.
-        largest: Modules with more bytes are divided where they can be.
-    """
+    """Find the modules that are not divided further, in the order of the tree."""
     atoms = _Descent(tree, largest, small=min(tree.total // _SMALL_LEAF_DIVISOR, _SMALL_LEAF_BYTES)).atoms()
     keys = {id(p) for atom in atoms for p in atom.module.parameters() if id(p) in tree.weights}
     if sum(tree.weights[key].nbytes for key in keys) < 0.9 * tree.total:  # many small leaves add up: stream them too
@@ -65,10 +60,8 @@ def atoms_by_policy(tree: Tree, policy: UnitPolicy) -> list[Atom]:
 class _Descent:
     """A walk down a tree that collects atoms.
 
-    Args:
-        tree: The module tree.
-        largest: Modules with more bytes are divided where they can be.
-        small: Leaves outside of lists with fewer bytes are left out.
+    Modules with more than `largest` bytes are divided where they can be; leaves outside of lists with less than `small`
+    are left out.
     """
 
     def __init__(self, tree: Tree, largest: int | None, small: int) -> None:

@@ -15,15 +15,7 @@ from sp_lightning.pipeline.weights.units import Entry, Member, Unit
 def make_member(
     tree: Tree, name: str, module: nn.Module, unit: Unit, inner: Iterable[nn.Module] | None = None
 ) -> Member:
-    """Make a member, with the places in which its call may find weights.
-
-    Args:
-        tree: The module tree.
-        name: The module's name in the tree.
-        module: The module that is called.
-        unit: The unit that its call enters.
-        inner: Modules whose weights the call may use; by default the module and everything below it.
-    """
+    """Make a member, with the places in which its call may find weights: in itself and below, or in `inner` modules."""
     member = Member(name, module, unit)
     for owner in module.modules() if inner is None else inner:
         for key, parameter in owner._parameters.items():

@@ -27,14 +27,7 @@ class Atom(NamedTuple):
 
 
 class Tree:
-    """A module with everything below it.
-
-    Args:
-        root: The module.
-        resident: Names of modules and parameters that stay on the device.
-        split: Modules that are not called themselves; only their children are.
-        used_outside: Parameters that stay on the device, by identity.
-        on_meta: Whether parameters may be on the meta device.
+    """A module with everything below it; the arguments are those of `find_units`.
 
     Attributes:
         weights: Weights that the engine can manage, by the identity of the parameter.

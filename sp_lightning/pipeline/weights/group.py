@@ -8,8 +8,10 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.sections import divide
 from sp_lightning.pipeline.weights.segment import Segment
+from sp_lightning.pipeline.weights.units import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 NOTHING = -1  # no epoch
@@ -31,7 +33,8 @@ class Group:
 
     Attributes:
         index: Its number among the streamed groups, in expected order.
-        unit_count: How many units travel in it; 0 for a weight that was made resident.
+        units: The units; none for a weight that was made resident.
+        unit_count: How many units travel in it.
         segments: The host memory that it is copied from.
         weights: The weights, in the order in which they lie in its place.
         offsets: Where each weight begins in its place.
@@ -57,7 +60,7 @@ class Group:
     def __init__(
         self,
         index: int,
-        unit_count: int,
+        units: Sequence[Unit],
         segments: Sequence[Segment],
         *,
         resident: bool,
@@ -65,7 +68,8 @@ class Group:
         name: str = "",
     ) -> None:
         self.index = index
-        self.unit_count = unit_count
+        self.units = list(units)
+        self.unit_count = len(units)
         self.segments = list(segments)
         self.weights: list[Weight] = [weight for segment in segments for weight in segment.weights]
         self.starts: list[int] = []
@@ -100,6 +104,22 @@ class Group:
     def readable(self) -> bool:
         """Whether everything computed from now on sees its bytes."""
         return self.residency is Residency.READABLE
+
+    def finish_step(self, stats: Stats) -> None:
+        """Wait until the optimizer is done with the masters.
+
+        Raises:
+            Exception: Whatever the optimizer's step raised.
+        """
+        work = self.being_stepped
+        if work is None:
+            return
+        stats.optimizer_waits += not work.done
+        try:
+            work.join()
+        finally:
+            if work.done:  # not if an interrupt has ended the wait
+                self.being_stepped = None
 
     def is_outdated(self) -> bool:
         """Tell whether masters have changed since what lies in its place was sent."""

@@ -10,17 +10,14 @@ Nobody trains such weights, so masters are not guarded, and nothing is known of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import contains_others, parts_of, users_of_storage
 from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
-from sp_lightning.pipeline.weights.weight import Twin, Weight
-
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.weights.group import Group
+from sp_lightning.pipeline.weights.weight import Group, Twin, Weight
 
 _HOST = torch.device("cpu")
 

@@ -66,6 +66,9 @@ class Segment:
             self.memory.pin()
         self._copied_epoch = -1
         self._copies_are_stale = True
+        self._masters = [weight.master for weight in self.weights]
+        self._all_plain = all(type(weight) is Weight for weight in self.weights)  # others consist of several tensors
+        self._pointers: list[int] = []
         self._versions: list[int] = []
         self._sample: Tensor | None = None
         self.look_anew()
@@ -90,18 +93,31 @@ class Segment:
 
     def check(self) -> None:
         """Note changes of masters since the last look, also those that torch does not count."""
-        moved = [weight.follow() for weight in self.weights]
-        versions = [weight.version for weight in self.weights]
-        if True in moved or versions != self._versions or self._differs_from_sample():
-            self._versions = versions
+        if self._have_moved() | self._are_other_versions() or self._differs_from_sample():
             self.note_change()
 
     def look_anew(self) -> None:
         """Take the masters as they are: nothing was sent of them, or just what they are now."""
-        for weight in self.weights:
-            weight.follow()
-        self._versions = [weight.version for weight in self.weights]
+        self._have_moved()
+        self._are_other_versions()
         self._sample = None
+
+    def _have_moved(self) -> bool:
+        """Find masters that were given other memory, and tell whether one has, or had, such memory."""
+        if self._all_plain and self._pointers == [master.data_ptr() for master in self._masters]:
+            return False
+        moved = [weight.follow() for weight in self.weights]
+        at_home = all(weight.host is weight.home for weight in self.weights)
+        self._pointers = [master.data_ptr() for master in self._masters] if at_home else []
+        return True in moved
+
+    def _are_other_versions(self) -> bool:
+        before = self._versions
+        if self._all_plain:
+            self._versions = [master._version for master in self._masters]
+        else:
+            self._versions = [weight.version for weight in self.weights]
+        return self._versions != before
 
     def note_change(self) -> None:
         """Note that masters have changed."""
@@ -115,7 +131,7 @@ class Segment:
 
     def note_stepped(self) -> None:
         """Note that masters are as an optimizer's step has left them, and the copies that are sent like them."""
-        self._versions = [weight.version for weight in self.weights]
+        self._are_other_versions()
         self._copied_epoch = self.epoch
         self._sample = self._look()
 

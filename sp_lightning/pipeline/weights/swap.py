@@ -8,7 +8,7 @@ from torch import nn
 
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.weights.resting import RestingLeaf, master_of, put_to_rest, wake
-from sp_lightning.pipeline.weights.units import Member
+from sp_lightning.pipeline.weights.units import Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
@@ -52,3 +52,11 @@ def swap_out(member: Member) -> None:
 
 def _is_twin(parameter: nn.Parameter, weight: Weight, member: Member) -> bool:
     return parameter is weight.twin.parameter or storage_key(parameter) in member.twins
+
+
+def leave_unit(unit: Unit) -> None:
+    """Put the masters back into a unit that backward has reached, but for its calls that are running."""
+    unit.is_reached = False
+    for member in unit.members:
+        if not member.running_calls:
+            swap_out(member)

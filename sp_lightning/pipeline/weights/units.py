@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.weights.group import Group
+Group: TypeAlias = Any  # groups are made of units, and import this file
 
 
 @dataclass
@@ -100,6 +99,7 @@ class Unit:
     Attributes:
         weights: The weights that the engine manages.
         weights_on_device: All weights of a unit that lives on the device (see on_device.py), whose `weights` is empty.
+        is_reached: Whether backward has reached it, so that its modules hold twins.
     """
 
     name: str
@@ -108,6 +108,7 @@ class Unit:
     weights_on_device: list[Weight] = field(default_factory=list, repr=False)
     members: list[Member] = field(default_factory=list, repr=False)
     group: Group = field(init=False, repr=False)
+    is_reached: bool = field(default=False, repr=False)
 
     @property
     def every_weight(self) -> list[Weight]:

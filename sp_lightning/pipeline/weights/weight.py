@@ -8,7 +8,7 @@ twins take the masters' places in the module tree, so the graph is built on the 
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,8 @@ from sp_lightning.pipeline.torch_private import storage_key, users_of_storage, w
 from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.leaf import CAN_COMPILE_SUBCLASSES, EagerLeaf, TwinParameter
 
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.weights.group import Group
-    from sp_lightning.pipeline.weights.units import Unit
-
+Group: TypeAlias = Any  # units and groups are made of weights, and import this file
+Unit: TypeAlias = Any
 
 _DATA: Any = Tensor.data
 _OWN_USERS_OF_TWIN = 2  # of its memory: its data and its parameter, which may hold an alias

@@ -20,7 +20,7 @@ waits for it if computing uses it, and guards stay until then.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
 
@@ -30,7 +30,9 @@ from sp_lightning.pipeline.lanes.trace import Kind
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.weights.group import NOTHING, Group, Residency
 from sp_lightning.pipeline.weights.order import Order
+from sp_lightning.pipeline.weights.swap import leave_unit
 from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.write_back import WriteBack
 
 _USES_AHEAD = 16  # that a prefetch looks at; more would cost more than they help
 _GROUPS_AHEAD = 3
@@ -45,9 +47,7 @@ class Window:
         order: Predicts what is used next.
         backend: Makes the copies.
         stats: Counts them.
-        on_evict: Called with a group before its place is given to another one.
-        before_discard: Called with a group that computing can read, before its copy on the device is discarded
-            because its masters have changed, or are about to.
+        write_back: Copies what was written to weights on the device to masters, before what lies there is discarded.
     """
 
     def __init__(
@@ -57,16 +57,14 @@ class Window:
         order: Order,
         backend: Backend,
         stats: Stats,
-        on_evict: Callable[[Group], None],
-        before_discard: Callable[[Group], None],
+        write_back: WriteBack,
     ) -> None:
         self.groups = groups
         self._group_of_member = list(group_of_member)
         self._order = order
         self._backend = backend
         self._stats = stats
-        self._on_evict = on_evict
-        self._before_discard = before_discard
+        self._write_back = write_back
         self._outdated: dict[Group, None] = {}  # that nothing else takes the place of: fetched as soon as possible
         self._last_in_place: set[Group] = set()  # the groups that were loaded last, each into its place
         most = max(Counter(map(id, group_of_member)).values(), default=0)
@@ -132,7 +130,11 @@ class Window:
             in_use: Groups that backward is reading, although no call is inside of them: not to be reloaded now.
         """
         self._fetch_used_next(in_use)
-        for group in [group for group in self._outdated if group not in in_use] if self._outdated else ():
+        if self._outdated:
+            self._fetch_outdated(in_use)
+
+    def _fetch_outdated(self, in_use: Sequence[Group]) -> None:
+        for group in [group for group in self._outdated if group not in in_use]:
             del self._outdated[group]
             if group.residency is Residency.ABSENT:
                 self._load(group)
@@ -146,19 +148,16 @@ class Window:
             if group.suspect:
                 self._verify(group)
             if group.residency is Residency.ABSENT:
-                if self._must_stay(self._in_the_way_of(group), needed):
-                    return
+                for other in self._in_the_way_of(group):  # see [Note: when a group may be evicted]
+                    if other.users or other in needed or self._awaits_step(other):
+                        return
                 self._load(group)
             needed.add(group)
-
-    def _must_stay(self, groups: Iterable[Group], needed: Collection[Group]) -> bool:
-        """Tell whether one of the groups cannot be evicted for a prefetch; see [Note: when a group may be evicted]."""
-        return any(group.users or group in needed or self._awaits_step(group) for group in groups)
 
     def outdate(self, group: Group, weights: Collection[Weight]) -> None:
         """Discard what the device has of these weights: an optimizer is about to step their masters."""
         if group.readable:
-            self._before_discard(group)
+            self._write_back.before_discard(group)
         self._mark_absent(group)
         stepped = set(weights)
         for segment in group.segments:
@@ -171,20 +170,8 @@ class Window:
             self.note_write(other)
 
     def finish_optimizer(self, group: Group) -> None:
-        """Wait until the optimizer is done with the group's masters.
-
-        Raises:
-            Exception: Whatever the optimizer's step raised.
-        """
-        work = group.being_stepped
-        if work is None:
-            return
-        self._stats.optimizer_waits += not work.done
-        try:
-            work.join()
-        finally:
-            if work.done:  # not if an interrupt has ended the wait
-                group.being_stepped = None
+        """Wait until the optimizer is done with the group's masters."""
+        group.finish_step(self._stats)
 
     def copies_of(self, group: Group) -> list[Ticket]:
         """Return the tickets of copies that may still read the group's masters, used or not."""
@@ -232,7 +219,7 @@ class Window:
                 segment.look_anew()
         if group.loaded and group.is_outdated():
             if group.readable:
-                self._before_discard(group)
+                self._write_back.before_discard(group)
             self._mark_absent(group)
 
     def _mark_absent(self, group: Group) -> None:
@@ -242,7 +229,8 @@ class Window:
 
     def _in_the_way_of(self, group: Group) -> list[Group]:
         """Return the groups on the device that occupy its place, or part of it."""
-        return [other for other in group.conflicts & self._last_in_place if other.loaded]
+        there = group.conflicts & self._last_in_place
+        return [other for other in there if other.residency is not Residency.ABSENT] if there else []
 
     def _load(self, group: Group) -> None:
         for other in self._in_the_way_of(group):
@@ -288,7 +276,11 @@ class Window:
         if self._awaits_step(group):
             self.finish_optimizer(group)
         was_readable = group.readable
-        self._on_evict(group)
+        self._write_back.write_again()  # while the group can be read
+        for unit in group.units:
+            if unit.is_reached:
+                self._write_back.write_in_backward(unit.weights)
+                leave_unit(unit)
         self._mark_absent(group)
         group.clear_place()
         if was_readable:  # otherwise a copy into the place may still run, and only another copy is ordered after that

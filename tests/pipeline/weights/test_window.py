@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.weights.at_work import EngineAtWork
 from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.order import Order, Pass
 from sp_lightning.pipeline.weights.window import Window
+from sp_lightning.pipeline.weights.write_back import WriteBack
 
 from ..parts import InterruptedTicket, PendingTicket, RecordingBackend, slots
 
@@ -25,16 +27,13 @@ class Scene:
         self.order = Order(count)
         self.backend = RecordingBackend()
         self.stats = Stats()
-        self.evicted: list[int] = []
-        self.lost: list[int] = []
         self.window = Window(
             self.groups,
             self.groups,
             self.order,
             self.backend,
             self.stats,
-            on_evict=lambda group: self.evicted.append(group.index),
-            before_discard=lambda group: self.lost.append(group.index),
+            WriteBack(self.backend, self.stats, EngineAtWork()),
         )
 
     def use(self, index: int, direction: Pass = Pass.INFERENCE) -> None:
@@ -111,16 +110,10 @@ def test_a_prefetched_group_is_not_readable_before_a_wait() -> None:
     assert scene.groups[0].readable
 
 
-def test_a_place_is_taken_from_its_owner_before_the_copy() -> None:
-    """Evict (twins leave the tree, debug poisons the place), then copy."""
+def test_a_place_is_taken_from_its_owner() -> None:
     scene = Scene(4, 2)
     scene.window.bring(scene.groups[0])
-    order: list[str] = []
-    scene.window._on_evict = lambda group: order.append(f"evict {group.index}")
-    upload = scene.backend.upload
-    scene.backend.upload = lambda *args: (order.append("upload"), upload(*args))[1]  # type: ignore[method-assign]
     scene.window.bring(scene.groups[2])
-    assert order == ["evict 0", "upload"]
     assert not scene.groups[0].loaded
     assert not scene.groups[0].readable
 
@@ -169,7 +162,6 @@ def test_a_prefetch_does_not_evict_groups_in_use() -> None:
         scene.groups[index].users += 1
     scene.order.visit(1, Pass.INFERENCE)
     scene.window.prefetch()
-    assert scene.evicted == []
     assert scene.loaded() == [0, 1]
 
 
@@ -180,7 +172,6 @@ def test_a_prefetch_does_not_evict_groups_that_are_used_sooner() -> None:
     scene.order.visit(0, Pass.INFERENCE)
     scene.window.prefetch()
     assert scene.loaded() == [1, 2]
-    assert scene.evicted == []
 
 
 def test_a_prefetch_does_not_evict_groups_that_backward_reads() -> None:
@@ -473,12 +464,3 @@ def test_the_cost_of_a_use_does_not_grow_with_the_model(share: float, what: str)
         return calls_in(run) / len(step)
 
     assert calls_per_use(200) < 1.3 * calls_per_use(20)
-
-
-def test_before_discard_is_called_for_readable_groups_only() -> None:
-    s = Scene(2, 2)
-    s.use(0)
-    assert s.groups[1].loaded  # by the prefetch
-    for group in (*s.groups, *s.groups):
-        s.window.outdate(group, ())
-    assert s.lost == [0]

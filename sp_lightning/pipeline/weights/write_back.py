@@ -6,30 +6,26 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from sp_lightning.pipeline.lasting import Lasting
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.weights.at_work import EngineAtWork
 from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.weight import Twin, Weight
-from sp_lightning.pipeline.weights.window import Window
 
 
 class WriteBack:
     """Copies what is written to weights on the device back to the host.
 
-    Args:
-        lasting: The parts that outlive an arrangement.
-        window: Waits for the optimizer's steps.
-
     Attributes:
         served: Weights that code outside of units has used in this step, and may have written to.
     """
 
-    def __init__(self, lasting: Lasting, window: Window) -> None:
-        self._backend = lasting.backend
-        self._stats = lasting.stats
-        self._at_work = lasting.at_work
-        self._window = window
+    def __init__(self, backend: Backend, stats: Stats, at_work: EngineAtWork) -> None:
+        self._backend = backend
+        self._stats = stats
+        self._at_work = at_work
         self.served: set[Weight] = set()
         self._written: set[Weight] = set()
 
@@ -68,7 +64,7 @@ class WriteBack:
 
     def before_discard(self, group: Group) -> None:
         """Write back what was written to a group on the device, where its weights are about to be discarded."""
-        self.write(weight for weight in group.weights if weight.twin.group is group)
+        self.write([weight for weight in group.weights if weight.twin.group is group])
 
     def write(self, weights: Iterable[Weight]) -> None:
         """Copy weights that were written to on the device to the masters, which hold the authoritative values."""
@@ -88,7 +84,7 @@ class WriteBack:
         with torch.inference_mode(False), torch.no_grad():
             arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
             self._backend.synchronize(self._backend.download(as_bytes(arrived), as_bytes(weight.twin.data)))
-            self._window.finish_optimizer(weight.unit.group)
+            weight.unit.group.finish_step(self._stats)
             self._stats.host_syncs += 1
             if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):  # clamped to where it was
                 weight.twin.note_unchanged()
