@@ -232,12 +232,13 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 def storage_key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage. Views share it (`W.t()`), which `is` and `isinstance` would miss."""
-    if hasattr(type(tensor), "__tensor_flatten__"):  # see `contains_others`
+    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):  # see `contains_others`
         tensor = parts_of(tensor)[0]
     try:
-        return int(tensor.untyped_storage()._cdata)
+        key: int = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # functorch's wrappers have no storage of their own
         return 0
+    return key
 
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:

@@ -8,6 +8,7 @@ goes a few levels deep, at no more than so many objects, and only in some calls 
 
 from __future__ import annotations
 
+import random
 import sys
 from argparse import Namespace
 from collections import deque
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
 )
 
+_Picture: TypeAlias = list[tuple[Any, int]]
+
 
 class Surroundings:
     """A snapshot of torch's random generators and settings.
@@ -58,7 +61,7 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the snapshot for the duration of the block, and then what is there now."""
-        random, settings = _random_states(self._device), [read() for read, _ in _SETTINGS]
+        now, settings = _random_states(self._device), [read() for read, _ in _SETTINGS]
         scopes = [torch.autocast(kind, dtype, enabled, self._has_cache) for kind, dtype, enabled in self._autocast]
         try:
             _set_random_states(self._device, self._random)
@@ -70,7 +73,7 @@ class Surroundings:
             for scope in reversed(scopes):
                 scope.__exit__(None, None, None)
             _change_settings(self._settings, settings)
-            _set_random_states(self._device, random)
+            _set_random_states(self._device, now)
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
@@ -137,7 +140,7 @@ class Look:
     """A look at the attributes of modules, and at objects among a call's arguments, before a forward.
 
     Args:
-        modules: The modules.
+        modules: The modules; none if only the objects are to be looked at.
         objects: The objects. One that holds tensors is taken for a cache: whoever gave it may change it later, and a
             call that held it would hold a graph.
     """
@@ -145,40 +148,46 @@ class Look:
     def __init__(self, modules: Sequence[nn.Module], objects: Sequence[Any]) -> None:
         self._modules = modules
         self._objects = objects
+        self._random = _other_random_numbers()
         self._before = self._read()
 
-    def _read(self) -> dict[Any, list[tuple[Any, int]]]:
-        seen: dict[Any, list[tuple[Any, int]]] = {
-            (number, name): _picture(value)
-            for number, module in enumerate(self._modules)
-            for name, value in vars(module).items()
-            if name not in _OF_TORCH
-        }
-        return seen | {number: _picture(value) for number, value in enumerate(self._objects)}
+    def _read(self) -> dict[Any, _Picture]:
+        seen: dict[Any, _Picture] = {number: _picture(value) for number, value in enumerate(self._objects)}
+        for number, module in enumerate(self._modules):
+            own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+            seen |= {(number, name): _picture(value) for name, value in own.items()}
+        return seen
 
     def obstacle(self) -> str | None:
         """Return what keeps the forward, which is over, from running again, in words; None if nothing is to be seen."""
+        if self._modules and self._random != _other_random_numbers():
+            return "draws random numbers that are not torch's"
         after = self._read()
         for key in {**self._before, **after}:
-            before, now = self._before.get(key), after.get(key)
-            is_given = not isinstance(key, tuple)
-            is_cache = is_given and now is not None and any(isinstance(value, Tensor) for value, _ in now)
-            if is_cache or not _are_same(before, now):
-                if not is_given:
-                    return f"changes its attribute {key[1]!r}"
+            is_same = key in self._before and key in after and _are_same(self._before[key], after[key])
+            if isinstance(key, tuple) and not is_same:
+                return f"changes its attribute {key[1]!r}"
+            if not isinstance(key, tuple) and (
+                not is_same or any(isinstance(value, Tensor) for value, _ in after[key])
+            ):
                 kind = type(self._objects[key]).__name__
-                return (
-                    f"is given an object that holds what may change ({kind}; if it is a cache, set `use_cache=False`)"
-                )
+                return f"is given a {kind!r}, which may change (if it is a cache, set `use_cache=False`)"
         return None
 
 
-def _picture(value: Any) -> list[tuple[Any, int]]:
+def _other_random_numbers() -> list[Any]:
+    if "numpy" not in sys.modules:
+        return [random.getstate()]
+    _, bits, position, *_ = sys.modules["numpy"].random.get_state()
+    return [random.getstate(), bits.tobytes(), position]
+
+
+def _picture(value: Any) -> _Picture:
     """Return an object and what it holds, a few levels deep, with the versions of tensors."""
-    seen: list[tuple[Any, int]] = []
+    seen: _Picture = []
     level: list[Any] = [value]
     for _ in range(_LEVELS):
-        seen += [(each, _version(each) if isinstance(each, Tensor) else 0) for each in level]
+        seen += [(each, _version(each)) for each in level]
         level = list(islice(chain.from_iterable(map(_parts, level)), _MOST))
     return seen
 
@@ -188,28 +197,21 @@ def _parts(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, list | tuple | set | frozenset | deque):
         return value
-    is_open = isinstance(value, SimpleNamespace | Namespace) or _is_user_defined(type(value))
-    if not is_open or isinstance(value, type | nn.Module | Tensor):
-        return ()
-    return vars(value).values() if hasattr(value, "__dict__") else ()
+    # attributes of users' own objects, unlike those of a logger or a process group
+    is_users = (type(value).__module__ or "").partition(".")[0] not in _NOT_USER_DEFINED
+    is_open = (is_users or isinstance(value, SimpleNamespace | Namespace)) and hasattr(value, "__dict__")
+    return vars(value).values() if is_open and not isinstance(value, type | nn.Module | Tensor) else ()
 
 
-def _is_user_defined(kind: type) -> bool:
-    """Tell whether objects of a class may hold what a forward changes, unlike a logger or a process group."""
-    return (kind.__module__ or "").partition(".")[0] not in _NOT_USER_DEFINED
-
-
-def _are_same(before: list[tuple[Any, int]] | None, now: list[tuple[Any, int]] | None) -> bool:
-    if before is None or now is None or len(before) != len(now):
-        return False
-    for (old, old_version), (new, new_version) in zip(before, now, strict=True):
-        if old is new:
-            if old_version != new_version:
-                return False
-        elif type(old) is not type(new) or not (isinstance(old, tuple) or (isinstance(old, PLAIN) and old == new)):
+def _are_same(before: _Picture, now: _Picture) -> bool:
+    for (old, old_version), (new, new_version) in zip(before, now, strict=False):
+        is_equal = isinstance(old, tuple) or (isinstance(old, PLAIN) and old == new)
+        if old_version != new_version or not (old is new or (type(old) is type(new) and is_equal)):
             return False
-    return True
+    return len(before) == len(now)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(value: Any) -> int:
+    if isinstance(value, torch.Generator):
+        return hash(value.get_state().numpy().tobytes())
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0

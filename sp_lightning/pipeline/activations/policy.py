@@ -143,7 +143,6 @@ class Activations:
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
-        self.second_forwards.end_backward()
         self.backward_passes += 1
         self.on_backward_end()
         if self.auto is not None:

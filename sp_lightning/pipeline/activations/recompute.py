@@ -37,7 +37,8 @@ from typing_extensions import override
 from sp_lightning.pipeline.activations.contract import Buffers, Look, Surroundings
 from sp_lightning.pipeline.activations.footprint import Footprint, bytes_worth_a_copy
 from sp_lightning.pipeline.activations.inputs import Inputs
-from sp_lightning.pipeline.activations.saved import Kept, Recording, SavedTensors
+from sp_lightning.pipeline.activations.refill import Refill, are_close, sample
+from sp_lightning.pipeline.activations.saved import Recording, SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import scope_that_ends_before_backward, storage_key, without_torch_function
@@ -45,9 +46,6 @@ from sp_lightning.pipeline.units.tensors import tensors_in
 from sp_lightning.pipeline.weights.resting import wake
 from sp_lightning.pipeline.weights.units import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
-
-_SAMPLED = 1024  # values of each saved tensor that are compared, or nearly twice as many
-_TOLERANCE = 1e-2  # of them: kernels that add in another order each time compute the same all the same
 
 
 class CannotRunAgain(RuntimeError):
@@ -109,7 +107,6 @@ class SecondForwards:
         self.under_way = False
         self._stats = stats
         self._dropped: WeakSet[UnitCall] = WeakSet()
-        self._repeated: WeakSet[UnitCall] = WeakSet()
 
     def passes_over(self, member: Member) -> bool:
         """Tell whether the next call of a member is not recorded, as it could not run again; if so, count it."""
@@ -140,7 +137,6 @@ class SecondForwards:
     def run(self, call: UnitCall) -> None:
         """Run a forward again."""
         self._stats.recomputed += 1
-        self._repeated.add(call)
         history = self.histories[call.member.name]
         before, self.under_way = self.under_way, True
         begin = self.backend.mark() if self.timed else None
@@ -168,12 +164,6 @@ class SecondForwards:
             warnings.warn(
                 f"`activations`: {member.name!r} {what}. What it saves for backward stays on the device.", stacklevel=2
             )
-
-    def end_backward(self) -> None:
-        """Drop what was recomputed, which a retained graph would otherwise hold."""
-        for call in list(self._repeated):
-            call.drop()
-        self._repeated.clear()
 
     def let_go(self) -> None:
         """Refer to the module no longer: its graphs, which may live on, cannot recompute anything now."""
@@ -253,8 +243,10 @@ class UnitCall(Recording):
         del self._look
         if self.is_dropped:
             if self.looks or self._runner.checks:
-                self._samples = dict(self._sample())
-            self.drop()
+                self._samples = sample(self, self._saved.twins)
+            for kept in self.alive():
+                if kept is not None:
+                    kept.drop()
             self._inputs.release()
             return None
         del self._inputs, self._surroundings, self._buffers
@@ -278,12 +270,6 @@ class UnitCall(Recording):
         if scope is not None:
             return f"is called under {scope}"
         return self._look.obstacle()
-
-    def drop(self) -> None:
-        """Release all tensors that can be recomputed."""
-        for kept in self.alive():
-            if kept is not None:
-                kept.drop()
 
     def _measure_footprint(self, tensors: list[Tensor]) -> Footprint:
         held, saved = self._held, max(0, self._meter.bytes - self._bytes_before - self._held)
@@ -328,7 +314,7 @@ class UnitCall(Recording):
             )
         if self.member.module.training != self._training:
             raise CannotRunAgain(f"{name} is in another mode in backward (`train()`, `eval()`) than in its forward")
-        refill = _Refill(self)
+        refill = Refill(self)
         args, kwargs = self._inputs.rebuild()
         with (
             self._surroundings.restored(),
@@ -339,7 +325,7 @@ class UnitCall(Recording):
         ):
             try:
                 self.member.module(*args, **kwargs)
-            except Exception as error:  # code in between may have made another exception of `_NothingMissing`
+            except Exception as error:  # code in between may have made another exception of `NothingMissing`
                 if is_out_of_memory(error):
                     raise
                 if refill.missing:
@@ -352,9 +338,7 @@ class UnitCall(Recording):
                 f"{name} has computed something else when its forward ran again in backward, because something outside "
                 "of it has changed in between"
             )
-        return not self._samples or all(
-            number not in self._samples or _is_close(self._samples[number], sample) for number, sample in self._sample()
-        )
+        return not self._samples or are_close(self._samples, sample(self, self._saved.twins))
 
     @contextmanager
     def _with_original_leaves(self) -> Iterator[None]:
@@ -374,44 +358,3 @@ class UnitCall(Recording):
         finally:
             for entry, parameter in zip(entries, now, strict=True):
                 entry.current = parameter
-
-    def _sample(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield some values of each saved tensor, with its number; a weight may have left the device."""
-        for number, kept in enumerate(self.alive()):
-            tensor = None if kept is None else kept.tensor
-            # bytes are a kernel's workspace (LSTM), parts of which are uninitialized
-            if tensor is None or tensor.layout is not torch.strided or tensor.dtype is torch.uint8:
-                continue
-            if storage_key(tensor) not in self._saved.twins:
-                values = tensor.detach().flatten()
-                yield number, values[:: max(1, values.numel() // _SAMPLED)].clone()
-
-
-class _NothingMissing(Exception):
-    """Ends a second forward once all dropped tensors have been recomputed."""
-
-
-class _Refill:
-    """Fills the gaps that dropped tensors have left with those that a second forward saves."""
-
-    def __init__(self, call: UnitCall) -> None:
-        self._kept = iter(call.kept)
-        self.missing = sum(kept is not None and kept.tensor is None for kept in call.alive())
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        reference = next(self._kept, None)
-        kept: Kept | None = None if reference is None else reference()
-        tensor = tensor.detach()  # or the second graph would keep itself alive (see `Kept`)
-        if kept is not None and kept.tensor is None and kept.fill(tensor):
-            self.missing -= 1
-            if not self.missing:
-                raise _NothingMissing
-        return tensor
-
-
-def _is_close(before: Tensor, after: Tensor) -> bool:
-    if torch.equal(before, after):
-        return True
-    before, after = before.to(torch.complex128), after.to(torch.complex128)
-    scale = before.abs().nan_to_num(0, 0, 0).mean().item()
-    return torch.allclose(before, after, _TOLERANCE, _TOLERANCE * scale, equal_nan=True)

@@ -45,19 +45,18 @@ class _Handle:
         self.twin = twin
         self.alias = alias
         self._version = twin.version()
-        self._replacements = twin.replacements()
         self._group = twin.group
         self._group.handles += 1
         self._views = 0 if alias is twin.parameter else len(parts_of(alias))
         twin.saved_views += self._views
+        has_old_memory = self._views > 0 or twin.weight.lowered  # in plain training: a view, or what autocast made
+        self._replacements = twin.replacements() if has_old_memory else None
 
     @property
     def is_outdated(self) -> bool:
         """Whether the weight has changed since it was saved, and backward would use values that are gone."""
-        if self.twin.version() != self._version:
-            return True
-        has_old_memory = self._views > 0 or self.twin.weight.lowered  # in plain training: a view, or what autocast made
-        return has_old_memory and self.twin.replacements() != self._replacements
+        is_replaced = self._replacements is not None and self.twin.replacements() != self._replacements
+        return is_replaced or self.twin.version() != self._version
 
     def __del__(self) -> None:
         self._group.handles -= 1
@@ -161,7 +160,7 @@ class _Delegated(NamedTuple):
 
 
 Packed: TypeAlias = _Handle | Offloaded | Kept | _Delegated | tuple[Tensor, int]
-"""What autograd holds in place of a saved tensor; where nobody counts, the tensor itself with its version."""
+"""What autograd holds in place of a saved tensor; mostly, the tensor itself with its version."""
 
 
 class SavedTensors:
@@ -236,27 +235,36 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Return what autograd saves in place of a tensor."""
-        handle = self.handle(tensor)
-        if handle is not None:
+        if tensor.layout is torch.strided and storage_key(tensor) in self.twins:
+            handle = self.handle(tensor)
+            assert handle is not None
             return handle
-        return self.hold(tensor) if self.recording is None else self.recording.keep(tensor, self.meter)
+        if self.recording is not None:
+            return self.recording.keep(tensor, self.meter)
+        if self._offloader.open or self.meter.counts:
+            return self.hold(tensor)
+        return (tensor.detach() if tensor.requires_grad else tensor), tensor._version  # see `Kept`
 
     def hold(self, tensor: Tensor) -> Packed:
         """Hold a tensor that is no weight, on the device or on the host."""
-        offloaded = self._offloader.pack(tensor) if self._offloader.open else None
-        if offloaded is not None:
-            return offloaded
-        if self.meter.counts:
-            return Kept(tensor, self.meter)
-        return (tensor.detach() if tensor.requires_grad else tensor), tensor._version  # see `Kept`
+        return self._offloader.pack(tensor) or Kept(tensor, self.meter)
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         """Return the saved tensor, ready for backward to read.
+
+        Args:
+            packed: What `pack` has returned.
 
         Raises:
             RuntimeError: If it was changed in place in the meantime, or belongs to an arrangement that no longer
                 exists.
         """
+        if type(packed) is tuple:
+            tensor: Tensor
+            tensor, version = packed
+            if tensor._version != version:
+                raise _changed_in_place(tensor.shape)
+            return tensor
         if isinstance(packed, _Handle):
             return self._unpack_weight(packed)
         if isinstance(packed, Kept):
@@ -265,16 +273,12 @@ class SavedTensors:
             if packed.view.changed_in_place:
                 raise _changed_in_place(packed.view.shape)
             return self._offloader.unpack(packed)
-        if isinstance(packed, _Delegated):
-            tensor = packed.unpack(packed.packed)
-            with without_torch_function():
-                twin = self.twins.get(storage_key(tensor))
-            if twin is not None:
-                self.require(twin)
-            return tensor
-        tensor, version = packed
-        if tensor._version != version:
-            raise _changed_in_place(tensor.shape)
+        assert isinstance(packed, _Delegated)
+        tensor = packed.unpack(packed.packed)
+        with without_torch_function():
+            twin = self.twins.get(storage_key(tensor))
+        if twin is not None:
+            self.require(twin)
         return tensor
 
     def _unpack_weight(self, handle: _Handle) -> Tensor:
