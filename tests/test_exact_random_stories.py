@@ -195,6 +195,7 @@ def closure(now: Now, number: int) -> None:
         return loss
 
     now.optimizer.step(step)
+    now.optimizer.zero_grad()  # a step consumes gradients
 
 
 def everything_in_one_scope(now: Now, number: int) -> None:
