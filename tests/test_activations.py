@@ -58,7 +58,7 @@ ZOO = [
     "gpt2-checkpoint-plain", "gpt2-checkpoint-reentrant", "checkpoint-inside-plain", "checkpoint-inside-reentrant",
     "nested-checkpoint-plain", "nested-checkpoint-reentrant", "siamese", "stochastic-depth", "half-frozen",
     "input-gradient-penalty", "two-losses", "two-graphs", "gan", "structured-outputs", "inplace-residual-on-view",
-    "weight-on-ctx", "functional-call", "maml", "spectral-norm-old", "spectral-norm-parametrization", "module-hooks",
+    "weight-on-ctx", "maml", "spectral-norm-old", "spectral-norm-parametrization", "module-hooks",
     "layer-mixture", "embedding-max-norm",
 ]  # fmt: skip
 
