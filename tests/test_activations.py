@@ -59,7 +59,7 @@ ZOO = [
     "checkpoint-inside-reentrant", "nested-checkpoint-plain", "nested-checkpoint-reentrant",
     "checkpoint-sequential-plain", "siamese", "stochastic-depth", "half-frozen", "input-gradient-penalty",
     "two-losses", "two-graphs", "gan", "structured-outputs", "returns-own-parameter-nested",
-    "inplace-residual-on-view", "weight-on-ctx", "functional-call", "maml", "scripted", "spectral-norm-old",
+    "inplace-residual-on-view", "weight-on-ctx", "maml", "spectral-norm-old",
     "spectral-norm-parametrization", "weight-norm-old", "module-hooks", "parameter-hooks", "layer-mixture",
     "embedding-max-norm",
 ]  # fmt: skip

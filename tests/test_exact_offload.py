@@ -48,7 +48,7 @@ ENTRIES = [
     "chain", "siamese", "input-gradient-penalty", "weight-gradient-penalty", "lora", "stochastic-depth",
     "frozen-encoder", "shuffled-order", "checkpointed-blocks-plain", "checkpoint-inside-plain",
     "checkpoint-inside-reentrant", "two-losses", "two-graphs", "gan", "inplace-residual-on-view", "inplace-on-input",
-    "weight-on-ctx-and-inplace-view", "structured-outputs", "maml", "nested-lists", "spectral-norm-parametrization",
+    "weight-on-ctx-and-inplace-view", "structured-outputs", "maml", "spectral-norm-parametrization",
     "multihead-attention", "embedding-max-norm", "complex-and-float64", "module-hooks",
 ]  # fmt: skip
 
