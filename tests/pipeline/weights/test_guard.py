@@ -17,6 +17,7 @@ from sp_lightning.pipeline.weights.guard import (
     Guard,
     begin_optimizer_step,
     end_optimizer_step,
+    forget_optimizer_steps,
     optimizer_is_stepping,
     optimizer_waits,
 )
@@ -73,6 +74,7 @@ class Scene:
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
+    forget_optimizer_steps()  # of a test before that was interrupted in one
     made = Scene()
     yield made
     made.guard.remove()
