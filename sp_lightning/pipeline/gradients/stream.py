@@ -118,6 +118,7 @@ class GradientStream:
             averaging.of(list(self.units.values()))
         self._held: dict[UnitGradients, None] = {}  # what the engine has gradients of
         self._has_late = False
+        self._given_up = 0, 0
 
     def of(self, weight: Weight) -> Gradient:
         """Return the gradient of a weight."""
@@ -205,7 +206,7 @@ class GradientStream:
             for due in self._averaging.next_after(unit):
                 self._start_averaging(due)
             return
-        del self._gathering[unit]
+        self._gathering.pop(unit, None)
         complete = unit.gathered == len(unit.trained)
         gradients = unit.trained if complete else [g for g in unit.trained if g.on_device is not None]
         layout = unit.layout
@@ -405,7 +406,7 @@ class GradientStream:
                 unit.wait()
         if self._averaging is not None:
             self._averaging.abandon()
-        for unit in [*self._sent, *self._gathering]:
+        for unit in [unit for unit in self.units.values() if unit.gathered or unit in self._sent]:
             unit.gathered = 0
             for gradient in unit.gradients:
                 gradient.on_device = None
@@ -535,14 +536,15 @@ class GradientStream:
 
     def device_bytes(self) -> int:
         """Return the bytes of device memory held for gradients that leave."""
-        return self._staging.nbytes()
+        return self._given_up[0] + self._staging.nbytes()
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""
-        return self._landing.nbytes() + sum(unit.host_bytes() for unit in self.units.values())
+        return self._given_up[1] + self._landing.nbytes() + sum(unit.host_bytes() for unit in self.units.values())
 
     def close(self) -> None:
-        """Show all gradients, and release all other memory, on the device as well."""
+        """Show all gradients, and release all other memory, which `device_bytes` and `host_bytes` still count."""
+        self._given_up = self.device_bytes(), self.host_bytes()
         self.abandon()
         self.show_all()
         for unit in self.units.values():
