@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -20,36 +20,11 @@ from .helpers import Plan, autocast_forgets_gradients
 from .zoo import Case
 from .zoo.blocks import WIDTH, Block, LoRALinear, Stashing, rows
 from .zoo.case import sum_of_squares
-from .zoo.oddities import Fused
 from .zoo.quantized import Int8Linear
 
 AUTOCAST_FORGETS_GRADIENTS = autocast_forgets_gradients()
 
 Tree = tuple[Any, ...]  # the name of a node and its arguments, trees among them
-
-
-def clamp(layer: nn.Module) -> None:
-    layer.weight.data.clamp_(-0.2, 0.2)
-
-
-def decay(layer: nn.Module) -> None:
-    layer.weight.data.mul_(0.99)
-
-
-def decay_counted(layer: nn.Module) -> None:
-    with torch.no_grad():
-        layer.weight.mul_(0.99)
-
-
-def average(layer: nn.Module) -> None:
-    layer.average.data.mul_(0.9).add_(layer.weight.data, alpha=0.1)
-
-
-def average_counted(layer: nn.Module) -> None:
-    layer.average.mul_(0.9).add_(layer.weight.detach(), alpha=0.1)
-
-
-WRITERS = {write.__name__: write for write in (clamp, decay, decay_counted, average, average_counted)}
 
 
 ADAPTED: dict[str, Callable[[nn.Linear], nn.Linear]] = {
@@ -67,10 +42,10 @@ class Adapted(LoRALinear):
 
 
 class Leaf(nn.Module):
-    """A layer of some kind: views as outputs, buffers, weights on ``ctx``, writes to weights, no weights at all."""
+    """A layer of some kind: views as outputs, buffers, weights on ``ctx``, adapters."""
 
     KINDS = (
-        "block", "dropout", "linear", "batchnorm", "stash", "fused", "scale", "identity", "lstm", "view", "norm",
+        "block", "dropout", "linear", "batchnorm", "stash", "scale", "lstm", "view", "norm",
         *ADAPTED,
     )  # fmt: skip
 
@@ -87,17 +62,12 @@ class Leaf(nn.Module):
             self.inner = nn.BatchNorm1d(WIDTH)
         elif kind == "stash":
             self.inner = Stashing(inplace=True)
-        elif kind == "fused":
-            self.inner = Fused()
         elif kind == "lstm":
             self.inner = nn.LSTM(WIDTH, WIDTH)
         elif kind in ("view", "norm"):
             self.inner = nn.Linear(WIDTH, WIDTH)
         elif kind in ADAPTED:
             self.inner = Adapted(ADAPTED[kind](nn.Linear(WIDTH, WIDTH)))
-        elif kind in WRITERS:
-            self.inner = nn.Linear(WIDTH, WIDTH)
-            self.inner.register_buffer("average", torch.zeros(WIDTH, WIDTH))
         else:
             self.inner = nn.Identity()
         self.scale = nn.Parameter(torch.randn(WIDTH)) if kind == "scale" else None
@@ -109,8 +79,6 @@ class Leaf(nn.Module):
             return self.inner(x[:, None])[:, 0]
         if self.kind == "norm":
             return self.inner(x) / (1 + self.inner.weight.norm())
-        if self.kind in WRITERS and self.training:
-            WRITERS[self.kind](self.inner)
         return self.inner(x) if self.scale is None else x * self.scale
 
 
@@ -134,12 +102,6 @@ def run_chain(parts: nn.ModuleList, x: Tensor) -> Tensor:
 
 def run_branches(parts: nn.ModuleList, x: Tensor) -> Tensor:
     return sum(part(x) for part in parts) / len(parts)
-
-
-def run_backwards(parts: nn.ModuleList, x: Tensor) -> Tensor:
-    for part in reversed(parts):
-        x = part(x)
-    return x
 
 
 def run_twice(parts: nn.ModuleList, x: Tensor) -> Tensor:
@@ -171,7 +133,6 @@ def run_checkpointed(parts: nn.ModuleList, x: Tensor, reentrant: bool) -> Tensor
 NODES: dict[str, Callable[[nn.ModuleList, Tensor], Tensor]] = {
     "chain": run_chain,
     "branches": run_branches,
-    "backwards": run_backwards,
     "twice": run_twice,
     "inplace": run_inplace_residual,
     "some": run_some,
@@ -194,9 +155,9 @@ def build(tree: Tree, pool: list[nn.Module]) -> nn.Module:
     return Node([*parts, Leaf("view")] if name == "inplace" else parts, NODES[name])
 
 
-def trees(kinds: Sequence[str]) -> st.SearchStrategy[Tree]:
+def trees() -> st.SearchStrategy[Tree]:
     leaves = st.one_of(
-        st.tuples(st.just("leaf"), st.sampled_from(kinds)),
+        st.tuples(st.just("leaf"), st.sampled_from(Leaf.KINDS)),
         st.tuples(st.just("again"), st.integers(0, 5)),
     )
     return st.recursive(
@@ -248,7 +209,7 @@ def of_some_magnitude(output: Tensor, batch: tuple[Tensor]) -> Tensor:
 
 
 @st.composite
-def examples(draw: st.DrawFn, kinds: Sequence[str] = Leaf.KINDS) -> Example:
+def examples(draw: st.DrawFn) -> Example:
     k = draw(st.integers(1, 4))
     plan = Plan(
         steps=draw(st.integers(1, 3)),
@@ -261,10 +222,8 @@ def examples(draw: st.DrawFn, kinds: Sequence[str] = Leaf.KINDS) -> Example:
     policy = draw(st.sampled_from([None, units_are_leaves, units_are_nodes]))
     activations = draw(st.sampled_from(get_args(ActivationPolicy)))
     room = draw(st.sampled_from([None, 0, 4_000, 20_000]))
-    forest = draw(st.lists(trees(kinds), min_size=1, max_size=4))
-    writes = not WRITERS.keys().isdisjoint(kinds)
-    # A forward without a graph, under autocast: its cache would also give what was cast before a write.
-    if "reentrant" in str(forest) and (writes or AUTOCAST_FORGETS_GRADIENTS):
+    forest = draw(st.lists(trees(), min_size=1, max_size=4))
+    if "reentrant" in str(forest) and AUTOCAST_FORGETS_GRADIENTS:
         plan = replace(plan, cast_cache=False)
     section = draw(st.sampled_from([64, sections.SECTION]))
     k_prime, mixed, lag = draw(st.integers(1, k)), draw(st.booleans()), draw(st.sampled_from([0, 0.01]))

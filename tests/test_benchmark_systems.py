@@ -17,8 +17,7 @@ from suite.systems import SYSTEMS, base, make_system
 from suite.systems.base import System
 from suite.systems.deepspeed import DeepSpeedZeRO2, DeepSpeedZeRO3
 from suite.systems.device import Device
-from suite.systems.paper import Paper, PaperStrategy, Swapper
-from suite.systems.torchao import TorchAO
+from suite.systems.paper import Paper
 from suite.worker import Job, measure, run
 from suite.workloads import Window, Workload
 from torch import Tensor, nn
@@ -130,55 +129,8 @@ class TestReasons:
         monkeypatch.setattr(base, "find_spec", lambda package: package)
         assert make_system(name).why_not(CHAIN) == "does not do training"
 
-    def test_torchao_would_clip_too_late(self, monkeypatch):
-        monkeypatch.setattr(base, "find_spec", lambda package: package)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        assert "cannot clip" in TorchAO().why_not(CHAIN)
-        assert TorchAO().why_not(WORKLOADS["toy-lm-noclip"]) is None
-
 
 class TestDeepSpeed:
-    def test_settings_of_zero_2(self):
-        assert DeepSpeedZeRO2().config(WORKLOADS["qwen2.5-1.5b-8k"]) == {
-            "train_micro_batch_size_per_gpu": 8,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {
-                "stage": 2,
-                "offload_optimizer": {"device": "cpu", "pin_memory": True},
-                "contiguous_gradients": True,
-                "overlap_comm": True,
-                "reduce_bucket_size": 50_000_000,
-            },
-            "bf16": {
-                "enabled": True,
-                "check_grad_overflow": False,
-                "bf16_master_weights_and_grads": False,
-                "bf16_optimizer_states": False,
-            },
-        }
-
-    def test_settings_of_zero_3(self):
-        config = DeepSpeedZeRO3().config(CHAIN)
-        assert "bf16" not in config
-        assert config["zero_optimization"] == {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
-            "contiguous_gradients": True,
-            "overlap_comm": True,
-            "reduce_bucket_size": 50_000_000,
-            "sub_group_size": 1_000_000_000,
-            "stage3_prefetch_bucket_size": 50_000_000,
-            "stage3_param_persistence_threshold": 100_000,
-            "stage3_max_live_parameters": 1_000_000_000,
-            "stage3_max_reuse_distance": 1_000_000_000,
-        }
-
-    def test_bf16_weights_have_bf16_masters(self):
-        bf16 = DeepSpeedZeRO3().config(WORKLOADS["toy-lm-bf16"])["bf16"]
-        assert bf16["bf16_master_weights_and_grads"]
-        assert bf16["bf16_optimizer_states"]
-
     @pytest.mark.parametrize("system", [DeepSpeedZeRO2, DeepSpeedZeRO3])
     def test_deepspeed_knows_all_settings(self, system):
         config = pytest.importorskip("deepspeed.runtime.zero.config")
@@ -193,41 +145,11 @@ class TestPaper:
     def test_weights_are_those_of_plain_training(self, window: Window):
         assert_same(train(Paper(window)), train(Device()))
 
-    @pytest.mark.parametrize("window", [(1, 1), (3, 2)], ids=str)
-    def test_with_activation_checkpointing(self, window: Window):
-        assert_same(train(Paper(window), Network.checkpoint_blocks), train(Device(), Network.checkpoint_blocks))
-
     @pytest.mark.parametrize(("k", "loads"), [(1, 9), (2, 8), (4, 6)])
     def test_every_step_loads_what_the_window_lacks(self, k: int, loads: int):
         system = Paper((k, 1))
         train(system)
         assert system.facts() == {"k": k, "k_prime": 1, "units": BLOCKS, "loads": STEPS * loads}
-
-    def test_blocks_come_together_in_the_direction_of_travel(self):
-        swapper = Swapper(Chain().blocks(), torch.device("cpu"), k=3, k_prime=2)
-        swapper.enter(0)
-        assert swapper.there == [0, 1]
-        swapper.direction = -1
-        swapper.enter(4)
-        assert swapper.there == [1, 4, 3]
-
-    def test_the_direction_is_that_of_backward_in_backward(self, monkeypatch):
-        seen: list[tuple[int, int]] = []
-        come = Swapper._come
-
-        def watched(self: Swapper, block: int) -> None:
-            seen.append((block, self.direction))
-            come(self, block)
-
-        monkeypatch.setattr(Swapper, "_come", watched)
-        train(Paper((2, 1)))
-        assert seen[:8] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (2, -1), (1, -1), (0, -1)]
-        assert seen[8] == (0, 1)
-
-    def test_nothing_leaves_a_window_as_large_as_the_model(self):
-        system = Paper((BLOCKS, 1))
-        train(system)
-        assert system.facts()["loads"] == BLOCKS
 
     @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (3, 2)])
     def test_evicted_weights_are_not_kept_for_backward(self, k: int, k_prime: int):
@@ -250,11 +172,6 @@ class TestPaper:
     def test_predicts_as_plain_lightning(self):
         plain, paper = (measure(job("toy-lm-inference", name)) for name in ("device", "paper"))
         assert paper["values"] == plain["values"]
-
-    def test_the_default_window_is_the_smallest_that_overlaps_blocks(self):
-        strategy = Paper().trainer_arguments(CHAIN)["strategy"]
-        assert isinstance(strategy, PaperStrategy)
-        assert strategy.window == (2, 1)
 
 
 @pytest.mark.slow

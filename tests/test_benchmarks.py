@@ -15,11 +15,9 @@ from typing import Any
 import bench
 import pytest
 import torch
-from suite import host_memory, rooflines, runner, worker
+from suite import rooflines, runner
 from suite.demand import demand_of, describe
-from suite.module import Batches, Clock
 from suite.networks import Network
-from suite.plots import write_plots
 from suite.report import report
 from suite.results import entries
 from suite.sets import SETS, WORKLOADS
@@ -101,49 +99,6 @@ def test_systems_compute_the_same(toy):
         if run["system"] == "superpipeline" or (run["system"] in OF_OURS and run["status"] != "skipped"):
             values = of_device[run["workload"], run["samples"]]
             assert run["values"][: len(values)] == pytest.approx(values, rel=1e-5)
-
-
-@whole_bench
-def test_only_our_system_reports_waits(toy):
-    for run in toy["runs"]:
-        if run["system"] == "device":
-            assert run["waits"] is None
-        elif run["system"] == "superpipeline":
-            assert run["waits"]["step_seconds"] > 0
-            assert run["waits"]["stall_seconds"] >= 0
-            assert run["facts"]["counted_device_peak_bytes"] > 0
-
-
-@whole_bench
-def test_failed_and_skipped_runs_give_a_reason(toy):
-    for run in toy["runs"]:
-        assert run["status"] in ("ok", "failed", "skipped")
-        if run["status"] == "ok":
-            assert run["error"] is None
-        else:
-            assert run["error"]["message"]
-            assert "step_seconds" not in run
-
-
-@whole_bench
-def test_the_machine_is_described(toy):
-    machine = toy["machine"]
-    assert machine["gpu"] is None
-    assert machine["driver"] is None
-    assert torch.__version__.startswith(machine["packages"]["torch"])
-    assert machine["host_bytes"] == host_memory.total_bytes()
-    assert machine["cores"] >= 1
-    asked = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    assert machine["revision"] == (asked.stdout.strip() or None)
-
-
-@whole_bench
-def test_rooflines_are_measured_in_the_same_run(toy):
-    rates = toy["rooflines"]
-    assert all(rates[f"{way}_bytes_per_second"] > 1e7 for way in ("to_device", "to_host", "both_ways"))
-    for name in ("adamw_parameters_per_second", "matmul_flops"):
-        assert set(rates[name]) == {"float32", "bfloat16"}
-        assert min(rates[name].values()) > 1e6
 
 
 @whole_bench
@@ -266,47 +221,8 @@ def test_hung_dead_and_failing_processes_are_reported(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- its parts
 
 
-@pytest.mark.parametrize(("most", "target"), [(64, 50), (64, 100), (4, 50), (64, 2)])
-def test_a_machine_that_begins_small_is_made_to_grow(most, target, monkeypatch):
-    """In GiB. It doubles when less than a fifth of it is left."""
-    gib, total, taken = 2**30, [4], []
-
-    def free() -> int:
-        if total[0] - sum(taken) < total[0] / 5:
-            total[0] = min(most, 2 * total[0])
-        return int((total[0] - sum(taken)) * gib)
-
-    monkeypatch.setattr(host_memory, "_PATIENCE", 0.2)
-    monkeypatch.setattr(host_memory, "total_bytes", lambda: total[0] * gib)
-    monkeypatch.setattr(host_memory, "free_bytes", free)
-    monkeypatch.setattr(host_memory, "_take", lambda nbytes: taken.append(nbytes / gib) or range(nbytes))
-    grown = host_memory.grow(target * gib)
-    assert grown["free_before"] == 4 * gib
-    if target == 2:
-        assert not taken
-    else:
-        assert grown["free_after"] >= min(most, target) * gib
-        assert sum(taken) <= 0.961 * most
-
-
 def settings(*workloads: Workload, rounds: int = 2, time_limit: float = 60.0) -> Any:
     return runner.Settings(workloads, ["device", "superpipeline"], rounds, WARM_UP, STEPS, time_limit)
-
-
-def test_systems_take_turns():
-    workload = replace(WORKLOADS["toy-lm"], windows=((1, 1),))
-    order = [(job.round, job.system, job.window) for job in runner.jobs_of(settings(workload))]
-    first = [("device", None), ("superpipeline", None), ("superpipeline", (1, 1))]
-    assert order == [(0, *each) for each in first] + [(1, *each) for each in reversed(first)]
-
-
-def test_a_ladder_is_climbed_by_all_together():
-    jobs = list(runner.jobs_of(settings(WORKLOADS["toy-batch"], rounds=1)))
-    climbed = [(job.samples, job.system) for job in jobs]
-    assert climbed == [(2, "device"), (2, "superpipeline"), (4, "device"), (4, "superpipeline")]
-    fell = record(jobs[0], "failed", error=failure("OutOfMemoryError", "too much\nand more"))
-    assert "2 samples" in runner._not_again(jobs[2], [fell])
-    assert runner._not_again(jobs[3], [fell]) is None
 
 
 class Linear(Network):
@@ -354,15 +270,6 @@ def frozen() -> Network:
     return Linear(frozen=True)
 
 
-def test_a_network_that_cannot_be_counted_is_reported():
-    def broken() -> Network:
-        raise RuntimeError("new here")
-
-    description = describe(replace(by_hand(), network=broken))
-    assert description["demand"] is None
-    assert description["error"] == "RuntimeError: new here"
-
-
 RATES = {
     "to_device_bytes_per_second": 64.0,
     "to_host_bytes_per_second": 128.0,
@@ -384,52 +291,6 @@ def test_the_limit_is_the_busiest_lane():
     assert limit(by_hand(), offloads=False) == {"lanes": {"compute": 1.0}, "lane": "compute", "seconds": 1.0}
 
 
-def test_frozen_weights_travel_where_the_device_has_no_room():
-    half = replace(by_hand(), network=frozen)  # 256 bytes learn, and 256 do not
-    assert limit(half)["lanes"]["to device"] == 4.0
-    assert limit(half, device_bytes=192)["lanes"]["to device"] == 4.0 + 2 * 64 / 64  # in forward and in backward
-    assert limit(replace(half, device_limit=192))["lanes"]["to device"] == 6.0
-    reading = replace(by_hand(), kind="inference", precision="bf16-true", passes=5)
-    assert limit(reading)["lanes"]["to device"] == 0.0
-    assert limit(reading, device_bytes=448) == {
-        "lanes": {"compute": 1536 / 4608, "to device": 5.0, "to host": 0.0, "optimizer": 0.0},
-        "lane": "to device",
-        "seconds": 5.0,
-    }
-
-
-def test_random_weights_are_those_of_every_other_process():
-    network, again = (build_network(WORKLOADS["toy-llava"]) for _ in range(2))
-    state = network.state_dict()
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in state.items())
-    matrices = [weight for weight in network.parameters() if weight.dim() > 1]
-    assert all(0.01 < weight.float().std() < 0.03 for weight in matrices)
-    assert len({weight.flatten()[0].item() for weight in matrices}) == len(matrices)
-    scales = [weight for name, weight in network.named_parameters() if "norm.weight" in name]
-    assert scales
-    assert all((weight == 1).all() for weight in scales)
-
-
-@pytest.mark.parametrize("name", ["toy-lm", "toy-vit", "toy-clip", "toy-resnet", "toy-lora"])
-def test_buffers_are_those_that_libraries_make(name):
-    """Nothing but weights is left out of initialization: frequencies of rotary embeddings, statistics of norms."""
-    made, library = build_network(WORKLOADS[name]), WORKLOADS[name].network()
-    buffers = dict(library.named_buffers())
-    for key, value in made.named_buffers():
-        torch.testing.assert_close(value, buffers[key])
-
-
-def test_weights_have_the_dtype_of_the_workload():
-    def dtypes(name: str) -> set[torch.dtype]:
-        return {weight.dtype for weight in build_network(WORKLOADS[name]).parameters()}
-
-    assert dtypes("toy-lm") == dtypes("toy-lm-mixed") == {torch.float32}
-    assert dtypes("toy-lm-bf16") == {torch.bfloat16}
-    adapted = build_network(WORKLOADS["toy-lora"])
-    assert {w.dtype for w in adapted.parameters() if w.requires_grad} == {torch.float32}
-    assert {w.dtype for n, w in adapted.named_parameters() if "base" in n} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("name", ["toy-lm", "toy-vit", "toy-clip", "toy-llava", "toy-resnet", "toy-generation"])
 def test_blocks_of_a_network_share_no_weights(name):
     network = build_network(WORKLOADS[name])
@@ -437,49 +298,6 @@ def test_blocks_of_a_network_share_no_weights(name):
     assert len(blocks) >= 4
     inside = [parameter for block in blocks for parameter in block.parameters()]
     assert len({id(parameter) for parameter in inside}) == len(inside) > 0
-
-
-def test_checkpointing_changes_what_is_saved_and_nothing_else():
-    def train(checkpointed: bool) -> tuple[Tensor, list[Tensor], int]:
-        network = build_network(WORKLOADS["toy-lm"]).train()
-        if checkpointed:
-            network.checkpoint_blocks()
-        saved = 0
-
-        def count(tensor: Tensor) -> Tensor:
-            nonlocal saved
-            saved += 1
-            return tensor
-
-        batch = WORKLOADS["toy-lm"].batch(2, torch.Generator().manual_seed(0))
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            loss = network(**batch)
-        forward_saved = saved
-        loss.backward()
-        return loss, [weight.grad for weight in network.parameters()], forward_saved
-
-    plain, checkpointed = train(False), train(True)
-    assert torch.equal(plain[0], checkpointed[0])
-    assert all(torch.equal(*pair) for pair in zip(plain[1], checkpointed[1], strict=True))
-    assert checkpointed[2] < plain[2] / 2
-
-
-def test_a_step_lasts_until_the_next_begins(monkeypatch):
-    now = iter([0.0, 1.0, 3.0, 6.0])
-    monkeypatch.setattr("suite.module.time.perf_counter", lambda: next(now))
-    clock = Clock(torch.device("cpu"))
-    for step in range(4):
-        clock.mark_start()
-        clock.record_value(torch.tensor(float(step)))
-    assert clock.seconds() == [1.0, 2.0, 3.0]
-    assert clock.values() == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_batches_are_the_same_for_all():
-    ours, theirs = (Batches(WORKLOADS["toy-llava"], 5, pinned=False) for _ in range(2))
-    assert len(ours) == 5
-    assert all(torch.equal(ours[3][name], value) for name, value in theirs[3].items())
-    assert not torch.equal(ours[0]["input_ids"], ours[1]["input_ids"])
 
 
 def test_list_prints_every_set_and_names_are_unique(capsys):
@@ -507,13 +325,6 @@ def test_the_command_refuses_bad_arguments(capsys, arguments, message):
         bench.main(["run", "--output=x.json", *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_missing_file_is_an_error(capsys, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        bench.main(["render", str(tmp_path / "x.json")])
-    assert stop.value.code == 2
-    assert "x.json: no such file" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ what a file says
@@ -589,12 +400,6 @@ def verdicts(*runs: dict[str, Any]) -> list[tuple[str, str]]:
     return [row[1:] for row in targets(entries(result_of(*runs)))]
 
 
-def test_targets_without_measurements_are_marked():
-    assert set(verdicts(ran("toy-lm", "device", [1.0]), ran("toy-lm", "superpipeline", [1.0]))) == {
-        ("not measured", "-")
-    }
-
-
 @pytest.mark.parametrize(
     ("seconds", "device", "met"),
     [(1.05, 39, "yes"), (1.2, 39, "no"), (1.05, 41, "no")],
@@ -611,59 +416,3 @@ def test_the_target_for_memory(seconds, device, met):
     )
     assert first[1] == ("no" if device > 40 else met)
     assert smallest == ("86% less (qwen2.5-1.5b-8k)", "yes")
-
-
-def test_a_peak_that_our_system_has_torch_count_anew_is_not_lost(monkeypatch):
-    """A rival's, which reports none of its own, is what torch has counted."""
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 2})
-    for facts, peak in [({}, 5), ({"counted_device_peak_bytes": 7}, 7), ({"counted_device_peak_bytes": 3}, 5)]:
-        assert worker._device_memory(torch.device("cuda"), facts) == {
-            "device_peak_bytes": peak,
-            "device_reserved_bytes": 9,
-            "allocation_retries": 2,
-        }
-
-
-def test_the_targets_for_memory_choose_the_variant_that_uses_least():
-    name = "qwen2.5-7b-80g-8k"
-    first, smallest, *_ = verdicts(
-        ran(name, "device", [1.0]),
-        ran(name, "superpipeline", [0.9], device=90),
-        ran(name, "superpipeline-recompute", [1.05], device=30),
-        ran(name, "superpipeline-least", [2.0], device=12),
-    )
-    assert first == ("70% less in 1.05x (qwen2.5-7b-80g-8k: superpipeline-recompute)", "yes")
-    assert smallest == ("88% less (qwen2.5-7b-80g-8k)", "yes")
-
-
-def test_the_target_for_rivals_asks_for_less_memory_too():
-    name = "qwen2.5-3b-8k"
-    runs = [ran(name, "deepspeed-zero3", [2.2], device=50), ran(name, "fsdp2", [2.2], device=30, host=200)]
-    _, _, deepspeed, fsdp2, *_ = verdicts(ran(name, "superpipeline", [1.0], device=40, host=99), *runs)
-    assert deepspeed == ("2.20x, less memory (qwen2.5-3b-8k: superpipeline)", "yes")
-    assert fsdp2 == ("2.20x, not less memory (qwen2.5-3b-8k: superpipeline)", "no")
-
-
-def test_the_target_for_the_limit_and_for_batches():
-    large, batch = "llama-3.1-8b-24g-8k", "gpt2-xl-40g-batch"
-    least = {"lanes": {"compute": 1.0}, "lane": "compute", "seconds": 1.0}
-    *_, near, batches = verdicts(
-        ran(large, "superpipeline", [1.1], limit=least),
-        ran(batch, "device", [1.0], samples=4),
-        ran(batch, "device", [1.6], samples=8),
-        ran(batch, "superpipeline", [4.0], samples=32),
-    )
-    assert near == ("1.10x (llama-3.1-8b-24g-8k)", "yes")
-    assert batches == ("1.60x with 32 samples to its 8 (gpt2-xl-40g-batch)", "yes")
-
-
-def test_pictures_show_errors_too(tmp_path):
-    broken = record(
-        Job("toy-lm", "fsdp2", None, 4, 0, 1, 3), "failed", error=failure("OutOfMemoryError", "8 GiB are <missing>")
-    )
-    (path,) = write_plots(result_of(ran("toy-lm", "device", [1.0]), broken), tmp_path)
-    drawn = path.read_text(encoding="utf-8")
-    assert "OutOfMemoryError: 8 GiB are &lt;missing&gt;" in drawn
-    assert "1.00 s" in drawn

@@ -8,28 +8,22 @@ import math
 import re
 import time
 import warnings
-from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import pytorch_lightning
-import pytorch_lightning.demos.boring_classes
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.tuner import Tuner
-from torch.utils.data import DataLoader, default_collate
 
-import sp_lightning.pytorch_lightning as twin
-from sp_lightning import Pipeline, PipelineOptions, SuperpipelineCallback
+from sp_lightning import PipelineOptions, SuperpipelineCallback
 from sp_lightning.monitor.advice import diagnose
 from sp_lightning.monitor.metrics import PREFIX
 from sp_lightning.monitor.progress import SetUpProgress
-from sp_lightning.monitor.recorder import Recorder
 from sp_lightning.monitor.report import outcome
-from sp_lightning.pipeline import Kind, Lane, Recording, Span, Stats, Summary
+from sp_lightning.pipeline import Stats, Summary
 from sp_lightning.timeline import break_down
 
 from .lightning_modules import Base, Notes, assert_same_training, fit, loader, plain, streamed, trainer
@@ -170,28 +164,6 @@ def test_batches_and_steps_are_told_apart(messages):
     assert [text for text in messages() if "Superpipeline: 6 batches, 3 optimizer steps, " in text]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_each_namespace_has_a_callback_of_its_own(messages):
-    notes, callback = Notes(), twin.SuperpipelineCallback()
-    assert not isinstance(callback, SuperpipelineCallback)
-    run = pytorch_lightning.Trainer(
-        strategy="superpipeline", accelerator="cpu", max_steps=8, log_every_n_steps=1, logger=notes, callbacks=callback
-    )
-    run.fit(pytorch_lightning.demos.boring_classes.BoringModel())
-    assert run.callbacks.count(callback) == 1
-    assert len(notes.ours()) == 8
-    assert [text for text in messages() if "unit loads" in text]
-
-
-def test_the_table(messages):
-    fit(trainer(streamed(), max_epochs=1, callbacks=[ModelSummary()], enable_model_summary=True), Base())
-    said = re.sub(r" +", " ", "\n".join(messages()))
-    assert "\nk, k_prime 2, 1 (auto)\n" in said
-    assert "\nactivations auto\n" in said
-    assert "optimizer AdamW steps unit by unit under the next forward: `Base.on_before_optimizer_step`" in said
-    assert said.count("AdamW") == 1, "the table has said it"
-
-
 # ----------------------------------------------------------------------------------------------------------- metrics
 
 
@@ -287,30 +259,6 @@ def test_the_timeline_of_a_fit(tmp_path, messages):
     assert "forward: blocks.0" in text
     said, _ = [text for text in messages() if text.startswith("A step takes")]  # of two streamed runs
     assert "The device computes" in said
-
-
-class SlowData(Base):
-    """Each batch comes late."""
-
-    def train_dataloader(self):
-        batches = loader(12)
-        return DataLoader(batches.dataset, batch_size=4, collate_fn=self.collate)
-
-    def collate(self, rows):
-        time.sleep(0.05)
-        return default_collate(rows)
-
-
-def test_waiting_for_data_is_part_of_a_step(messages):
-    """And is named for what it is: no unit computes."""
-    notes = Notes()
-    run = trainer(streamed(debug=False), logger=notes, log_every_n_steps=1, callbacks=SuperpipelineCallback())
-    run.fit(SlowData(), val_dataloaders=loader(1))
-    (first, *_) = [values for _, values in notes.ours() if PREFIX + "step_seconds" in values]
-    assert first[PREFIX + "step_seconds"] * (1 - first[PREFIX + "compute_share"]) >= 0.05
-    (said,) = [text for text in messages() if text.startswith("A step takes")]
-    assert "of the time no unit computes" in said
-    assert "profiler" in said
 
 
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
@@ -410,41 +358,6 @@ def test_bad_arguments():
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
-def test_when_steps_are_recorded():
-    """Early, late in each interval, with at least one step before; and what there is when the run ends."""
-
-    class Pipe:
-        def __init__(self):
-            self.begun, self.step = [], 0
-
-        @contextmanager
-        def record(self):
-            self.begun.append(self.step)
-            recording = Recording()
-            yield recording
-            recording.steps = [(float(step), step + 1.0) for step in range(self.begun[-1], self.step)]
-            recording.spans = [Span(Lane.HOST, Kind.STEP, "", *step) for step in recording.steps]
-
-    def recorded(steps, interval, run=101):
-        pipe = Pipe()
-        recorder = Recorder(pipe, steps, interval)
-        shown = []
-        for pipe.step in range(run):
-            shown.append(recorder.step_begins())
-        pipe.step = run
-        shown.append(recorder.finish())
-        found = [recording for recording in shown if recording is not None]
-        assert all(len(recording.spans) == len(recording.steps) for recording in found), "what came before is left out"
-        return pipe.begun, [[int(begin) for begin, _ in recording.steps] for recording in found]
-
-    assert recorded(1, 50) == ([0, 47, 97], [[6], [48], [98]])
-    assert recorded(3, 1) == ([0, 15, 35, 55, 75, 95], [[6, 7, 8], *([n, n + 1, n + 2] for n in range(16, 100, 20))])
-    assert recorded(1, 50, run=1) == ([0], [[0]])
-    assert recorded(2, 50, run=4) == ([0], [[2, 3]])
-    assert recorded(1, 50, run=48) == ([0, 47], [[6]]), "a step without one before it: better an older one"
-    assert recorded(30, 10, run=96) == ([0, 64], [[*range(6, 36)], [*range(65, 95)]])
-
-
 def advice(retries=0.0, reason=None, idle=0.0, **changes) -> list[str]:
     """The lines below the headline, for a recording and a pipeline with these properties."""
     recording = make_recording(
@@ -520,14 +433,6 @@ def test_long_work_shows_a_progress_bar(monkeypatch, capsys, patience):
         assert ("weights into place" in capsys.readouterr().err) == (patience == 0)
     progress(0, 8 << 30)
     progress.close()
-
-
-def test_setting_up_reports_its_progress():
-    calls = []
-    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
-    pipeline = Pipeline(model, "cpu", progress=lambda done, total: calls.append((done, total)))
-    pipeline.detach()
-    assert calls == [(part * 512, 6 * 512) for part in range(7)]
 
 
 @pytest.mark.parametrize("bar", [True, False])

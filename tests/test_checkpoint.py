@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
-from torch import nn
 
 from sp_lightning import SuperpipelineCheckpointIO, SuperpipelineStrategy
-from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO, own_memory, standalone
+from sp_lightning.trainer.checkpoint_io import standalone
 
 from .helpers import Trace, assert_same_trace
-from .lightning_modules import Base, Block, fit, loader, note_end, plain, run, streamed, trainer
+from .lightning_modules import Base, fit, loader, note_end, plain, run, streamed, trainer
 
 STRATEGIES = {
     "plain": plain,
@@ -139,14 +137,6 @@ def test_evaluating_a_checkpoint(tmp_path, entry):
     assert_same_trace(expected, run(streamed(), Tied, drive, dict))
 
 
-def test_saving_after_a_fit_and_a_test(tmp_path):
-    for name, strategy in STRATEGIES.items():
-        done, module = trained(strategy())
-        done.test(module, loader(2), verbose=False)
-        done.save_checkpoint(tmp_path / name)
-    assert_same_files(*(tmp_path / name for name in STRATEGIES))
-
-
 def test_saving_in_the_middle_of_a_step(tmp_path):
     class Saving(Tied):
         folder: Path
@@ -169,26 +159,6 @@ def test_saving_in_the_middle_of_a_step(tmp_path):
     assert len(names) == 12
     for name in names:
         assert_same_files(*(tmp_path / folder / name for folder in STRATEGIES))
-
-
-def test_configure_model_and_resume(tmp_path):
-    class Configured(Base):
-        def __init__(self) -> None:
-            super().__init__(blocks=0)
-
-        def configure_model(self) -> None:
-            if not self.blocks:
-                with torch.device("meta"):
-                    self.blocks.extend(Block() for _ in range(3))
-
-    ours = trainer(streamed())
-    module = Configured()
-    fit(ours, module)
-    ours.save_checkpoint(tmp_path / "a.ckpt")
-    again = Configured()
-    trainer(streamed()).validate(again, loader(2), ckpt_path=tmp_path / "a.ckpt", verbose=False)
-    for name, value in module.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path):
@@ -227,50 +197,11 @@ def test_hazard_22_no_second_copy_on_load(tmp_path):
     del loaded
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="looks into Linux's list of mappings")
-def test_hazard_22_nothing_stays_in_the_file_after_resuming(tmp_path):
-    trained(streamed(), tmp_path / "a.ckpt")
-
-    class Looking(callbacks.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            assert str(tmp_path / "a.ckpt") not in Path("/proc/self/smaps").read_text()
-
-    ours, _ = trained(streamed(), resume=tmp_path / "a.ckpt", max_epochs=3, callbacks=Looking())
-    for state in ours.optimizers[0].state.values():
-        assert all(value.untyped_storage().resizable() for value in state.values())
-
-
-def test_own_memory_leaves_other_states_alone():
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], 0.1)
-    state = {"history": [torch.ones(2)], "count": 3, "buffer": torch.ones(2)}
-    optimizer.state[weight] = state
-    before = dict(state)
-    own_memory(optimizer)
-    assert all(state[name] is before[name] for name in state)
-
-
 @pytest.mark.parametrize("weights_only", [None, True, False])
 def test_load_with_and_without_weights_only(tmp_path, weights_only):
     trained(streamed(), tmp_path / "a.ckpt")
     assert SuperpipelineCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)["state_dict"]
     assert SuperpipelineStrategy().load_checkpoint(tmp_path / "a.ckpt")["state_dict"]
-
-
-def test_lightning_2_5_has_no_weights_only(tmp_path):
-    class Old:
-        def load_checkpoint(self, path: Any, map_location: Any = None) -> dict[str, Any]:
-            return torch.load(path, map_location, weights_only=False)
-
-    class Ours(StreamingCheckpointIO, Old):
-        pass
-
-    torch.save({"any": Path("object")}, tmp_path / "new")
-    torch.save({"any": Path("object")}, tmp_path / "old", _use_new_zipfile_serialization=False)
-    for name in ("new", "old"):
-        assert Ours().load_checkpoint(tmp_path / name) == {"any": Path("object")}
-    with pytest.raises(pickle.UnpicklingError, match="[Ww]eights.only"):
-        Ours().load_checkpoint(tmp_path / "new", weights_only=True)
 
 
 def test_what_is_left_to_lightning(tmp_path):
@@ -338,9 +269,3 @@ def test_standalone(dtype, shape):
     assert torch.equal(alone, view)
     flat_buffer.zero_()
     assert not alone.any(), "a copy was made"
-
-
-def test_standalone_returns_all_other_tensors_as_they_are():
-    turned, on_meta = torch.ones(4, 5)[:2, :3].t(), torch.ones(8, device="meta")[:2]
-    for tensor in (torch.ones(3), torch.eye(3).to_sparse(), turned, torch.ones(3)[:0], on_meta):
-        assert standalone(tensor) is tensor

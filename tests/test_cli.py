@@ -36,7 +36,6 @@ else:
     import tomli as tomllib
 
 CLASS = "sp_lightning.SuperpipelineStrategy"
-CALLBACK = "sp_lightning.SuperpipelineCallback"
 
 
 def cli(*arguments: str, **options: Any) -> SuperpipelineStrategy:
@@ -82,11 +81,6 @@ def test_yaml(tmp_path):
     assert cli(strategy, "--trainer.strategy.k=9").options.k == 9
 
 
-def test_yaml_with_the_callback(tmp_path):
-    callbacks = [{"class_path": CALLBACK, "init_args": {"timeline": "a.html"}}]
-    assert cli(config(tmp_path / "a.yaml", {"callbacks": callbacks, "strategy": "superpipeline"})).options.k == "auto"
-
-
 @pytest.mark.parametrize(
     ("argument", "value", "expected"),
     [
@@ -104,11 +98,6 @@ def test_arguments(argument, value, expected):
     options = cli(f"--trainer.strategy={CLASS}", f"--trainer.strategy.{argument}={value}").options
     assert getattr(options, argument) == expected
     assert type(getattr(options, argument)) is type(expected)
-
-
-def test_the_callback_by_its_short_name():
-    assert sp_lightning.SuperpipelineCallback is not None
-    cli("--trainer.strategy=superpipeline", "--trainer.callbacks+=SuperpipelineCallback")
 
 
 # ------------------------------------------------------------------------------------------------------- sp-lightning
@@ -169,32 +158,6 @@ def test_modules_of_pytorch_lightning(trainers):
     assert type(kwargs["model"]) is boring
 
 
-def test_print_config_can_be_read_again(capsys, trainers, tmp_path):
-    with pytest.raises(SystemExit, match="0"):
-        main(["fit", f"--model={BORING}", *QUIET, "--trainer.strategy.k=4", "--print_config"])
-    path = tmp_path / "again.yaml"
-    path.write_text(capsys.readouterr().out)
-    assert main(["fit", "--config", str(path)]) == 0
-    assert trainers[0][1].strategy.options.k == 4
-
-
-def test_modules_of_the_current_folder(trainers, tmp_path, monkeypatch):
-    source = "from lightning.pytorch.demos.boring_classes import BoringModel\nclass Here(BoringModel): pass\n"
-    (tmp_path / "module_in_this_folder.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    assert main(["fit", "--model=module_in_this_folder.Here", *QUIET]) == 0
-    assert type(trainers[0][2]["model"]).__name__ == "Here"
-
-
-def test_a_run_writes_its_configuration(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):  # nothing of the first one is in the second one's way
-        assert main(["fit", f"--model={BORING}", *QUICK]) == 0
-    (saved,) = tmp_path.rglob("config.yaml")
-    assert yaml.safe_load(saved.read_text())["trainer"]["strategy"]["class_path"] == CLASS
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -228,13 +191,6 @@ def test_without_jsonargparse(monkeypatch, capsys):
     monkeypatch.setattr("sp_lightning.cli.find_spec", lambda name: None if name == "jsonargparse" else installed(name))
     assert main(["fit"]) == 1
     assert "needs jsonargparse: pip install 'sp-lightning[cli]'" in capsys.readouterr().err
-
-
-def test_help_names_all_commands(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    printed = capsys.readouterr().out
-    assert not [command for command in (*RUNS, "plan") if command not in printed]
 
 
 def test_the_program_runs(tmp_path):

@@ -10,17 +10,16 @@ from typing import get_args
 from unittest.mock import patch
 
 from hypothesis import example as hypothesis_example
-from hypothesis import given, note, reject, settings
+from hypothesis import given, note, settings
 
 from sp_lightning.pipeline import HostBackend, PipelineOptions
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.auto import AutoPolicy
-from sp_lightning.pipeline.activations.recompute import CannotRunAgain
 from sp_lightning.pipeline.activations.ways import Policy
 from sp_lightning.pipeline.weights import sections
 
 from .helpers import Fingerprint, Plan, Trace, assert_exact, reference_of, slow_host
-from .random_graphs import WRITERS, Example, examples, units_are_leaves, units_are_nodes
+from .random_graphs import Example, examples, units_are_leaves, units_are_nodes
 
 # Found once: a block twice in a reentrant checkpoint, whose graph is built in backward, under autocast without a cache.
 TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
@@ -34,11 +33,6 @@ TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
     section=sections.SECTION,
     lag=0,
     plan=Plan(steps=1, accumulate=2, clip=None, autocast=True, cast_cache=False, sanity=False),
-)
-
-# Found once: the same, and one of the calls is in a checkpoint of the other kind, which has its first forward there.
-IN_ANOTHER_CHECKPOINT_IN_A_REENTRANT_ONE = replace(
-    TWICE_IN_A_REENTRANT_CHECKPOINT, trees=[("reentrant", [("leaf", "norm"), ("checkpoint", [("again", 0)])])]
 )
 
 # Found once: a reentrant checkpoint within a unit runs another unit again, whose backward comes before the rest of its.
@@ -61,51 +55,16 @@ FROZEN_IN_A_CHECKPOINT = replace(
     plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False),
 )
 
-# Found once: a frozen unit whose checkpoint writes to its weight in backward makes way for another one at once.
-WRITTEN_IN_BACKWARD_AND_EVICTED = replace(
-    TWICE_IN_A_REENTRANT_CHECKPOINT,
-    trees=[
-        (decays := ("reentrant", [("frozen", ("leaf", "decay"))])),
-        (
-            "reentrant",
-            [("twice", [("frozen", ("again", 5)), ("leaf", "clamp")]), ("frozen", ("leaf", "decay_counted"))],
-        ),
-        decays,
-    ],
-    k=1,
-    k_prime=1,
-    units=None,
-    plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False),
-)
 
-
-@settings(max_examples=100)
+@settings(max_examples=80)
 @given(examples())
 @hypothesis_example(TWICE_IN_A_REENTRANT_CHECKPOINT)
-@hypothesis_example(IN_ANOTHER_CHECKPOINT_IN_A_REENTRANT_ONE)
 @hypothesis_example(ANOTHER_UNIT_IN_A_CHECKPOINT_WITHIN_A_UNIT)
 @hypothesis_example(FROZEN_IN_A_CHECKPOINT)
 def test_random_graphs_are_exact(example: Example) -> None:
     """No graph, order, size of the window or policy for activations changes a number."""
     note(str(example))
     check(example, reference_of(example.case(), example.plan))
-
-
-@settings(max_examples=60)
-@given(examples((*WRITERS, "block", "norm")))
-@hypothesis_example(WRITTEN_IN_BACKWARD_AND_EVICTED)
-def test_random_graphs_that_write_to_weights_are_exact(example: Example) -> None:
-    """Neither does what forwards write, unless backward would need what was there before."""
-    note(str(example))
-    try:
-        reference = reference_of(example.case(), example.plan)
-    except RuntimeError as error:
-        note(str(error))
-        reject()  # plain training raises
-    try:
-        check(example, reference)
-    except CannotRunAgain:
-        reject()  # plain training does not run forwards again
 
 
 def check(example: Example, reference: tuple[Trace, Fingerprint]) -> None:

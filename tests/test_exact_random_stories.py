@@ -195,6 +195,7 @@ def closure(now: Now, number: int) -> None:
         return loss
 
     now.optimizer.step(step)
+    now.optimizer.zero_grad()  # a step consumes gradients
 
 
 def everything_in_one_scope(now: Now, number: int) -> None:
@@ -469,7 +470,7 @@ ACTION = st.one_of(st.sampled_from(STEPS), st.sampled_from(CHANGES))
 
 @settings(max_examples=60)
 @given(
-    forest=st.lists(trees(Leaf.KINDS), min_size=1, max_size=3),
+    forest=st.lists(trees(), min_size=1, max_size=3),
     actions=st.lists(st.tuples(ACTION, st.integers(0, 999)), min_size=3, max_size=20),
     window=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     units=st.sampled_from([None, units_are_leaves, units_are_nodes]),

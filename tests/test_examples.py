@@ -13,17 +13,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import sweep_k
 import torch
-import yaml
-from lightning import Trainer
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
-from torchvision.models import get_model
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, PreTrainedTokenizerFast
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))
@@ -82,13 +78,6 @@ def losses(output: str) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------- language models
 
 
-def test_two_devices() -> None:
-    """A process for each; one of them speaks."""
-    output = run("finetune_lm.py", *SMALL, "--devices=2", "--steps=4")
-    assert "Starting with 2 processes" in output
-    assert output.count("Loss: first") == output.count("k, k_prime ") == 1
-
-
 def test_finetune_lm_learns_and_says_what_it_streamed(call):
     output = run("finetune_lm.py", *SMALL, "--steps=30", "--k=2", "--k-prime=1")
     first, last = losses(output)
@@ -99,13 +88,6 @@ def test_finetune_lm_learns_and_says_what_it_streamed(call):
     assert int(re.search(r"(\d+)% less", output)[1]) > 0
     # The same run without streaming gives the same numbers.
     assert losses(call("finetune_lm", *SMALL, "--steps=30", "--strategy=auto")) == (first, last)
-
-
-def test_finetune_lm_reads_a_file(tmp_path, call):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 100, encoding="utf-8")
-    first, last = losses(call("finetune_lm", *SMALL, "--steps=8", f"--text={text}"))
-    assert last < first
 
 
 @pytest.mark.parametrize(
@@ -154,17 +136,6 @@ def test_finetune_lm_has_the_loss_of_transformers(tmp_path, config, softcap):
     torch.testing.assert_close(module.training_step([tokens], 0), expected)
 
 
-def test_finetune_lm_refuses_models_that_scale_their_logits(tmp_path):
-    from finetune_lm import CausalLM
-
-    config = CohereConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="scales its logits"):
-        CausalLM(str(tmp_path))
-
-
 def test_finetune_lm_refuses_a_short_text(tmp_path):
     from finetune_lm import TextData
 
@@ -172,17 +143,6 @@ def test_finetune_lm_refuses_a_short_text(tmp_path):
     text.write_text("too short", encoding="utf-8")
     with pytest.raises(ValueError, match="has 10 tokens, but one batch takes 8 chunks of 64"):
         TextData(str(text), batch_size=8).setup("fit")
-
-
-def test_a_stride_gives_a_short_text_more_chunks(tmp_path):
-    from finetune_lm import TextData
-
-    text = tmp_path / "text.txt"
-    text.write_text("abcdefghi", encoding="utf-8")
-    data = TextData(str(text), batch_size=1, length=4, stride=2)
-    data.setup("fit")
-    chunks = torch.stack([chunk for (chunk,) in data.chunks])
-    assert bytes((chunks - 3).clamp(min=0).flatten().tolist()) == b"abcdcdefefghghi\0"
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -213,21 +173,6 @@ def test_lora_learns_and_leaves_the_base_alone(tmp_path, call, kind):
     tokens = torch.arange(8).view(2, 4)
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     assert model.predict_step(batch, 0).shape == (2, 2)
-
-
-def test_lora_with_a_base_in_bf16(call):
-    first, last = losses(call("lora_lm", *SMALL, "--steps=8", "--dtype=bfloat16"))
-    assert last < first
-
-
-def test_lora_refuses_a_model_without_linear_layers(tmp_path):
-    from lora_lm import LoRALM
-
-    AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no linear layers to adapt: try peft"):
-        LoRALM(str(tmp_path))
 
 
 def test_generate_continues_a_learned_text(call, monkeypatch):
@@ -281,25 +226,6 @@ def test_finetune_vision_reads_folders(tmp_path, call):
     output = call("finetune_vision", *arguments)
     assert percent(output)[1] == 100
     assert losses(output) == losses(call("finetune_vision", *arguments, "--strategy=auto"))
-
-
-@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "mobilenet_v3_small"])
-def test_finetune_vision_gives_torchvision_models_a_new_head(name):
-    from finetune_vision import with_new_head
-
-    if name == "squeezenet1_1":  # ends in a convolution
-        with pytest.raises(ValueError, match="SqueezeNet has no linear layer"):
-            with_new_head(get_model(name), 3)
-    else:
-        assert with_new_head(get_model(name).eval(), 3)(torch.randn(1, 3, 64, 64)).shape == (1, 3)
-
-
-def test_finetune_vision_takes_a_model_of_the_hub(tmp_path, call):
-    from finetune_vision import build
-
-    build("vit", 5).save_pretrained(tmp_path)  # of five classes; there are ten
-    first, last = losses(call("finetune_vision", f"--model={tmp_path}", "--steps=8"))
-    assert last < first
 
 
 def test_finetune_vlm_learns_to_read(call):
@@ -364,16 +290,6 @@ def test_vlm_loss_is_that_of_transformers():
 # ---------------------------------------------------------------------------------------------- the rest
 
 
-def test_drawn_numbers_are_the_same_each_time_and_others_elsewhere():
-    from offline import WrittenNumbers
-
-    numbers, others = WrittenNumbers(8, digits=3), WrittenNumbers(8, digits=3, first=8)
-    assert len(list(numbers)) == len(numbers) == 8
-    assert [image.tobytes() for image, _ in numbers] == [image.tobytes() for image, _ in numbers]
-    assert not {image.tobytes() for image, _ in numbers} & {image.tobytes() for image, _ in others}
-    assert all(len(text) == 3 and text.isdecimal() for _, text in numbers)
-
-
 def test_plain_loop_learns(capsys):
     import_module("plain_loop").main()
     values = [float(value) for value in re.findall(r"loss (\d+\.\d+)", capsys.readouterr().out)]
@@ -401,14 +317,6 @@ def test_configuration(config, capsys):
     steps = ["--trainer.max_steps=2", *(["--trainer.val_check_interval=2"] if "vision" in config.stem else [])]
     cli.main(["fit", f"--config={config}", "--trainer.accelerator=cpu", *steps, *TINY[config.stem]])
     assert "train_loss" in capsys.readouterr().out
-
-
-def test_each_configuration_names_its_commands():
-    for config in CONFIGS:
-        text = config.read_text(encoding="utf-8")
-        assert f"configs/{config.name}" in text.partition("seed_everything")[0]
-        strategy = yaml.safe_load(text)["trainer"]["strategy"]
-        assert strategy["class_path"] == "sp_lightning.SuperpipelineStrategy"
 
 
 def test_cli_as_a_script():
@@ -439,16 +347,6 @@ def test_the_benchmark_of_the_host_step_measures(tmp_path):
     assert f"{rows[0]['fused / by unit, fused']:.2f}" in output
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [(None, "GPU None"), ("cuda", "GPU cuda"), ("cuda:1", "GPU cuda:1"), ("cpu", "CPU, emulated device")],
-)
-def test_memory_and_time_over_k_name_their_device(device, name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
-    assert sweep_k.device_name(device) == name
-
-
 def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path):
     """The more units are on the device, the more memory they take; and the picture has every point."""
     small = ["--device=cpu", "--blocks=4", "--width=8", "--rows=2", "--steps=1", "--warm-up=2", "--rounds=1"]
@@ -466,15 +364,3 @@ def test_memory_and_time_over_k_are_measured_and_drawn(tmp_path):
     assert result["title"] in drawn
     output = run("benchmarks/plot_k.py", str(tmp_path / "k.json"), "--output=k.pdf", code=2)
     assert "--output k.pdf must end in .svg" in output
-
-
-def test_a_mac_computes_on_its_cpu(monkeypatch):
-    """Where Lightning would choose a GPU that cannot stream."""
-    from lightning.pytorch.accelerators import MPSAccelerator
-
-    recipe = import_module("recipe")
-    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    options = recipe.parse(recipe.command_line(None), [])
-    trainer = Trainer(strategy=options.strategy, accelerator=options.accelerator)
-    assert trainer.strategy.root_device.type == "cpu"

@@ -40,22 +40,6 @@ def test_ranks_may_be_set(name):
     assert strategy.is_distributed == (name == "world_size")
 
 
-def test_wrappers_of_lightnings_backward_run_once():
-    """Put there with what the strategy's `backward` was before, and asked in the middle of a fit."""
-    seen = []
-
-    class Asks(Base):
-        def on_train_batch_end(self, *args):
-            seen.append(self.trainer.strategy.backward.call_count)
-
-    ours = trainer(streamed(), max_epochs=1)
-    before = ours.strategy.backward
-    with mock.patch.object(Strategy, "backward", wraps=before):
-        fit(ours, Asks())
-    assert seen == [1, 2, 3, 4, 5, 6]
-    assert ours.strategy.backward == before
-
-
 def test_backward_of_a_subclass():
     """It is all inside of the step, and sees what Lightning's own does."""
 

@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from sp_lightning import chunked_cross_entropy
-from sp_lightning.losses import _automatic_chunk_size
 
-from .helpers import Run, assert_same_story, attached, note_gradients, note_state
+from .helpers import Run, assert_same_story, note_gradients, note_state
 from .lightning_modules import WIDTH as MODULE_WIDTH
 from .lightning_modules import Base, assert_same_training
 from .zoo.blocks import WIDTH, Block
@@ -104,19 +103,7 @@ def test_loss_and_gradients(shape, vocabulary, chunk_size, label_smoothing, redu
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_gradcheck():
-    hidden, weight, bias, labels = inputs((4,), width=3, vocabulary=9)
-
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return chunked_cross_entropy(
-            hidden, weight, labels, bias=bias, label_smoothing=0.2, softcap=2.0, chunk_size=4, reduction="none"
-        )
-
-    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
-
-
-@pytest.mark.parametrize("scale", [1.0, 100.0])
-@pytest.mark.parametrize("chunk_size", [None, 16, 1000])
+@pytest.mark.parametrize(("chunk_size", "scale"), [(None, 1.0), (16, 100.0)])
 @pytest.mark.parametrize(
     ("stored", "autocast"),
     [
@@ -166,36 +153,6 @@ def test_gradients_too_small_for_fp16_survive_with_a_loss_scale():
     assert distance(grad_hidden(chunked_cross_entropy, 2.0**14), truth) < 0.01
 
 
-def test_a_weights_gradient_is_rounded_once():
-    """In bf16, with as many slices as there are words: each row is one matrix product over all tokens."""
-    hidden, weight, _, labels = inputs((512,), 16, 64, torch.bfloat16)
-    whole, sliced = (
-        gradients(chunked_cross_entropy(hidden, weight, labels, chunk_size=size), [hidden, weight]) for size in (64, 1)
-    )
-    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    truth = gradients(plain(*exact, labels), exact)
-    for one, many, true in zip(whole, sliced, truth, strict=True):
-        assert distance(many, true) < 1.25 * distance(one, true)
-
-
-def test_backward_in_a_region_of_autocast_keeps_the_dtype_of_forward():
-    hidden, weight, _, labels = inputs((20,), dtype=torch.float32)
-    loss = chunked_cross_entropy(hidden, weight, labels)
-    expected = gradients(loss * 1, [hidden, weight])
-    loss = chunked_cross_entropy(hidden, weight, labels)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = gradients(loss, [hidden, weight])
-    assert all(map(torch.equal, actual, expected))
-
-
-def test_autocast_leaves_fp64_alone():
-    hidden, weight, _, labels = inputs((20,))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = chunked_cross_entropy(hidden, weight, labels)
-    assert loss.dtype == torch.float64
-    torch.testing.assert_close(loss, plain(hidden, weight, labels), rtol=1e-12, atol=0)
-
-
 def test_the_loss_that_transformers_computes():
     """Labels that are the inputs, squeezed logits, a tied head: the convention of causal language models."""
     config = Gemma2Config(
@@ -229,14 +186,6 @@ def test_shift(reduction):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("ignore_index", [-1, 3, 99])
-def test_ignore_index(ignore_index):
-    hidden, weight, _, labels = inputs((30,))
-    labels = labels.masked_fill(labels == IGNORED, ignore_index)
-    actual = chunked_cross_entropy(hidden, weight, labels, ignore_index=ignore_index)
-    torch.testing.assert_close(actual, plain(hidden, weight, labels, ignore_index=ignore_index))
-
-
 @pytest.mark.parametrize("count", [0, 5])
 def test_labels_that_are_all_ignored_give_what_torch_gives(count):
     """As torch: NaN as a mean, zero as a sum, and gradients of zero."""
@@ -247,17 +196,6 @@ def test_labels_that_are_all_ignored_give_what_torch_gives(count):
     assert plain(hidden, weight, labels).isnan()
     assert not any(gradient.any() for gradient in gradients(mean, [hidden, weight]))
     assert chunked_cross_entropy(hidden, weight, labels, reduction="sum") == 0
-
-
-def test_views_and_small_integers():
-    hidden, weight, bias, labels = inputs((6, 5))
-    expected = plain(hidden[:, 1:3], weight, labels[:, 1:3], bias=bias)
-    wide = torch.empty(50, 16, dtype=torch.float64)
-    wide[:, ::2] = weight.detach()
-    actual = chunked_cross_entropy(
-        hidden[:, 1:3], wide[:, ::2].requires_grad_(), labels[:, 1:3].to(torch.int32), bias=bias
-    )
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------ memory and operations
@@ -307,9 +245,7 @@ def watched(loss: Callable[..., Tensor], *tensors: Tensor, autocast: bool = Fals
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize(
-    ("tokens", "width", "vocabulary"), [(512, 32, 4096), (200, 16, 1000), (1000, 8, 100), (64, 16, 512), (100, 4, 80)]
-)
+@pytest.mark.parametrize(("tokens", "width", "vocabulary"), [(512, 32, 4096), (1000, 8, 100), (64, 16, 512)])
 def test_the_logits_never_exist_whole(tokens, width, vocabulary, autocast):
     hidden, weight, _, labels = inputs((tokens,), width, vocabulary, torch.float32)
     whole = tokens * vocabulary * 4
@@ -328,22 +264,6 @@ def test_peak_memory_is_that_of_a_slice():
     needed = weight.nbytes + 2 * hidden.nbytes + 8 * tokens * 8  # gradients, and numbers per token
     assert ours <= needed + 4 * slice_bytes
     assert ours < 0.1 * theirs
-
-
-def test_autocast_makes_no_copy_of_the_whole_head():
-    hidden, weight, _, labels = inputs((16,), 64, 2048, torch.float32)
-    watch = watched(chunked_cross_entropy, hidden, weight, labels, autocast=True, chunk_size=128)
-    assert watch.peak < 1.5 * weight.nbytes  # its gradient alone is as large as the weight
-
-
-def test_the_default_slice():
-    """As wide as the hidden states where that is work enough, and never more than an eighth."""
-    assert _automatic_chunk_size(8192, 4096, 131072) == 4096
-    assert _automatic_chunk_size(8192, 8192, 32768) == 4096
-    assert _automatic_chunk_size(2**20, 128, 32768) == 128
-    assert _automatic_chunk_size(512, 128, 131072) == 8192  # a few tokens: narrower ones would only be more launches
-    assert _automatic_chunk_size(8192, 768, 50257) % 16 == 0
-    assert _automatic_chunk_size(0, 1, 1) >= 1
 
 
 @pytest.mark.parametrize(
@@ -366,24 +286,7 @@ def test_only_what_is_needed_is_computed(trained, products):
         assert (tensor.grad is not None) == (name in trained.split())
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation(mode):
-    hidden, weight, _, labels = inputs((6,))
-    expected = chunked_cross_entropy(hidden, weight, labels).detach()
-    with mode(), Watch() as watch:
-        assert torch.equal(chunked_cross_entropy(hidden, weight, labels, chunk_size=None), expected)
-    assert watch.live < hidden.nbytes  # nothing is kept
-
-
 # ------------------------------------------------------------------------------------------------------------- autograd
-
-
-def test_backward_twice_through_a_retained_graph():
-    hidden, weight, _, labels = inputs((6,))
-    loss = chunked_cross_entropy(hidden, weight, labels)
-    first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
-    second = torch.autograd.grad(loss, [hidden, weight])
-    assert all(map(torch.equal, first, second))
 
 
 def test_second_derivatives_are_refused():
@@ -391,15 +294,6 @@ def test_second_derivatives_are_refused():
     loss = chunked_cross_entropy(hidden, weight, labels)
     with pytest.raises(RuntimeError, match=r"cannot be differentiated again.*F\.cross_entropy\(F\.linear"):
         torch.autograd.grad(loss, hidden, create_graph=True)
-
-
-def test_a_weight_changed_before_backward_raises():
-    hidden, weight, _, labels = inputs((6,))
-    loss = chunked_cross_entropy(hidden, weight, labels)
-    with torch.no_grad():
-        weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -436,13 +330,6 @@ def test_bad_input(changes, message):
     tensors = {"hidden": torch.zeros(6, 8), "weight": torch.zeros(50, 8), "labels": torch.zeros(6, dtype=torch.long)}
     with pytest.raises(ValueError, match=message):
         chunked_cross_entropy(**{**tensors, **changes})
-
-
-@pytest.mark.parametrize("label", [50, -1])
-def test_labels_outside_of_the_vocabulary(label):
-    hidden, weight, _, _ = inputs((2,))
-    with pytest.raises((IndexError, RuntimeError), match=f"index {label} is out of bounds"):
-        chunked_cross_entropy(hidden, weight, torch.tensor([1, label]))
 
 
 # ----------------------------------------------------------------------------------------------------- under the engine
@@ -515,55 +402,15 @@ def training(run: Run, autocast: bool, cast_cache: bool, frozen: bool) -> None:
             run.note(f"evaluation after step {step}", run.model.loss(tokens))
 
 
-@pytest.mark.parametrize("autocast", ["off", "on", "without cache"])
+@pytest.mark.parametrize("autocast", ["off", "without cache"])
 @pytest.mark.parametrize(
     ("build", "frozen"),
-    [
-        (LanguageModel, False),
-        (LanguageModel, True),
-        (partial(LanguageModel, tied=True), False),
-        (partial(LanguageModel, tied=True), True),
-        (WithHead, False),
-        (WithHead, True),
-    ],
-    ids=["outside", "outside frozen", "tied", "tied frozen", "unit", "unit frozen"],
+    [(LanguageModel, False), (LanguageModel, True), (partial(LanguageModel, tied=True), False), (WithHead, False)],
+    ids=["outside", "outside frozen", "tied", "unit"],
 )
-@pytest.mark.parametrize("k", [1, 2])
-def test_streamed(build, frozen, autocast, k):
+def test_streamed(build, frozen, autocast):
     story = partial(training, autocast=autocast != "off", cast_cache=autocast == "on", frozen=frozen)
-    assert_same_story(story, build, k=k, units=with_head)
-
-
-@pytest.mark.parametrize(
-    ("build", "resident"), [(WithHead, set()), (LanguageModel, {"head.weight", "head.bias"})], ids=["unit", "outside"]
-)
-def test_a_head_used_outside_of_its_call_becomes_resident(build, resident):
-    with attached(build(), units=with_head) as pipe:
-        assert set(pipe.summary().resident) == {"embedding.weight"}
-        for _ in range(2):
-            with pipe.step():
-                pipe.module.loss(torch.randint(0, 40, (3, 6))).backward()
-        assert set(pipe.summary().resident) == {"embedding.weight"} | resident
-
-
-def test_a_gradient_scaler_that_finds_infinities():
-    def story(run: Run) -> None:
-        optimizer = SGD(run.model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
-        for step in range(4):
-            tokens = torch.randint(0, 40, (3, 6), generator=torch.Generator().manual_seed(step))
-            with run.step():
-                with torch.autocast("cpu", dtype=torch.float16):
-                    loss = run.model.loss(tokens) * (1e6 if step == 1 else 1.0)
-                scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            run.note(f"step {step} / scale", torch.tensor(scaler.get_scale()))
-            note_state(run.trace, f"step {step}", run.model, [])
-        assert run.trace["step 1 / scale"] < run.trace["step 0 / scale"], "nothing overflowed"
-
-    assert_same_story(story, LanguageModel)
+    assert_same_story(story, build, k=1, units=with_head)
 
 
 class Classifier(Base):
@@ -577,7 +424,7 @@ class Classifier(Base):
         return chunked_cross_entropy(x, self.head.weight, y, bias=self.head.bias, chunk_size=1)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
 def test_under_lightning(precision):
     def arguments() -> dict[str, Any]:
         chosen = {"precision": precision} if precision != "16-mixed" else {"plugins": MixedPrecision("16-mixed", "cpu")}

@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy, superpipeline
@@ -82,13 +81,6 @@ def test_the_error_says_what_a_step_takes_and_what_helps(make):
     assert_plain(module)
 
 
-def test_lightning_knows_the_error():
-    """The tuner of batch sizes goes on after such errors alone."""
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        fit(trainer(SuperpipelineStrategy()), Exhausted("training"))
-    assert is_oom_error(raised.value)
-
-
 @pytest.mark.parametrize("error", [RuntimeError("the user's"), ValueError(CUDA)], ids=["runtime", "value"])
 def test_other_errors_are_left_alone(error):
     with pytest.raises(type(error)) as raised:
@@ -131,15 +123,3 @@ def test_one_option_is_named(options, plan, remedy):
     (said,) = str(raised.value).splitlines()[1:]
     assert remedy in said
     assert said.count("Set `") + said.count("Use smaller") == 1
-
-
-def test_peaks_are_said_where_the_device_tells_them(monkeypatch):
-    module = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
-    pipeline = superpipeline(module, "cpu")
-    monkeypatch.setattr(type(pipeline.survey), "peak_memory", 3 << 30)
-    with (
-        pytest.raises(torch.OutOfMemoryError, match=r"The peak of allocated memory was 3.0 GiB."),
-        out_of_memory_explained(pipeline, trains=False),
-    ):
-        raise torch.OutOfMemoryError(CUDA)
-    pipeline.detach()

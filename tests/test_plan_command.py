@@ -31,13 +31,6 @@ class Stack(LightningModule):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
 
-class Late(LightningModule):
-    """Makes its layers in `configure_model`."""
-
-    def configure_model(self) -> None:
-        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-
-
 def status(command: str) -> int:
     """The exit status of a command."""
     with mock.patch.object(sys, "argv", shlex.split(command)):
@@ -79,10 +72,6 @@ def test_the_class_of_a_module():
     assert report["parameters"] == 6 * (64 * 64 + 64)
     assert len(report["units"]) == 6
     assert report["best"]["seconds"] <= min(row["seconds"] for row in report["rows"])
-
-
-def test_a_module_that_makes_its_layers_late():
-    assert planned(f"{__name__}.Late")["parameters"] == 4 * 72
 
 
 def test_a_configuration_of_transformers(tmp_path):
@@ -127,15 +116,6 @@ def test_errors(arguments, says, capsys):
     printed = capsys.readouterr().err
     assert printed.startswith("sp-lightning: error: ")
     assert says in printed
-
-
-def test_an_unknown_model_name_is_an_error(monkeypatch, capsys):
-    def offline(name):
-        raise OSError("offline")
-
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
-    assert status("sp-lightning plan --model nobody/nothing") == 2
-    assert "'nobody/nothing' is neither a class, nor one of Llama-3.1-8B" in capsys.readouterr().err
 
 
 def test_without_transformers(monkeypatch, capsys):

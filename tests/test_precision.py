@@ -20,20 +20,9 @@ from .lightning_modules import Base, assert_same_training, fit, streamed, traine
 LIGHTNING = namespace("lightning.pytorch")
 
 
-class Float(Base):
-    """No metric in the loss: BatchNorm, dropout and Linear only."""
-
-    def __init__(self, factor: float = 1.0) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) * self.factor
-
-
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"])
 def test_bit_equal(precision):
-    trace = assert_same_training(Float, arguments=lambda: {"precision": precision, "gradient_clip_val": 0.1})
+    trace = assert_same_training(Base, arguments=lambda: {"precision": precision, "gradient_clip_val": 0.1})
     dtypes = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
     assert trace["end / weight / head.weight"].dtype == dtypes.get(precision, torch.float32)
 
@@ -47,7 +36,7 @@ def test_16_mixed_is_bit_equal(accumulate, clip):
         plugin = MixedPrecision("16-mixed", "cpu")
         return {"plugins": plugin, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
 
-    assert_same_training(Float, arguments=arguments)
+    assert_same_training(Base, arguments=arguments)
 
 
 def test_16_mixed_skips_steps_that_overflow():
@@ -58,7 +47,11 @@ def test_16_mixed_skips_steps_that_overflow():
         plugins.append(MixedPrecision("16-mixed", "cpu", scaler))
         return {"plugins": plugins[-1]}
 
-    trace = assert_same_training(lambda: Float(1e4), arguments=arguments)
+    class Large(Base):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) * 1e4
+
+    trace = assert_same_training(Large, arguments=arguments)
     plain, *ours = (plugin.scaler for plugin in plugins)
     assert not isinstance(plain, HostGradScaler)
     for scaler in ours:
@@ -67,34 +60,6 @@ def test_16_mixed_skips_steps_that_overflow():
     assert plain.get_scale() < 2.0**16, "nothing overflowed"
     steps = trace["end / optimizer 0 / 0 / step / 0"]
     assert 0 < steps < trace["global step"], "no step was skipped"
-
-
-def test_16_mixed_in_manual_optimization():
-    class Manual(Float):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            loss = self.loss(batch)
-            self.note("loss", loss)
-            self.manual_backward(loss)
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-
-    assert_same_training(Manual, arguments=lambda: {"plugins": MixedPrecision("16-mixed", "cpu")})
-
-
-def test_the_scaler_takes_over_settings_and_state():
-    scaler = torch.amp.GradScaler("cpu", 8.0, 3.0, 0.25, 5)
-    scaler.scale(torch.ones(()))
-    scaler.update(16.0)
-    host = host_scaler(scaler, LIGHTNING)
-    assert isinstance(host, HostGradScaler)
-    assert host.state_dict() == scaler.state_dict()
-    assert host_scaler(host, LIGHTNING) is host
-    disabled = torch.amp.GradScaler("cpu", enabled=False)
-    assert host_scaler(disabled, LIGHTNING) is disabled
 
 
 def test_scalers_of_a_users_own_class():

@@ -33,15 +33,6 @@ def test_the_name_is_registered():
     assert pytorch_lightning.strategies.StrategyRegistry["superpipeline"]["strategy"] is twin.SuperpipelineStrategy
 
 
-def test_registering_twice_is_no_error():
-    for cls, registry in (
-        (sp_lightning.SuperpipelineStrategy, lightning.pytorch.strategies.StrategyRegistry),
-        (twin.SuperpipelineStrategy, pytorch_lightning.strategies.StrategyRegistry),
-    ):
-        cls.register_strategies(registry)
-        assert registry["superpipeline"]["strategy"] is cls
-
-
 @pytest.mark.parametrize("name", ["superpipeline", "SuperPipeline"])
 def test_the_trainer_finds_it(name):
     ours = lightning.pytorch.Trainer(strategy=name, accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -52,9 +43,7 @@ def test_the_trainer_finds_it(name):
     ("before", "registered", "used"),
     [
         ("", {"lightning.pytorch", "pytorch_lightning"}, "lightning"),
-        ("import lightning", {"lightning.pytorch"}, "lightning"),
         ("import pytorch_lightning", {"pytorch_lightning"}, "pytorch_lightning"),
-        ("import pytorch_lightning, lightning", {"lightning.pytorch", "pytorch_lightning"}, "lightning"),
     ],
 )
 @pytest.mark.slow
@@ -76,27 +65,15 @@ def test_names_are_registered_in_the_loaded_namespace(before, registered, used):
 
 
 @pytest.mark.slow
-def test_messages_go_to_the_logger_of_lightning():
-    """Both namespaces share one logger, that of the namespace imported last: users silence it by its name."""
-    name = python("""
-        import sp_lightning
-        import lightning.pytorch
-        from lightning.fabric.utilities.rank_zero import rank_zero_module
-        print(rank_zero_module.log.name)
-    """)
-    assert name.startswith("lightning.pytorch.")
-
-
-@pytest.mark.slow
 def test_an_import_brings_nothing_heavy():
     code = """
         import lightning, sys
         before = {name.split(".")[0] for name in sys.modules}
         import sp_lightning
         new = {name.split(".")[0] for name in sys.modules} - before - {"sp_lightning"}
-        print(sorted(new - set(sys.stdlib_module_names)))
+        print(sorted(new - set(sys.stdlib_module_names)), sp_lightning.SuperpipelineStrategy.__module__)
     """
-    assert python(code) == "[]"
+    assert python(code) == "[] sp_lightning.lightning"
 
 
 @pytest.mark.slow

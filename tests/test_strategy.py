@@ -84,8 +84,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda m: torch.optim.Adam(m.parameters(), 0.01, amsgrad=True),
     "adamw, fused": lambda m: torch.optim.AdamW(m.parameters(), 0.01, fused=True),
-    "adamw, foreach": lambda m: torch.optim.AdamW(m.parameters(), 0.01, foreach=True),
-    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.05),
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.005),
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), 0.1, max_iter=3),
     "wrapped": lambda m: Wrapper(torch.optim.AdamW(m.parameters(), lr=1e-2)),
@@ -223,19 +221,6 @@ class AdaptiveWeight(Base):
         return losses[0] + (one / (other + 1e-4)).detach() * losses[1]
 
 
-class VirtualAdversary(Base):
-    """Looks for the direction that changes predictions most, after it has made the predictions that it trains."""
-
-    def loss(self, batch: Any) -> Tensor:
-        if not self.training:
-            return super().loss(batch)
-        predicted = self(batch[0]).float()
-        noise = torch.randn_like(batch[0]).requires_grad_()
-        distance = (self(batch[0] + 0.1 * noise).float() - predicted.detach()).square().sum()
-        (direction,) = torch.autograd.grad(distance, noise)
-        return F.cross_entropy(predicted, batch[1]) + (direction * batch[0]).mean()
-
-
 @pytest.mark.parametrize("k", [1, 3, 100, "auto"])
 def test_any_k(k):
     assert_same_training(k=k)
@@ -280,9 +265,8 @@ def test_layers_are_found_by_their_classes():
     assert {1, 2} <= set(trace["kinds 0 / output 0"].tolist())
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("kind", [Langevin, AdaptiveWeight, VirtualAdversary])
+@pytest.mark.parametrize(("precision", "activations"), [("32-true", "recompute"), ("bf16-mixed", "keep")])
+@pytest.mark.parametrize("kind", [Langevin, AdaptiveWeight])
 def test_backward_passes_within_a_training_step(kind, activations, precision):
     """The step's own backward, which Lightning runs later, is still to come: the weights that it needs stay."""
     assert_same_training(kind, arguments=lambda: {"precision": precision}, activations=activations)
@@ -297,28 +281,18 @@ def test_backward_passes_within_a_training_step(kind, activations, precision):
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
         {"overfit_batches": 2},
         {"fast_dev_run": True},
-        {"fast_dev_run": 3},
         {"num_sanity_val_steps": 2},
         {"val_check_interval": 2},
-        {"limit_train_batches": 3, "limit_val_batches": 1},
-        {"profiler": "simple"},
         {"profiler": "advanced"},
         {"detect_anomaly": True},
-        {"deterministic": True},
         {"inference_mode": False},
         {"max_steps": 5, "max_epochs": -1},
-        {"reload_dataloaders_every_n_epochs": 1},
         {"sync_batchnorm": True},
-        {"enable_model_summary": True},
     ],
     ids=str,
 )
 def test_trainer_arguments(arguments):
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    try:
-        assert_same_training(arguments=lambda: arguments)
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
+    assert_same_training(arguments=lambda: arguments)
 
 
 def test_barebones():

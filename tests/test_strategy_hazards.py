@@ -6,7 +6,6 @@ What needs a device is tested with one that only pretends: `meta`, and an engine
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 import signal
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import torch
 import torchmetrics
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks
-from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
+from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
@@ -132,20 +131,6 @@ def test_hazard_03_init_module():
     assert_same_trace(module.trace, empty.trace)
 
 
-def test_hazard_04_optimizer_state_stays_with_its_weight(module):
-    strategy = Pretended(module)
-    optimizer = module.configure_optimizers()
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    module._trainer.state.fn = TrainerFn.FITTING
-    with mock.patch.object(Pretended, "setup_optimizers"):
-        strategy.optimizers = [optimizer]
-        strategy.set_up()
-    strategy.load_optimizer_state_dict({"optimizer_states": [copy.deepcopy(optimizer.state_dict())]})
-    assert all(s["exp_avg"].device.type == "cpu" for s in optimizer.state.values())
-
-
 class Early(Base):
     """05: parameters are the same objects. LightningCLI builds the optimizer before `fit`."""
 
@@ -219,22 +204,6 @@ class Failing(Base):
         self.fail("hook")
 
 
-class Retrying(Failing):
-    """12: a step that failed may be tried again in the loop."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        try:
-            loss = self.loss(batch)
-        except Fault:
-            loss = self.loss(batch)
-        self.note("loss", loss)
-        self.manual_backward(loss)
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
 class Restoring(Base):
     """13: weights may be loaded at any time, as the tuners do."""
 
@@ -266,18 +235,6 @@ class Wandering(Base):
             self.note("loss in a hook", self.loss(next(iter(loader()))))
 
 
-class Summarised(Base):
-    """17: ModelSummary runs the example before the first step, and weights are read between steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = torch.ones(4, WIDTH)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.note("parameters", torch.nn.utils.parameters_to_vector(self.parameters()))
-        self.note("norm", torch.stack([p.norm() for p in self.parameters()]))
-
-
 def hooked(**hooks: Callable[..., Any]) -> type[Base]:
     return type("Hooked", (Base,), hooks)
 
@@ -297,10 +254,9 @@ HOOKS = {
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [
-        *((kind, {}) for kind in (Early, Assigning, Retrying, Restoring, Wandering)),
+        *((kind, {}) for kind in (Early, Assigning, Restoring, Wandering)),
         *(pytest.param(hooked(**hooks), {}, id=name) for name, hooks in HOOKS.items()),
         (Watching, {"accumulate_grad_batches": 2}),
-        (Summarised, {"enable_model_summary": True}),
         (Base, {"plugins": MixedPrecision("bf16-mixed", "cpu")}),  # 16
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -376,16 +332,6 @@ def test_hazard_10_the_strategy_can_be_pickled_while_attached():
             assert copied.options == trainer.strategy.options
 
     fit(trainer(streamed(), callbacks=Pickling()), Base())
-
-
-def test_hazard_10_teardown_twice():
-    module = Base()
-    ours = trainer(streamed())
-    fit(ours, module)
-    ours.strategy.teardown()
-    ours.strategy.teardown()
-    assert ours.strategy.pipeline is None
-    assert_plain(module)
 
 
 @pytest.mark.parametrize("place", ["setup", "forward", "backward", "optimizer step", "hook"])
@@ -520,20 +466,6 @@ def test_hazard_23_threads(monkeypatch, variables, expected):
         torch.set_num_threads(before)
 
 
-def test_hazard_23_threads_are_given_back(module, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(3)), raising=False)
-    strategy = Pretended(module)
-    strategy.setup_environment()
-    assert torch.get_num_threads() == 3
-    assert "torch uses up to 3 threads there, not the 1 of OMP_NUM_THREADS=1" in caplog.text
-    strategy.setup_environment()
-    assert caplog.text.count("OMP_NUM_THREADS") == 1
-    strategy.teardown()
-    assert torch.get_num_threads() == 1
-
-
 # Hazard 24, more than one process, is in test_processes.py; hazard 25, a compiled LightningModule, in test_strategy.py.
 
 
@@ -565,17 +497,6 @@ def test_hazard_28_a_mac_trains_on_its_cpu_if_it_is_told_to(monkeypatch):
 
 
 # Hazards 15 and 23, fused kernels, are in tests/pipeline/optimizer/test_fused.py.
-
-
-def test_no_process_group_and_plain_collectives():
-    strategy = streamed(parallel_devices=[torch.device("cpu")], accelerator=CPUAccelerator())
-    tensor = torch.ones(2)
-    assert strategy.reduce(tensor) is tensor
-    assert strategy.all_gather(tensor) is tensor
-    assert strategy.broadcast("x") == "x"
-    assert strategy.reduce_boolean_decision(False) is False
-    assert strategy.barrier() is None
-    assert math.isclose(strategy.world_size, 1)
 
 
 def test_meta_modules_are_built_on_the_host():

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import sp_lightning
-from sp_lightning.pipeline import Kind, Lane, Pipeline, PipelineOptions, Recording, Span, readable_seconds
+from sp_lightning.pipeline import Kind, Lane, Pipeline, PipelineOptions, Recording, Span
 from sp_lightning.timeline import break_down, write_timeline
-from sp_lightning.timeline.picture import PLOT_LEFT, PLOT_RIGHT, draw_timeline, where_time_goes
-from sp_lightning.timeline.svg import COLORS, round_steps
+from sp_lightning.timeline.picture import where_time_goes
+from sp_lightning.timeline.svg import COLORS
 
 from .recordings import make_recording
 from .simulated import MACHINES, STEP_BYTES, UNIT_BYTES, WIDTH, SimulatedBackend, TimedBlock
@@ -62,13 +62,6 @@ def test_a_recording_in_numbers():
     assert numbers.overlap == 2 / 4
     assert numbers.rate(Lane.TO_HOST) == 150
     assert sum(seconds for _, _, seconds in where_time_goes(numbers)) == numbers.seconds
-
-
-def test_nothing_recorded():
-    with pytest.raises(ValueError, match="has no step"):
-        break_down(Recording())
-    empty = break_down(Recording([], [(0.0, 0.0)]))
-    assert (empty.overlap, empty.share(1.0), empty.rate(Lane.HOST), empty.bottleneck) == (1.0, 0.0, 0.0, None)
 
 
 @pytest.mark.parametrize(
@@ -133,19 +126,6 @@ def test_a_step_of_mostly_idle_time_has_no_bottleneck():
     assert "In 33% of the time no unit computes" in numbers.headline()
 
 
-def test_times():
-    texts = {0: "0 s", 0.4e-6: "0.40 µs", 12.34e-6: "12.3 µs", 0.9999e-3: "1.00 ms", 0.1234: "123 ms", 99.96: "100 s"}
-    assert {seconds: readable_seconds(seconds) for seconds in texts} == texts
-
-
-def test_axes():
-    assert round_steps(0) == [0.0]
-    for span in (1e-6, 0.3, 7, 99.9, 123456):
-        steps = round_steps(span)
-        assert 5 <= len(steps) <= 12
-        assert span - steps[1] < steps[-1] <= span * 1.000001
-
-
 # ---------------------------------------------------------------------------------------------------------- as files
 
 
@@ -196,23 +176,6 @@ def test_a_picture(tmp_path):
     assert drawn.partition('class="f-page"/>')[2] in (tmp_path / "a.html").read_text(encoding="utf-8")
 
 
-def test_bars_lie_where_the_work_was():
-    """The picture is to scale, and lanes do not mix."""
-    recording = make_recording(units=6)
-    numbers = break_down(recording)
-    scale = (PLOT_RIGHT - PLOT_LEFT) / numbers.seconds
-    bars = [
-        element.find("rect").attrib for element in elements(draw_timeline(recording)) if "data-begin" in element.attrib
-    ]
-    tops = {}
-    for span, bar in zip(drawn(recording), bars, strict=True):
-        assert bar["class"] == f"f-{span.kind.value}"
-        assert bar["y"] == tops.setdefault(span.lane, bar["y"])
-        assert float(bar["x"]) == pytest.approx(PLOT_LEFT + scale * (span.begin - numbers.begin), abs=0.01)
-        assert float(bar["width"]) == pytest.approx(scale * (min(span.end, numbers.end) - span.begin), abs=0.61)
-    assert len(set(tops.values())) == len(Lane)
-
-
 def test_a_chrome_trace(tmp_path):
     recording = make_recording(steps=2, load=5e-3)
     write_timeline(recording, tmp_path / "a.json", caption="mine")
@@ -231,14 +194,6 @@ def test_other_files_are_refused():
     with pytest.raises(ValueError, match="has no step"):
         write_timeline(Recording(), "new/a.html")
     assert not list(Path().iterdir())
-
-
-def test_many_steps():
-    """Their names do not lie on top of each other."""
-    named = {
-        steps: re.findall(r">(step \d+)<", draw_timeline(make_recording(units=4, steps=steps))) for steps in (1, 5, 50)
-    }
-    assert named == {1: [], 5: [f"step {number}" for number in range(1, 6)], 50: []}
 
 
 # -------------------------------------------------------------------------------------------------------- in a browser

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import subprocess
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -22,14 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.weights.guard import _guarded
+from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.weights.suspension import guards_suspended
-from sp_lightning.pipeline.weights.window import Window
 
-from ..helpers import collect_garbage
 from .parts import RecordingBackend
 
 
@@ -115,33 +109,6 @@ def test_an_interrupted_optimizer_step_leaves_no_trace(inside: bool) -> None:
         assert all(map(torch.equal, story(model, pipeline.step), expected))
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_an_interrupted_optimizer_step_holds_no_batch(goes_on: bool) -> None:
-    """The frame that it ran in has the closure, which has the batch, on the device."""
-    model = layers()
-
-    def interrupted(pipeline: Pipeline) -> weakref.ref[Tensor]:
-        batch = torch.ones(1, 8)
-
-        def closure() -> Tensor:
-            with pipeline.step():
-                model(batch)
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            SGD(model.parameters(), lr=0.1).step(closure)
-        return weakref.ref(batch)
-
-    with attached(model) as pipeline:
-        batch = interrupted(pipeline)
-        if goes_on:
-            with pipeline.step():
-                gc.collect()
-                assert batch() is None
-    gc.collect()
-    assert batch() is None
-
-
 @pytest.mark.parametrize("where", ["upload", "download"])
 def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
     """The error surfaces, the next step is right, and detach works."""
@@ -165,26 +132,6 @@ def test_a_copy_that_fails_leaves_the_pipeline_ready(where: str) -> None:
         assert all(map(torch.equal, one_step(), expected))
     finally:
         pipeline.detach()
-
-
-def test_a_call_that_cannot_begin_is_not_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds that a step on the host has failed, and the user catches that in the middle of the next step."""
-    model, x = layers(6), torch.ones(1, 8)
-    with attached(model) as pipeline, pipeline.step():
-        arrangement = pipeline.arrangement
-
-        def fail(self: Window, *_: object) -> None:
-            if any(group.users for group in arrangement.groups):
-                raise ArithmeticError("the optimizer is lost")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Window, "prefetch", fail)
-            with pytest.raises(ArithmeticError, match="the optimizer is lost"):
-                model(x)
-        assert not any(group.users for group in arrangement.groups)
-        assert not any(member.running_calls for member in arrangement.members)
-        model(x)
-        assert pipeline.stats.promotions == 0
 
 
 def test_weights_changed_is_heard_from_any_optimizer() -> None:
@@ -258,16 +205,6 @@ def test_a_process_may_end_without_detach() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_buffers_are_moved_once_and_stay_shared() -> None:
-    """Two modules that share a buffer share it on the device, too."""
-    model = layers(2)
-    model[0].register_buffer("table", torch.arange(3.0))
-    model[1].register_buffer("table", model[0].table)
-    with attached(model):
-        assert model[0].table is model[1].table
-    assert model[0].table is model[1].table
-
-
 def test_a_parameter_that_went_elsewhere_in_its_module_streams_from_there() -> None:
     """Pruning between steps: on a device, its mask has to go there; and the weight is part of its unit as before."""
     model = layers()
@@ -282,54 +219,6 @@ def test_a_parameter_that_went_elsewhere_in_its_module_streams_from_there() -> N
         assert pipeline.stats.arrangements == 2
         assert not pipeline.summary().resident
     assert torch.equal(model[1].weight_orig.grad != 0, model[1].weight_mask != 0)
-
-
-def test_unmanaged_weights_stay_on_the_device_until_they_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in plain training; those that share memory there would not share it any more on their way back."""
-    model = layers()
-    model[1] = torch.jit.script(model[1])
-    moves: list[tuple[str, int]] = []
-
-    def move(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-        moves.append((device.type, len(list(parameters))))
-
-    for user in ("assembly", "pipeline"):
-        monkeypatch.setattr(f"sp_lightning.pipeline.{user}.move_unmanaged", move)
-    pipeline = Pipeline(model, "meta:0", options=PipelineOptions(k=2, units=nn.Linear), backend=RecordingBackend())
-    pipeline.rebuild()
-    pipeline.detach()
-    assert moves == [("meta", 2), ("meta", 2), ("cpu", 2)]
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("scoped", [False, True])
-def test_a_dropped_graph_does_not_hold_up_a_new_arrangement(scoped: bool, autocast: bool) -> None:
-    """What was learned is taken in although no backward ever runs."""
-    model = layers()
-    with attached(model) as pipeline:
-        with (
-            pipeline.step() if scoped else nullcontext(),
-            torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False),
-        ):
-            output = model(torch.ones(2, 8))
-        assert pipeline._graphs.waiting()
-        del output
-        assert not pipeline._graphs.waiting()
-
-
-def test_nothing_is_rearranged_under_a_graph_that_waits() -> None:
-    """A loss whose backward comes late still finds the places that its graph was built over."""
-    model = layers()
-    with attached(model) as pipeline:
-        output = model(torch.ones(2, 8))
-        pipeline._lasting.learned.outdated = True
-        before = pipeline.arrangement
-        with torch.no_grad():
-            model(torch.ones(2, 8))
-        assert pipeline.arrangement is before
-        output.sum().backward()
-        model(torch.ones(2, 8))
-        assert pipeline.arrangement is not before
 
 
 class Probe(nn.Module):
@@ -386,45 +275,6 @@ def test_a_graph_without_units_is_waited_for(use: Callable[[nn.Module, Tensor], 
     assert all(map(torch.equal, expected, actual))
 
 
-def test_a_graph_that_is_kept_after_its_backward_is_not_waited_for() -> None:
-    """Also where weights on their own stay in use from step to step, as somebody keeps all losses."""
-    model = Probe(lambda model, x: x * model.scale)
-    losses = []
-    with attached(model) as pipeline:
-        for _ in range(3):
-            with pipeline.step():
-                losses.append(model.loss(torch.ones(2, 8)))
-            assert pipeline._graphs.waiting()
-            losses[-1].backward(retain_graph=True)
-            assert not pipeline._graphs.waiting()
-        before = pipeline.stats.arrangements
-        pipeline._lasting.learned.outdated = True
-        with pipeline.step():
-            assert pipeline.stats.arrangements == before + 1
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_what_a_checkpoint_builds_in_backward_is_not_waited_for(reentrant: bool) -> None:
-    """Backward is called outside of the step here. The next step was no step, and new parameters were not noticed."""
-    blocks = layers(3)
-
-    def loss() -> Tensor:
-        x = torch.ones(2, 8, requires_grad=True)
-        return checkpoint(blocks, x, use_reentrant=reentrant).sum()
-
-    with attached(blocks, debug=False) as pipeline:
-        for step in range(1, 4):
-            with pipeline.step():
-                outside = loss()
-            outside.backward()
-            assert not pipeline._graphs.waiting()
-            assert pipeline.stats.steps == step
-        blocks.load_state_dict({name: value.clone() for name, value in blocks.state_dict().items()}, assign=True)
-        with pipeline.step():
-            loss()
-        assert {*map(id, blocks.parameters())} == {*pipeline.arrangement.weights_by_master}
-
-
 def test_it_is_said_when_a_graph_is_kept_and_never_used() -> None:
     """It would keep everything as it is, for good and without a word."""
     model = layers(2)
@@ -446,42 +296,6 @@ def test_it_is_said_when_a_graph_is_kept_and_never_used() -> None:
         assert pipeline.stats.steps == 2
 
 
-def test_findings_about_removed_weights_are_forgotten() -> None:
-    """Another Parameter may get the identity of one that is gone; it would have been sent in bf16."""
-    model = layers(2)
-    with attached(model, debug=False) as pipeline:
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
-            for _ in range(2):
-                model(torch.ones(2, 8)).sum().backward()
-        learned = pipeline._lasting.learned
-        assert learned.lowered == set(map(id, model.parameters()))
-        watched = set(learned.observed)
-        model[0].weight = nn.Parameter(torch.ones(8, 8))
-        pipeline.rebuild()
-        assert learned.lowered == {id(p) for p in model.parameters() if p is not model[0].weight}
-        assert len(watched - set(learned.observed)) == 1
-        assert len(learned.observed) == len(watched)
-
-
-def test_weights_used_outside_of_units_are_known_when_they_change_their_names() -> None:
-    """Removing a block renames those behind it; weights stay on the device, and no others do."""
-    model = layers(4)
-    with attached(model) as pipeline:
-
-        def resident() -> set[int]:
-            with pipeline.step():
-                (model(torch.ones(2, 8)).sum() + model[-1].bias.square().sum()).backward()
-            with pipeline.step():
-                model(torch.ones(2, 8)).sum().backward()
-            return {id(weight.master) for weight in pipeline.arrangement.resident.weights}
-
-        assert resident() == {id(model[-1].bias)}
-        del model[0]
-        assert resident() == {id(model[-1].bias)}
-        del model[-1]
-        assert resident() == {id(model[-1].bias)}
-
-
 def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:
     """Nobody would ever read it."""
     model = Probe(lambda model, x: x + model.scale)
@@ -491,99 +305,6 @@ def test_a_gradient_for_an_earlier_arrangement_is_refused() -> None:
         pipeline.rebuild()
         with pytest.raises(RuntimeError, match=r"weight 'scale' of a graph that was built before"):
             loss.backward()
-
-
-class Projects(nn.Linear):
-    """Gives its weight other memory in its forward, as projections and quantizers do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
-        return super().forward(x)
-
-
-class Wraps(nn.Module):
-    """A unit whose own code does that to a part of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.part.weight.data = self.part.weight.data * 0.5
-        return self.part(x).tanh()
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("make", [lambda: Projects(8, 8), Wraps])
-def test_data_that_a_forward_sets_is_kept(make: Callable[[], nn.Module], activations: Any) -> None:
-    """It was lost, and the weight went on in memory that no transfer reached."""
-
-    def story(model: nn.Module) -> list[Tensor]:
-        optimizer = SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(torch.full((2, 8), 1.0 + step)).square().sum().backward()
-            optimizer.step()
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*[make() for _ in range(4)])
-    expected = story(copy.deepcopy(model))
-    with attached(model, units=type(model[0]), k=1, activations=activations):
-        actual = story(model)
-    assert all(map(torch.equal, expected, actual))
-
-
-def test_data_of_another_shape_is_refused() -> None:
-    class Grows(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.weight.data = torch.ones(2, 8)
-            return x
-
-    model = nn.Sequential(Grows(8, 8), Grows(8, 8))
-    with (
-        attached(model, units=Grows),
-        pytest.raises(RuntimeError, match=r"weight '0.weight' a `.data` of shape \(2, 8\)"),
-    ):
-        model(torch.ones(1, 8))
-
-
-class Sparse(nn.Linear):
-    """Saves a sparse tensor for backward, which has no storage."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sparse.mm(x.relu().to_sparse(), self.weight).tanh()
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-def test_sparse_activations(activations: Any) -> None:
-    def story(model: nn.Module) -> list[Tensor]:
-        model(torch.eye(8)).square().sum().backward()
-        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Sparse(8, 8) for _ in range(4)])
-    expected = story(copy.deepcopy(model))
-    with attached(model, units=Sparse, activations=activations, debug=False):
-        actual = story(model)
-    assert len(actual) == len(expected) == 4
-    assert all(map(torch.equal, expected, actual))
-
-
-def test_a_backward_that_failed_holds_no_graph() -> None:
-    def fail(_: Tensor) -> None:
-        raise InterruptedError
-
-    model = layers()
-    with attached(model) as pipeline:
-        middle = model[:2](torch.ones(2, 8))
-        middle.register_hook(fail)
-        output = model[2:](middle)
-        with pytest.raises(InterruptedError), pipeline.step():
-            output.sum().backward()
-        assert pipeline._graphs.waiting()
-        del output, middle
-        assert not pipeline._graphs.waiting()
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
@@ -602,68 +323,14 @@ def test_a_policy_that_has_lost_its_effect_warns(activations: Any) -> None:
         assert pipeline.summary().units == 0
 
 
-class Keeps(nn.Module):
-    """Two layers, a unit. Keeps what its output was made of, or something else that was, with their graphs."""
-
-    def __init__(self, keep: str) -> None:
-        super().__init__()
-        self.first, self.second, self.keep = nn.Linear(8, 8), nn.Linear(8, 8), keep
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).tanh()
-        if self.keep == "branch":
-            self.kept = hidden.exp() @ self.second.weight
-        return self.second(hidden)
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute_offload"])
-@pytest.mark.parametrize("keep", ["loss", "penalty", "other loss", "branch"])
-def test_a_module_that_holds_a_graph_on_itself_is_freed(keep: str, activations: str) -> None:
-    """As in plain training. What nodes hold is out of the collector's sight, and must not lead to the module."""
-    model = nn.Sequential(*[Keeps(keep) for _ in range(4)])
-    with attached(model, activations=activations, units=Keeps) as pipe:
-        for _ in range(2):
-            with pipe.step():
-                loss = model(torch.ones(1, 8)).sum()
-                loss.backward()
-                if keep == "loss":
-                    model.kept = loss
-                if keep == "penalty":
-                    model.kept = sum(parameter.square().sum() for parameter in model.parameters())
-                if keep == "other loss":
-                    model.kept = model(torch.ones(1, 8)).sum()
-    parts = [weakref.ref(module) for module in model.modules()]
-    del model, pipe, loss
-    collect_garbage()
-    assert [part() for part in parts] == [None] * len(parts)
-
-
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_a_backward_after_the_end_says_so(activations: str) -> None:
     """Weights and inputs are elsewhere by then."""
-    model = nn.Sequential(*[Keeps("nothing") for _ in range(4)])
-    with attached(model, activations=activations, units=Keeps):
+    model = layers()
+    with attached(model, activations=activations, units=nn.Linear):
         loss = model(torch.ones(1, 8)).sum()
     with pytest.raises(RuntimeError, match=r"a graph that was built before superpipeline .* in `detach\(\)`"):
         loss.backward()
-
-
-@pytest.mark.parametrize("end", [Pipeline.detach, Pipeline.rebuild])
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute_offload"])
-def test_a_late_backward_of_lowered_weights_says_so(activations: str, end: Callable[[Pipeline], None]) -> None:
-    """It would look whether they have changed, but what it would look at is gone."""
-    model = layers()
-    with attached(model, activations=activations) as pipeline:
-        for is_last in (False, False, True):
-            with pipeline.step():
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = model(torch.ones(1, 8)).sum()
-                if not is_last:
-                    loss.backward()
-        assert all(weight.lowered for weight in pipeline.arrangement.units[0].weights)
-        end(pipeline)
-        with pytest.raises(RuntimeError, match="a graph that was built before superpipeline arranged its memory anew"):
-            loss.backward()
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -718,33 +385,6 @@ def test_a_weight_that_leaves_its_unit_in_an_object_is_refused() -> None:
             model[1]()
 
 
-class Store(nn.Linear):
-    """Keeps what it finds on itself in its forward, as Pyro's parameter store does."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.__dict__.setdefault("found", []).append(self.weight)
-        return super().forward(input)
-
-
-def test_an_optimizer_that_is_given_a_twin_is_refused() -> None:
-    """It would find no gradient, and the weight would never change."""
-    model = nn.Sequential(*[Store(8, 8) for _ in range(4)])
-    refused = pytest.raises(RuntimeError, match=r"SGD is to step a copy of weight '1\.weight'")
-    with attached(model, k=2) as pipeline, refused, pipeline.step():
-        model(torch.randn(2, 8)).sum().backward()
-        SGD(model[1].found, lr=0.1).step()
-
-
-def test_an_optimizer_that_kept_a_twin_of_an_earlier_attachment_is_refused() -> None:
-    """What belonged to it is gone, and the weight would never change either."""
-    model = nn.Sequential(*[Store(8, 8) for _ in range(4)])
-    with attached(model, k=2):
-        model(torch.randn(2, 8)).sum().backward()
-        optimizer = SGD(model[1].found, lr=0.1)
-    with attached(model, k=2), pytest.raises(RuntimeError, match=r"SGD is to step a copy of weight '1\.weight'"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("k", [1, 2])
 def test_gradients_of_gradients_where_autograd_was_off_when_the_step_began(k: int) -> None:
     """A validation step may switch autograd on, for forces or a Laplacian."""
@@ -787,39 +427,6 @@ def test_a_module_may_be_converted_between_steps(convert: str) -> None:
                 getattr(model, convert)()
 
 
-def test_a_weight_may_get_another_shape_between_steps() -> None:
-    model = layers()
-    with attached(model):
-        model(torch.ones(2, 8))
-        last = list(model.children())[-1]
-        last.weight.data, last.bias.data = torch.ones(3, 8), torch.zeros(3)
-        assert model(torch.ones(2, 8)).shape == (2, 3)
-
-
-def test_a_weight_that_is_converted_in_the_middle_of_a_step() -> None:
-    model = layers()
-    with attached(model) as pipeline, pipeline.step():
-        loss = model(torch.ones(2, 8)).sum()
-        model.double()
-        with pytest.raises(RuntimeError, match=r"is torch.float64 .* Convert the module between"):
-            loss.backward()
-
-
-def test_units_are_arranged_by_the_next_step_if_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For want of memory, say: nothing goes on without the engine."""
-    model = layers()
-    with attached(model) as pipeline:
-        model(torch.ones(2, 8)).sum().backward()
-        with monkeypatch.context() as patch:
-            patch.setattr(HostBackend, "allocate", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
-            with pytest.raises(torch.OutOfMemoryError, match="no room"):
-                pipeline.rebuild()
-        before = pipeline.stats.loads
-        with pipeline.step():
-            model(torch.ones(2, 8)).sum().backward()
-        assert pipeline.stats.loads > before
-
-
 def test_an_optimizer_of_another_model_is_not_ours() -> None:
     """It is neither refused nor counted, and it does not decide how ours steps."""
 
@@ -835,18 +442,6 @@ def test_an_optimizer_of_another_model_is_not_ours() -> None:
         theirs.step()
         assert pipeline.stats.optimizer_steps == 1
         assert pipeline.optimizers.step_by_unit
-
-
-def test_an_interrupt_while_masters_are_guarded() -> None:
-    """What is half done is undone."""
-    model = layers()
-    with attached(model) as pipeline:
-        guard = pipeline._assembly.guard
-        guard.arm()
-        pipeline.arrangement.weights[0].master.__class__ = nn.Parameter
-        _guarded.pop(id(pipeline.arrangement.weights[0].master))
-        pipeline.reset()
-        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
 def test_replicas_have_no_units_of_their_own_on_the_device() -> None:

@@ -142,12 +142,11 @@ class Blocks(simulated.Machine):
         accumulate: int = 1,
         frozen: bool = False,
         clip: bool = False,
-        block: type[TimedBlock] = TimedBlock,
         **options: Any,
     ) -> Trained:
         """Train them; what is trained for has one step of the optimizer for every few backwards."""
         backend = SimulatedBackend(UNIT_BYTES / self.up, UNIT_BYTES / self.down, STEP_BYTES / self.step)
-        model = Chain(block(WIDTH, backend, self.forward, self.backward) for _ in range(self.units))
+        model = Chain(TimedBlock(WIDTH, backend, self.forward, self.backward) for _ in range(self.units))
         options = {"units": [TimedBlock], "activations": "keep", **options}
         pipeline = Pipeline(model, "cpu", options=PipelineOptions(**options), backend=backend, planner=planner)
         optimizer = SGD(model.parameters(), 1e-3)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from sp_lightning.pipeline import Lane
 from sp_lightning.pipeline.activations.ways import Way
 from sp_lightning.planning import Choice, Machine, UnitWork, Workload, predict
 
 from .. import simulated
-from ..simulated import UNIT_BYTES, WIDTH, TimedBlock
+from ..simulated import UNIT_BYTES
 from .parts import Blocks, Fixed
 
 MACHINES = {name: Blocks(**vars(machine)) for name, machine in simulated.MACHINES.items()}
@@ -55,12 +52,6 @@ def test_units_are_stepped_under_the_next_forward(name: str, window: Any) -> Non
 
 @pytest.mark.parametrize("window", WINDOWS[1::3], ids=str)
 @pytest.mark.parametrize("name", MACHINES)
-def test_units_are_stepped_when_all_gradients_are_there(name: str, window: Any) -> None:
-    compare(MACHINES[name], window, MACHINES[name].workload(stepping="after backward"), in_backward=False, clip=True)
-
-
-@pytest.mark.parametrize("window", WINDOWS[1::3], ids=str)
-@pytest.mark.parametrize("name", MACHINES)
 def test_gradients_that_add_up(name: str, window: Any) -> None:
     """Between steps of the optimizer weights do not change; adding a gradient moves two thirds of a step's bytes."""
     blocks = MACHINES[name]
@@ -73,24 +64,6 @@ def test_frozen_units(window: Any) -> None:
     """Only activations have gradients, weights do not change: nothing is sent twice that is still there."""
     units = tuple(UnitWork("", UNIT_BYTES, 0, 0, BLOCKS.forward, BLOCKS.backward) for _ in range(BLOCKS.units))
     compare(BLOCKS, window, Workload(units, stepping=None), frozen=True, in_backward=False)
-
-
-class AdaptedBlock(TimedBlock):
-    """A unit of twice the bytes, half of which are frozen."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.base = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.base.sum())
-
-
-@pytest.mark.parametrize("window", WINDOWS[1::3], ids=str)
-def test_only_what_was_stepped_is_sent_to_where_the_rest_still_lies(window: Any) -> None:
-    workload = BLOCKS.workload()
-    units = tuple(replace(unit, weight_bytes=2 * UNIT_BYTES, resent_bytes=UNIT_BYTES) for unit in workload.units)
-    compare(BLOCKS, window, replace(workload, units=units), block=AdaptedBlock)
 
 
 def test_loads_are_those_of_the_law() -> None:
@@ -132,20 +105,3 @@ def test_recomputing_takes_compute_time_and_offloading_takes_copies() -> None:
         "the last one stays"
     )
     assert (took["offload"].host_bytes, took["recompute_offload"].host_bytes) == (8 * 400, 8 * 100)
-
-
-def test_copies_that_cost_the_same_whatever_their_size() -> None:
-    blocks = Blocks(forward=0.1, backward=0.2, up=0.5, down=0.1, step=0.0001)
-    machine = replace(blocks.machine, copy_seconds=0.5)
-    one_by_one, two_by_two = (predict(blocks.workload(), machine, Choice(4, k_prime)) for k_prime in (1, 2))
-    assert one_by_one.lanes[Lane.TO_DEVICE] == pytest.approx(28 * (0.5 + 0.5))
-    assert two_by_two.lanes[Lane.TO_DEVICE] == pytest.approx(14 * (1.0 + 0.5))
-    assert two_by_two.seconds < one_by_one.seconds
-
-
-def test_computing_waits_for_resident_weights_that_are_still_being_stepped() -> None:
-    """After backward their gradients leave, they are stepped, and they come back."""
-    resident = UnitWork("resident", 100, 100, 100)
-    workload = Workload((UnitWork("", 100, forward_seconds=1.0, backward_seconds=2.0),), resident)
-    machine = Machine(to_device=100.0, to_host=100.0, host=10.0)
-    assert predict(workload, machine, Choice(1)).seconds == pytest.approx(1 + 2 + 1 + 10 + 1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from sp_lightning.pipeline import Lane, Pipeline, PipelineOptions
-from sp_lightning.planning import AutoPlanner, Workload, choose, measure, planner
+from sp_lightning.planning import AutoPlanner, Workload, choose, planner
 
 from ..helpers import is_block
 from ..simulated import UNIT_BYTES, SimulatedBackend
@@ -103,24 +103,6 @@ def test_the_planner_sees_when_the_optimizer_steps(training: dict[str, Any]) -> 
     assert trained.summary.plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.1)
 
 
-def test_frozen_models_and_inference() -> None:
-    """There is no optimizer to wait for for ever; and without a backward, units that stay are never sent again."""
-    blocks = MACHINES[Lane.TO_DEVICE]
-    frozen = blocks.train(AutoPlanner(), frozen=True, in_backward=False, memory_budget=8 * UNIT_BYTES, steps=20)
-    assert frozen.summary.plan is not None
-    assert frozen.summary.plan.step_seconds == pytest.approx(frozen.seconds[-1], rel=0.1)
-    model = chain(8, 32, 64)
-    total = sum(p.nbytes for p in model.parameters())
-    with planned(model, memory_budget=total) as pipeline, torch.no_grad():
-        for _ in range(6):
-            pipeline.stats.loads = 0
-            model(torch.randn(1, 32))
-        plan = pipeline.summary().plan
-        assert plan is not None
-        assert pipeline.stats.loads == 8 - len(plan.kept)
-        assert plan.kept
-
-
 @pytest.mark.parametrize(("k", "k_prime"), [(3, 1), (4, 2), (3, "auto"), ("auto", 2)])
 def test_explicit_values_are_obeyed(k: Any, k_prime: Any) -> None:
     summary = MACHINES[Lane.TO_DEVICE].train(AutoPlanner(), k=k, k_prime=k_prime, memory_budget=20 * UNIT_BYTES).summary
@@ -204,23 +186,6 @@ def test_unfrozen_layers_are_planned_anew(activations: Any) -> None:
     assert plans[-1] is plans[13]
 
 
-def test_validation_in_between_does_not_disturb() -> None:
-    model = chain(8)
-    optimizer = SGD(model.parameters(), 1e-3)
-    total = sum(p.nbytes for p in model.parameters())
-    with planned(model, memory_budget=4 * total) as pipeline:
-        seen = []
-        for number in range(12):
-            step(model, optimizer, *rows())
-            if number in (0, 2, 9):
-                with torch.no_grad():
-                    model(*rows())
-            seen.append(pipeline.summary().plan)
-    assert seen[-1] is not None
-    assert seen[-1] is seen[9], "planned once"
-    assert len({id(plan) for plan in seen}) == 2
-
-
 @pytest.mark.parametrize("activations", ["auto", "recompute"])
 def test_a_step_without_a_backward_is_not_taken_for_one(activations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user skips batches after their forward: half of a step, to be measured again."""
@@ -241,31 +206,3 @@ def test_a_step_without_a_backward_is_not_taken_for_one(activations: Any, monkey
                 step(model, optimizer, *rows())
         assert pipeline.summary().plan is not None
     assert all(unit.backward_seconds > 0 for unit in measured[0].units)
-
-
-def test_an_exception_ends_the_measurement() -> None:
-    model = chain(8)
-    optimizer = SGD(model.parameters(), 1e-3)
-    total = sum(p.nbytes for p in model.parameters())
-    with planned(model, memory_budget=4 * total) as pipeline:
-        for _ in range(2):
-            step(model, optimizer, *rows())
-        with pytest.raises(InterruptedError), pipeline.step():  # noqa: PT012
-            model(*rows())
-            raise InterruptedError
-        for _ in range(4):
-            assert pipeline.summary().plan is None, "measured from the beginning"
-            step(model, optimizer, *rows())
-        assert pipeline.summary().plan is not None
-        with pipeline.record() as recording:
-            step(model, optimizer, *rows())
-        assert recording.spans
-
-
-def test_a_training_without_an_optimizer_is_planned_at_last() -> None:
-    model = chain(8)
-    total = sum(p.nbytes for p in model.parameters())
-    with planned(model, memory_budget=4 * total) as pipeline:
-        for number in range(40):
-            model(*rows()).square().mean().backward()
-            assert (pipeline.summary().plan is not None) == (number >= measure._PATIENCE + 2)

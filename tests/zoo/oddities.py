@@ -174,14 +174,6 @@ def l2_penalty(model: nn.Module, batch: Batch) -> list[Tensor]:
     return [loss]
 
 
-def l1_of_one(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """A penalty on one block's weight, before the forward."""
-    penalty = model.blocks[2].up.weight.abs().sum()
-    loss = model(*batch).square().mean() + 1e-2 * penalty
-    loss.backward()
-    return [loss]
-
-
 class ParentReads(Chain):
     """The parent reads a child's weight before the child runs, and another one's after."""
 
@@ -201,27 +193,6 @@ class CallsForward(Chain):
         return x
 
 
-class SometimesForward(Chain):
-    """Some blocks are called, some through ``forward``, and inner layers past their block."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        x = self.blocks[1].forward(x)
-        x = self.blocks[2].down(self.blocks[2].up(x))
-        return self.blocks[3](x)
-
-
-class Functional(Chain):
-    """functional_call with other weights for one block, and with the block's own for another."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        halved = {name: p * 0.5 for name, p in self.blocks[1].named_parameters()}
-        x = functional_call(self.blocks[1], halved, (x,))
-        x = functional_call(self.blocks[2], dict(self.blocks[2].named_parameters()), (x,))
-        return self.blocks[1](self.blocks[3](x))
-
-
 def maml(model: nn.Module, batch: Batch) -> list[Tensor]:
     """One inner step of MAML: gradients of gradients through functional_call on the whole model."""
     weights = dict(model.named_parameters())
@@ -231,19 +202,6 @@ def maml(model: nn.Module, batch: Batch) -> list[Tensor]:
     outer = functional_call(model, fast, batch).square().mean()
     outer.backward()
     return [inner, outer]
-
-
-class Scripted(Chain):
-    """Scripted blocks run in C++, where no Python hook of ours is called between their layers."""
-
-    def __init__(self) -> None:
-        with warnings.catch_warnings():  # torch.jit.script is deprecated, and in many code bases
-            warnings.simplefilter("ignore")
-            super().__init__([Block(), torch.jit.script(Block()), Block(), torch.jit.script(Block()), Block()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.jit.optimized_execution(False):  # its optimizer rounds otherwise after two calls than before
-            return super().forward(x)
 
 
 class Holder(nn.Module):
@@ -266,22 +224,6 @@ class ParentCallsChildren(nn.Module):
             for layer in holder.layers:
                 x = layer(x)
             x = holder.norm(x) * holder.scale
-        return x
-
-
-class NestedLists(nn.Module):
-    """Lists of lists and dicts of lists of modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(n)) for n in (1, 3, 2))
-        self.named = nn.ModuleDict({"a": nn.ModuleList([Block()]), "b": nn.ModuleList([Block(), Block()])})
-        self.empty = nn.ModuleList()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for group in (*self.stages, *self.named.values()):
-            for block in group:
-                x = block(x=x)
         return x
 
 
@@ -457,17 +399,6 @@ class Mixture(nn.Module):
         return self.bilinear(y, x) + torch.einsum("pw,bcw->bcp", self.embedding(positions), y)
 
 
-class NoParameters(nn.Module):
-    """Units and modules without any parameter between those that have some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), nn.Identity(), Block(), nn.Sequential(), nn.Tanh(), Block(), Block())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
 CASES = [
     Case("inplace-residual-on-view", InplaceResidual, rows, autocast=True, lightning=True),
     Case("inplace-on-input", lambda: Chain([Block(), *(InplaceOnInput() for _ in range(3))]), rows),
@@ -481,19 +412,13 @@ CASES = [
     Case("weight-on-ctx-and-view-returned", lambda: Chain(Fused() for _ in range(5)), rows),
     Case("weight-on-ctx-and-inplace-view", lambda: StashingChain(Stashing(inplace=True) for _ in range(5)), rows),
     Case("structured-outputs", Structured, rows, lambda out, batch: (out["out"] * out["sum"]).mean(), lightning=True),
-    *(Case(f"returns-own-parameter-{form}", lambda f=form: Prompted(f), rows) for form in ("whole", "slice", "nested")),
+    *(Case(f"returns-own-parameter-{form}", lambda f=form: Prompted(f), rows) for form in ("whole", "nested")),
     Case("tied-by-use", TiedByUse, lambda: (torch.randint(0, 40, (3, 4)),), autocast=True, lightning=True),
     Case("l2-penalty", lambda: chain(4), rows, backward=l2_penalty, streams=False),
-    Case("l1-of-one-weight", lambda: chain(4), rows, backward=l1_of_one),
     Case("parent-reads-child", lambda: ParentReads(Block() for _ in range(4)), rows, autocast=True),
     Case("calls-forward", lambda: CallsForward(Block() for _ in range(4)), rows, streams=False),
-    Case("sometimes-forward", lambda: SometimesForward(Block() for _ in range(4)), rows, autocast=True),
-    Case("functional-call", lambda: Functional(Block() for _ in range(4)), rows),
     Case("maml", lambda: chain(3), rows, backward=maml, streams=False),
-    Case("scripted", Scripted, rows),
     Case("parent-calls-children", ParentCallsChildren, rows),
-    Case("nested-lists", NestedLists, rows, autocast=True),
-    Case("no-parameters-between", NoParameters, rows),
     *(
         Case(
             f"{wrap.__name__.replace('_', '-')}-{'old' if old else 'parametrization'}",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from .blocks import WIDTH, Block, Chain, LoRALinear, Stashing, chain, rows
+from .blocks import WIDTH, Block, Chain, LoRALinear, chain, rows
 from .case import Batch, Case, call_with_batch, sum_of_squares
 
 
@@ -93,13 +93,6 @@ class ShuffledOrder(Chain):
         for index in torch.randperm(len(self.blocks)).tolist():
             x = self.blocks[index](x)
         return x
-
-
-class SkipsInside(Block):
-    """Stochastic depth inside of the block: sometimes the output is the very input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.training and torch.rand(()) < 0.5 else super().forward(x)
 
 
 class FrozenEncoder(nn.Module):
@@ -228,16 +221,6 @@ def teacher(model: nn.Module, batch: Batch) -> list[Tensor]:
     return [loss]
 
 
-def several_roots(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """torch.autograd.backward from several tensors with gradients of their own, one of them an activation."""
-    middle = model.blocks[0](*batch)
-    out = middle
-    for block in model.blocks[1:]:
-        out = block(out)
-    torch.autograd.backward([out, middle], [torch.ones_like(out), torch.full_like(middle, 0.5)])
-    return [out, middle]
-
-
 class Gan(nn.Module):
     """Generator and critic, trained by hand."""
 
@@ -313,27 +296,9 @@ def two_groups(model: nn.Module) -> list[Optimizer]:
     return [AdamW(groups, lr=1e-2, amsgrad=True, foreach=False)]
 
 
-class CheckpointedStash(nn.Module):
-    """A weight on ``ctx`` inside of a checkpoint inside of a block: recomputed, then read (OneTrainer#1306)."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.second = Stashing(inplace=False), Stashing(inplace=True)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.reentrant = reentrant
-
-    def inner(self, x: Tensor) -> Tensor:
-        """What is recomputed."""
-        return self.second(torch.tanh(self.first(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(checkpoint(self.inner, x, use_reentrant=self.reentrant))
-
-
 CHECKPOINTED: dict[str, Callable[[bool], nn.Module]] = {
     "checkpointed-blocks": CheckpointedBlocks,
     "checkpoint-inside": lambda reentrant: Chain(CheckpointInside(reentrant) for _ in range(4)),
-    "checkpointed-stash": lambda reentrant: Chain(CheckpointedStash(reentrant) for _ in range(5)),
     "checkpoint-sequential": CheckpointSequential,
     "nested-checkpoint": NestedCheckpoint,
 }
@@ -355,7 +320,6 @@ CASES = [
         lightning=True,
         autocast=True,
     ),
-    Case("skips-inside", lambda: Chain(SkipsInside() for _ in range(5)), rows, accumulate=1),
     Case("frozen-encoder", FrozenEncoder, rows, autocast=True, lightning=True),
     Case("momentum-encoder-in-place", lambda: MomentumContrast(rebind=False), rows, lightning=True),
     Case("momentum-encoder-data", lambda: MomentumContrast(rebind=True), rows),
@@ -374,7 +338,6 @@ CASES = [
     Case("two-losses", lambda: chain(4, dropout=0.1), rows, backward=two_losses, autocast=True),
     Case("two-graphs", lambda: chain(4, dropout=0.1), rows, backward=two_graphs, autocast=True),
     Case("teacher", lambda: chain(4), rows, backward=teacher, autocast=True),
-    Case("several-roots", lambda: chain(4), rows, backward=several_roots),
     Case("gan", Gan, rows, optimizers=gan_optimizers, train_step=gan_step, lightning=True),
     Case(
         "sparse-embedding",
