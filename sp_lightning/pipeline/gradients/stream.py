@@ -117,6 +117,7 @@ class GradientStream:
         if averaging is not None:
             averaging.of(list(self.units.values()))
         self._held: dict[UnitGradients, None] = {}  # what the engine has gradients of
+        self._moving: list[UnitGradients] = []  # into sums, out of memory that is no longer needed then
         self._has_late = False
         self._given_up = 0, 0
 
@@ -245,6 +246,9 @@ class GradientStream:
     ) -> None:
         """Send a staging buffer to where its gradients stay, through a landing buffer, or to the optimizer."""
         self._window.finish_optimizer(unit.unit.group)  # it may still read what was there
+        for moved in [other for other in self._moving if other.ticket is None or other.ticket.done]:
+            self._moving.remove(moved)
+            moved.release_own()
         is_first = is_hidden = True
         for gradient in gradients:
             if gradient.scaling is not NO_SCALING:  # which is not meant for the sum
@@ -267,7 +271,10 @@ class GradientStream:
             shipment = self._land(unit, gradients, layout, staging, has_norms)
         else:
             arriving = self._send_through_buffer(unit, gradients, layout, staging, patient=True)
+            had_sums = unit.sums is not None
             shipment = self._add(arriving, has_norms)
+            if unit.sums is not None and not had_sums:
+                self._moving.append(unit)
         unit.ticket = shipment.ticket
         unit.state = State.GATHERING if unit.gathered else State.LEAVING
         self._held[unit] = None
@@ -425,6 +432,7 @@ class GradientStream:
         self._gathering.clear()
         self._sent.clear()
         self._arrived.clear()
+        self._moving.clear()
         self._has_late = False
 
     # ------------------------------------------------------------------------------------------- between backwards
