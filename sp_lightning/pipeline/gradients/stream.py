@@ -388,6 +388,7 @@ class GradientStream:
             self._add_late()
         for unit in self._sent:
             unit.release_own()
+            self._note_held(unit)
         self._forget()
 
     def _add_late(self) -> None:
@@ -479,9 +480,13 @@ class GradientStream:
             self._note_held(gradient.unit)
 
     def _note_held(self, unit: UnitGradients) -> None:
-        if unit in self._held and all(gradient.host is None for gradient in unit.gradients):
-            del self._held[unit]
-            unit.state = State.EMPTY
+        if unit.state is State.CONSUMED:
+            return
+        for gradient in unit.gradients:
+            if gradient.host is not None:
+                return
+        self._held.pop(unit, None)
+        unit.state = State.EMPTY
 
     # --------------------------------------------------------------------------------------------------- averaging
 
