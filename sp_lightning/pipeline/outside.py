@@ -153,27 +153,28 @@ class OutsideUse:
 
     def before_gradient_read(self, weight: Weight) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it."""
+        gradient = self._stream.of(weight)
+        if gradient.unit.state is State.EMPTY:
+            return
         if self._backward.running:
             self._backward.forget_failed()
         self._check_not_used(weight)
-        if self._stream.of(weight).under_way:
-            with self._at_work:
-                self._backward.forget_failed()
-        if self._stream.of(weight).under_way:
+        if gradient.under_way:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be read before backward "
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
                 "`register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
         with self._at_work:
-            if self._stream.of(weight).host is not None:
+            if gradient.host is not None:
                 self._window.finish_optimizer(weight.unit.group)
                 self._stream.show(weight)
 
     def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
-        self._check_not_used(weight)
-        self._stream.drop(weight)
+        if self._stream.of(weight).unit.state is not State.EMPTY:
+            self._check_not_used(weight)
+            self._stream.drop(weight)
 
     def _check_not_used(self, weight: Weight) -> None:
         """Raise if a gradient is read or changed between a weight's step in backward and the call of `step()`."""

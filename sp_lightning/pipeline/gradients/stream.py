@@ -117,7 +117,9 @@ class GradientStream:
         if averaging is not None:
             averaging.of(list(self.units.values()))
         self._held: dict[UnitGradients, None] = {}  # what the engine has gradients of
+        self._moving: list[UnitGradients] = []  # into sums, out of memory that is no longer needed then
         self._has_late = False
+        self._given_up = 0, 0
 
     def of(self, weight: Weight) -> Gradient:
         """Return the gradient of a weight."""
@@ -205,7 +207,7 @@ class GradientStream:
             for due in self._averaging.next_after(unit):
                 self._start_averaging(due)
             return
-        del self._gathering[unit]
+        self._gathering.pop(unit, None)
         complete = unit.gathered == len(unit.trained)
         gradients = unit.trained if complete else [g for g in unit.trained if g.on_device is not None]
         layout = unit.layout
@@ -244,6 +246,9 @@ class GradientStream:
     ) -> None:
         """Send a staging buffer to where its gradients stay, through a landing buffer, or to the optimizer."""
         self._window.finish_optimizer(unit.unit.group)  # it may still read what was there
+        for moved in [other for other in self._moving if other.ticket is None or other.ticket.done]:
+            self._moving.remove(moved)
+            moved.release_own()
         is_first = is_hidden = True
         for gradient in gradients:
             if gradient.scaling is not NO_SCALING:  # which is not meant for the sum
@@ -266,7 +271,10 @@ class GradientStream:
             shipment = self._land(unit, gradients, layout, staging, has_norms)
         else:
             arriving = self._send_through_buffer(unit, gradients, layout, staging, patient=True)
+            had_sums = unit.sums is not None
             shipment = self._add(arriving, has_norms)
+            if unit.sums is not None and not had_sums:
+                self._moving.append(unit)
         unit.ticket = shipment.ticket
         unit.state = State.GATHERING if unit.gathered else State.LEAVING
         self._held[unit] = None
@@ -380,6 +388,7 @@ class GradientStream:
             self._add_late()
         for unit in self._sent:
             unit.release_own()
+            self._note_held(unit)
         self._forget()
 
     def _add_late(self) -> None:
@@ -405,7 +414,7 @@ class GradientStream:
                 unit.wait()
         if self._averaging is not None:
             self._averaging.abandon()
-        for unit in [*self._sent, *self._gathering]:
+        for unit in [unit for unit in self.units.values() if unit.gathered or unit in self._sent]:
             unit.gathered = 0
             for gradient in unit.gradients:
                 gradient.on_device = None
@@ -424,6 +433,7 @@ class GradientStream:
         self._gathering.clear()
         self._sent.clear()
         self._arrived.clear()
+        self._moving.clear()
         self._has_late = False
 
     # ------------------------------------------------------------------------------------------- between backwards
@@ -470,9 +480,13 @@ class GradientStream:
             self._note_held(gradient.unit)
 
     def _note_held(self, unit: UnitGradients) -> None:
-        if unit in self._held and all(gradient.host is None for gradient in unit.gradients):
-            del self._held[unit]
-            unit.state = State.EMPTY
+        if unit.state is State.CONSUMED:
+            return
+        for gradient in unit.gradients:
+            if gradient.host is not None:
+                return
+        self._held.pop(unit, None)
+        unit.state = State.EMPTY
 
     # --------------------------------------------------------------------------------------------------- averaging
 
@@ -535,14 +549,15 @@ class GradientStream:
 
     def device_bytes(self) -> int:
         """Return the bytes of device memory held for gradients that leave."""
-        return self._staging.nbytes()
+        return self._given_up[0] + self._staging.nbytes()
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory held for gradients."""
-        return self._landing.nbytes() + sum(unit.host_bytes() for unit in self.units.values())
+        return self._given_up[1] + self._landing.nbytes() + sum(unit.host_bytes() for unit in self.units.values())
 
     def close(self) -> None:
-        """Show all gradients, and release all other memory, on the device as well."""
+        """Show all gradients, and release all other memory, which `device_bytes` and `host_bytes` still count."""
+        self._given_up = self.device_bytes(), self.host_bytes()
         self.abandon()
         self.show_all()
         for unit in self.units.values():

@@ -139,7 +139,7 @@ class UnitGradients:
             if buffer is not None:
                 buffer.release()
         self._own = self.sums = None
-        self._sum_views = {}
+        self._views, self._norms, self._sum_views = [], [], {}
 
     def own(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return the memory in which gradients stay as they arrive, its views as gradients, and those as norms."""
@@ -165,6 +165,7 @@ class UnitGradients:
             self.wait()
             self._own.release()
             self._own = None
+            self._views, self._norms = [], []
 
     def wait(self) -> None:
         """Block until nothing is on its way to the gradients, not even to those that were dropped before.

@@ -157,6 +157,7 @@ class Overlap:
     def close(self) -> None:
         """Leave all steps to the optimizers' own code: units are arranged anew, or by the next step if that fails."""
         self.restore_param_groups()
+        self._plans.clear()
         self._is_closed = True
 
     def restore_param_groups(self) -> None:
