@@ -17,7 +17,7 @@ from sp_lightning.pipeline.gradients.gradient_return import GradientReturn
 from sp_lightning.pipeline.lasting import Lasting
 from sp_lightning.pipeline.layout.arrangement import Arrangement
 from sp_lightning.pipeline.optimizer.early_steps import EarlyStepper
-from sp_lightning.pipeline.torch_private import in_backward, in_transform
+from sp_lightning.pipeline.torch_private import in_backward, in_transform, without_torch_function
 from sp_lightning.pipeline.weights.graphs import Graph
 from sp_lightning.pipeline.weights.group import Group
 from sp_lightning.pipeline.weights.guard import Guard
@@ -162,11 +162,13 @@ class OutsideUse:
                 "has ended. Read it in `on_after_backward`, or in a hook on the weight: "
                 "`register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
+        with without_torch_function():
+            if self._gradients.get(weight) is None:
+                return
         with self._at_work:
-            if self._gradients.get(weight) is not None:
-                self._window.finish_optimizer(weight.unit.group)
-                self._gradients.settle()
-                self._gradients.show(weight)
+            self._window.finish_optimizer(weight.unit.group)
+            self._gradients.settle()
+            self._gradients.show(weight)
 
     def before_gradient_set(self, weight: Weight) -> None:
         """Drop a master's gradient, because somebody sets its `.grad` or deletes it."""
