@@ -54,11 +54,11 @@ from .zoo.language import gpt2, tokens
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 
 ZOO = [
-    "gpt2-tied", "llama-untied", "bert", "t5", "qwen2-moe", "lstm", "nn-transformer", "vit", "swin", "resnet50",
+    "gpt2-tied", "llama-untied", "bert", "t5", "mixtral", "lstm", "vit", "swin", "resnet50",
     "llava", "gpt2-checkpoint-plain", "gpt2-checkpoint-reentrant", "checkpoint-inside-plain",
     "checkpoint-inside-reentrant", "nested-checkpoint-plain", "nested-checkpoint-reentrant",
     "checkpoint-sequential-plain", "siamese", "stochastic-depth", "half-frozen", "input-gradient-penalty",
-    "two-losses", "two-graphs", "gan", "structured-outputs", "returns-own-parameter-nested",
+    "two-losses", "two-graphs", "gan", "structured-outputs",
     "inplace-residual-on-view", "weight-on-ctx", "maml", "spectral-norm-old",
     "spectral-norm-parametrization", "weight-norm-old", "module-hooks", "parameter-hooks", "layer-mixture",
     "embedding-max-norm",

@@ -44,7 +44,7 @@ from .zoo.blocks import Block, Chain, chain
 # one way or another, what these save is special: views, masks, buffers, several graphs, changes in place, checkpoints
 ENTRIES = [
     "gpt2-tied", "llama-tied", "bert", "albert", "t5", "mixtral", "lstm", "nn-transformer-encoder",
-    "gpt2-checkpoint-plain", "vit", "swin", "convnext", "resnet50", "vgg", "channels-last", "unet", "llava",
+    "gpt2-checkpoint-plain", "vit", "swin", "resnet50", "vgg", "channels-last", "unet", "llava",
     "chain", "siamese", "input-gradient-penalty", "weight-gradient-penalty", "lora", "stochastic-depth",
     "frozen-encoder", "shuffled-order", "checkpointed-blocks-plain", "checkpoint-inside-plain",
     "checkpoint-inside-reentrant", "two-losses", "two-graphs", "gan", "inplace-residual-on-view", "inplace-on-input",

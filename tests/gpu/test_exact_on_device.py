@@ -31,7 +31,7 @@ NAMES = [
 ]  # fmt: skip
 NOT_ON_THE_SECOND = {
     "lstm",  # one kernel on CUDA, which the CPU does not have
-    "mixtral", "qwen2-moe",  # count with `histc`, which the CPU has no kernel for whole numbers for
+    "mixtral",  # counts with `histc`, which the CPU has no kernel for whole numbers for
     "sparse-embedding",  # the device has no sparse tensors
     "momentum-encoder-in-place", "momentum-encoder-data", "embedding-max-norm",  # change what OnDevice overwrites
 }  # fmt: skip
